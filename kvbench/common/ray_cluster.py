@@ -29,6 +29,7 @@ _HTTP2_BEGIN = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 _REACH_S = 5.0  # until the head's port answers
 MAX_LOST = 3  # processes or machines that one task may cost
 _GONE = ("NodeDiedError", "TaskUnschedulableError", "LocalRayletDiedError")  # the machine, not the process alone
+_RAYS_OWN = re.compile(r"node:|memory$|object_store_memory$")  # resources that hold addresses
 _LOOK_S = 0.5  # how long one wait for tasks lasts
 _CANCEL_S = 30.0  # a task stops its server within 13 s; after this its process is killed
 _KILL_S = 10.0
@@ -45,6 +46,10 @@ class ClusterNode:
     def name(self) -> str:
         """The beginning of Ray's id, which tells nothing of the machine's address."""
         return self.node_id[:8]
+
+
+Needs = Callable[[ClusterNode], Mapping[str, float] | None]
+"""What a task asks of a machine, by resource; None: the machine does not have it."""
 
 
 @dataclass(eq=False)
@@ -88,7 +93,11 @@ class Cluster:
         ray = _ray()
         here = ray.get_runtime_context().get_node_id()
         alive = sorted((n for n in ray.nodes() if n["Alive"]), key=lambda n: (n["NodeID"] != here, n["NodeID"]))
-        return [ClusterNode(node["NodeID"], _resources(node["Resources"])) for node in alive]
+        nodes = []
+        for node in alive:
+            given = {name: number for name, number in node["Resources"].items() if not _RAYS_OWN.match(name)}
+            nodes.append(ClusterNode(node["NodeID"], given))
+        return nodes
 
     def is_alive(self, node: ClusterNode) -> bool:
         return any(other["NodeID"] == node.node_id and other["Alive"] for other in _ray().nodes())
@@ -149,7 +158,7 @@ class TaskSlots:
 
     cluster: Cluster
     free: list[ClusterNode]
-    needs: Callable[[ClusterNode], Mapping[str, float] | None]
+    needs: Needs
     wait_s: float
     running: dict[Task, Any] = field(default_factory=dict)
 
@@ -233,18 +242,23 @@ class Usable:
     left_out: Sequence[str]
 
 
-def usable_nodes(
-    cluster: Cluster,
-    needs: Callable[[ClusterNode], Mapping[str, float] | None],
-    what: str,
-    wait_s: float,
-    say: Callable[[str], None],
-) -> Usable:
-    """The machines for which ``needs`` tells what a task asks of them (None: they do not have it), ``what`` in words.
+def usable_nodes(cluster: Cluster, needs: Needs, what: str, wait_s: float, say: Callable[[str], None]) -> Usable:
+    """The machines that have what a task ``needs``, as soon as there is one; ``what``: it in words.
 
     Raises UsageError where after ``wait_s`` there is none.
     """
-    nodes = _having(cluster, needs, what, wait_s, say)
+    deadline, is_said = time.monotonic() + wait_s, False
+    while not (nodes := [node for node in cluster.nodes() if needs(node) is not None]):
+        if time.monotonic() > deadline:
+            have = [", ".join(f"{name} {n:g}" for name, n in node.resources.items()) for node in cluster.nodes()]
+            raise UsageError(
+                f"no machine of the Ray cluster has {what} ({plural(len(have), 'machine')}: "
+                f"{and_more(have, 3, between='; ')}): start Ray where it is with --num-cpus, --num-gpus or --resources"
+            )
+        if not is_said:
+            say(f"waiting for a machine of the Ray cluster that has {what}, {wait_s:g} s at most (--ray-wait)")
+        is_said = True
+        time.sleep(min(_LOOK_S, wait_s))
     answers = _answers(cluster, needs, nodes, wait_s)
     code, left_out, facts = code_sha256(), [], {}
     for node in nodes:
@@ -262,34 +276,8 @@ def usable_nodes(
     return Usable([node for node in nodes if node.node_id in facts], facts, left_out)
 
 
-def _having(
-    cluster: Cluster,
-    needs: Callable[[ClusterNode], Mapping[str, float] | None],
-    what: str,
-    wait_s: float,
-    say: Callable[[str], None],
-) -> list[ClusterNode]:
-    """The machines that have what is needed, as soon as there is one; UsageError after ``wait_s``."""
-    deadline, is_said = time.monotonic() + wait_s, False
-    while not (nodes := [node for node in cluster.nodes() if needs(node) is not None]):
-        if time.monotonic() > deadline:
-            have = [", ".join(f"{name} {n:g}" for name, n in node.resources.items()) for node in cluster.nodes()]
-            raise UsageError(
-                f"no machine of the Ray cluster has {what} ({plural(len(have), 'machine')}: "
-                f"{and_more(have, 3, between='; ')}): start Ray where it is with --num-cpus, --num-gpus or --resources"
-            )
-        if not is_said:
-            say(f"waiting for a machine of the Ray cluster that has {what}, {wait_s:g} s at most (--ray-wait)")
-        is_said = True
-        time.sleep(min(_LOOK_S, wait_s))
-    return nodes
-
-
 def _answers(
-    cluster: Cluster,
-    needs: Callable[[ClusterNode], Mapping[str, float] | None],
-    nodes: Sequence[ClusterNode],
-    wait_s: float,
+    cluster: Cluster, needs: Needs, nodes: Sequence[ClusterNode], wait_s: float
 ) -> dict[str, MachineFacts | str]:
     """What each machine says of itself, or why it cannot be used, by node id."""
     left = [cluster.start(node, needs(node) or {}, facts_of_machine) for node in nodes]
@@ -345,21 +333,15 @@ def _reachable(address: str | None) -> str:
         head = canonicalize_bootstrap_address(address or "auto") or ""
         host, _, port = head.rpartition(":")
         with socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_S) as connection:
-            _require_grpc(connection)
+            if os.environ.get("RAY_USE_TLS", "0") == "0":
+                connection.sendall(_HTTP2_BEGIN)
+                if connection.recv(9)[3:4] != b"\x04":  # gRPC's first frame of HTTP/2 has this type: settings
+                    raise ConnectionError("this is no Ray")
     except (OSError, ValueError) as error:
         where = f" at {head}" if head and head != address else ""
         way = START if address is None else f"give HOST:PORT of its head, or {START}"
         raise UsageError(f"{_named(address)} does not answer{where} ({_line_of(error)}): {way}") from None
     return head
-
-
-def _require_grpc(connection: socket.socket) -> None:
-    """Raises OSError where no gRPC server answers: its first frame of HTTP/2 would have the type 4 (settings)."""
-    if os.environ.get("RAY_USE_TLS", "0") != "0":
-        return
-    connection.sendall(_HTTP2_BEGIN)
-    if connection.recv(9)[3:4] != b"\x04":
-        raise ConnectionError("this is no Ray")
 
 
 def _named(address: str | None) -> str:
@@ -368,8 +350,3 @@ def _named(address: str | None) -> str:
 
 def _line_of(error: BaseException, number: int = 0) -> str:
     return str(error).strip().split("\n")[number] or type(error).__name__
-
-
-def _resources(given: Mapping[str, float]) -> dict[str, float]:
-    """Without Ray's own, which hold addresses."""
-    return {name: value for name, value in given.items() if not re.match(r"node:|memory$|object_store_memory$", name)}

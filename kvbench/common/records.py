@@ -10,10 +10,11 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from kvbench.common.errors import UsageError
 from kvbench.common.files import read_json, write_json
+from kvbench.common.text import shorten
 
 Number = int | float
 """A number that stays whole where it was stored whole."""
-_MOST_SHOWN = 60  # characters of a value in a message
+_MOST_SHOWN = 64  # characters of a value in a message
 
 
 class Record(BaseModel):
@@ -40,7 +41,9 @@ class Record(BaseModel):
             first = error.errors(include_url=False)[0]
             field = ".".join(map(str, first["loc"])) or "the whole"
             reason = first["msg"].removeprefix("Value error, ")
-            raise ValueError(f"{field} is {_short(first['input'])}: {reason[:1].lower()}{reason[1:]}") from None
+            raise ValueError(
+                f"{field} is {shorten(repr(first['input']), _MOST_SHOWN)}: {reason[:1].lower()}{reason[1:]}"
+            ) from None
 
     def to_json(self) -> dict[str, Any]:
         """Returns the fields that were set, as plain data for a file."""
@@ -54,11 +57,6 @@ class Record(BaseModel):
 
 
 R = TypeVar("R", bound=Record)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]} ..."
 
 
 def read_record(kind: type[R], path: Path, what_to_do: str = "") -> R:

@@ -38,5 +38,5 @@ def test_other_files_always_had_a_format(kind):
 @pytest.mark.parametrize("kind", [CellSummary, LoadResult, *WITH_FORMAT])
 @pytest.mark.parametrize("format", [99, "99", None, [1]])
 def test_an_unknown_format_is_said(kind, format):
-    with pytest.raises(ValueError, match="format is .*, and this kvbench reads"):
+    with pytest.raises(ValueError, match=r"format is .*, and this kvbench reads"):
         kind.parse({"format": format})
