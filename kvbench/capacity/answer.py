@@ -41,15 +41,6 @@ class FittingGPUs:
 
 
 @dataclass(frozen=True)
-class AtOnce:
-    """The most sequences of ``tokens`` tokens at once, in pages and each in one piece."""
-
-    tokens: int
-    paged: int
-    contiguous: int
-
-
-@dataclass(frozen=True)
 class MemoryPlan:
     """What is planned, and what came of it.
 
@@ -93,8 +84,8 @@ class MemoryPlan:
     def fitting_gpus(self) -> list[FittingGPUs]:
         return [
             FittingGPUs(
-                m.gpu.name,
-                m.count,
+                gpu=m.gpu.name,
+                count=m.count,
                 memory_gib=m.count * m.gpu.memory_bytes / GIB,
                 kv_gib=m.kv / GIB,
                 at_once=m.at_once(self.load.context),
@@ -143,32 +134,23 @@ def sentences(a: MemoryPlan) -> list[str]:
     """First whether it fits, then what there is to know about it."""
     load = f"{plural(a.load.concurrency, 'sequence')} of {count(a.load.context)} tokens"
     needed = f"{_size(a.weights.total_bytes)} of weights and {_size(a.kv_bytes)} of KV"
-    if a.memory is None:
+    if (memory := a.memory) is None:
         return [_without_gpus(a, load, needed)]
-    return [_on_gpus(a, a.memory, load, needed), *_about_room(a, a.memory), *_about_dtypes(a, a.memory.gpu)]
-
-
-def _about_room(a: MemoryPlan, memory: GpuMemory) -> list[str]:
-    lines = []
+    lines, gpu = [_on_gpus(a, memory, load, needed)], memory.gpu
     if memory.kv <= 0:
         if memory.weights < memory.taken:
             lines.append("A larger --gpu-memory-utilization or a smaller --max-num-seqs can make room.")
-        return lines
-    if memory.at_once(a.load.max_model_len) == 0:
-        lines.append(
-            f"vLLM starts only with room for one sequence of its max_model_len ({count(a.load.max_model_len)}): "
-            f"start it with --max-model-len {a.load.context} or a little more."
-        )
-    if memory.at_once(a.load.context) > memory.step.sequences:
-        lines.append(
-            f"Of these, vLLM runs {count(memory.step.sequences)} at once, its max_num_seqs here; a larger "
-            "--max-num-seqs takes memory for activations."
-        )
-    return lines
-
-
-def _about_dtypes(a: MemoryPlan, gpu: GPU) -> list[str]:
-    lines = []
+    else:
+        if memory.at_once(a.load.max_model_len) == 0:
+            lines.append(
+                f"vLLM starts only with room for one sequence of its max_model_len ({count(a.load.max_model_len)}): "
+                f"start it with --max-model-len {a.load.context} or a little more."
+            )
+        if memory.at_once(a.load.context) > memory.step.sequences:
+            lines.append(
+                f"Of these, vLLM runs {count(memory.step.sequences)} at once, its max_num_seqs here; a larger "
+                "--max-num-seqs takes memory for activations."
+            )
     if not gpu.bfloat16 and a.model.spec.default_dtype == "bfloat16":
         lines.append(f"{gpu.name} has no bfloat16: start the engine with --dtype half.")
     if a.converts(gpu):
@@ -259,7 +241,7 @@ def _with_notes(table: Table) -> Table:
 def concurrency_table(a: MemoryPlan, memory: GpuMemory) -> Table:
     """The most sequences at once by length, paged beside contiguous."""
     heads = ["sequences of", "paged", f"contiguous, reserving {count(a.load.max_model_len)}"]
-    rows = [(count(row.tokens), count(row.paged), count(row.contiguous)) for row in _by_length(a, memory)]
+    rows = [tuple(map(count, row)) for row in _by_length(a, memory)]
     return make_table(heads, rows, title="How many sequences are in memory at once, at most")
 
 
@@ -314,13 +296,14 @@ def as_dict(a: MemoryPlan) -> dict[str, Any]:
             "memory_bytes": m.gpu.memory_bytes, "taken_bytes": m.taken, "weight_bytes": m.weights,
             "activation_bytes": m.activations, "context_bytes": m.context, "kv_bytes": m.kv,
             "max_num_batched_tokens": m.step.tokens, "max_num_seqs": m.step.sequences,
-            "at_once": [dataclasses.asdict(row) for row in _by_length(a, m)],
+            "at_once": [dict(zip(("tokens", "paged", "contiguous"), row, strict=True)) for row in _by_length(a, m)],
         },
     }  # fmt: skip
 
 
-def _by_length(a: MemoryPlan, memory: GpuMemory) -> list[AtOnce]:
+def _by_length(a: MemoryPlan, memory: GpuMemory) -> list[tuple[int, int, int]]:
+    """Lengths, and the most sequences of each at once: in pages, and each in one piece."""
     limit = a.load.max_model_len
     lengths = sorted({length for length in (*_LENGTHS, a.load.context, limit) if length <= limit})
     contiguous = memory.at_once(limit, contiguous=True)
-    return [AtOnce(length, memory.at_once(length), contiguous) for length in lengths]
+    return [(length, memory.at_once(length), contiguous) for length in lengths]

@@ -103,8 +103,11 @@ def describe(
     paths: tuple[Path, ...], trace: Trace, pages: list[int] | None = None, bytes_per_token: int | None = None
 ) -> Description:
     """Counts everything. ``pages``: capacities to replay (None: a ladder). Raises ValueError."""
-    columns = length_columns(trace)
-    why = ""
+    columns, why, sessions = length_columns(trace), "", None
+    if trace.session is not None and trace.turn is not None:
+        numbers, turns = np.unique(trace.session, return_counts=True)
+        thinks = trace.think_s[trace.turn > 0] if trace.think_s is not None else ()
+        sessions = SessionStats(len(numbers), spread(turns), spread(thinks) if len(thinks) else None)
     if trace.page_ids is None:
         why = "the trace has no page ids, and does not say which prompts begin alike"
         if trace.prompts is not None:
@@ -118,7 +121,7 @@ def describe(
         {name: spread(values) for name, values in columns.items()},
         memory(columns["total_tokens"]) if "total_tokens" in columns else None,
         None if trace.arrival_s is None else arrivals(trace.arrival_s),
-        _sessions(trace),
+        sessions,
         None if why else simulate(trace, pages, bytes_per_token=bytes_per_token),
         why,
     )
@@ -176,14 +179,6 @@ def arrivals(arrival_s: np.ndarray) -> Arrivals | None:
         if window == 10 and fano[window] is not None:
             peak = float(counts.max() / window)
     return Arrivals(span, len(times) / span, float(gaps.std() / gaps.mean()), float(np.mean(gaps == 0)), fano, peak)
-
-
-def _sessions(trace: Trace) -> SessionStats | None:
-    if trace.session is None or trace.turn is None:
-        return None
-    numbers, turns = np.unique(trace.session, return_counts=True)
-    thinks = None if trace.think_s is None else trace.think_s[trace.turn > 0]
-    return SessionStats(len(numbers), spread(turns), spread(thinks) if thinks is not None and len(thinks) else None)
 
 
 def about(description: Description) -> list[str]:
