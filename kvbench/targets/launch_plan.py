@@ -15,13 +15,14 @@ import shutil
 import string
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvbench.common.errors import UsageError
 from kvbench.common.text import data_size
+from kvbench.runs.results import Capacity
 from kvbench.targets.preset import CAPACITY_TOLERANCE, MODEL_SETTINGS, Context, Preset
 from kvbench.workload.design import Design
 from kvbench.workload.settings import Settings, effective
@@ -144,7 +145,7 @@ class Launcher:
 
     preset: Preset
     program: str
-    arithmetic: Callable[[Settings], Mapping[str, Any]]
+    arithmetic: Callable[[Settings], Capacity]
     extra: tuple[str, ...] = ()
     template: CommandTemplate | None = None
     max_in_flight: int | None = None
@@ -156,8 +157,8 @@ class Launcher:
         float32 weights in bfloat16), and would compute something else with the same budget.
         """
         capacity = self.arithmetic(settings)
-        if settings.get("dtype") in (None, "auto") and "dtype" in capacity:
-            settings = {**settings, "dtype": capacity["dtype"]}
+        if settings.get("dtype") in (None, "auto") and capacity.dtype is not None:
+            settings = {**settings, "dtype": capacity.dtype}
         return Context(settings, capacity, self.max_in_flight, self.program)
 
     @property
@@ -207,7 +208,7 @@ class Launcher:
         context = self.context(settings)
         return context if self.template is None else context.only(self.template.names & self.preset.settings.keys())
 
-    def check(self, settings: Settings) -> dict[str, Any]:
+    def check(self, settings: Settings) -> Capacity:
         """What is known of a configuration before its launch. Raises ValueError with the reasons against it.
 
         The KV budget is known only if the server is given it; otherwise the server's own default holds.
@@ -219,18 +220,19 @@ class Launcher:
             names += [*_BUDGET_FACTS, "capacity_tokens"]
         elif self.template is not None and "kv_budget" in self.template.names:
             names += _BUDGET_FACTS
-        facts = {name: value for name, value in self.arithmetic(settings).items() if name in names and value}
+        known = self.arithmetic(settings)
+        facts = {name: value for name in names if (value := getattr(known, name))}
         if "capacity_tokens" in facts and (given := self.preset.tokens_given(self.context(settings))):
             facts["capacity_tokens"] = given
-        return facts
+        return Capacity(**facts)
 
     def lost_capacity(self, settings: Settings) -> str | None:
         """How much less than its budget the server is told to hold, where that is more than servers may differ by."""
         context = self.context(settings)
-        whole, given = context.capacity.get("capacity_tokens"), self.preset.tokens_given(context)
+        whole, given = context.capacity.capacity_tokens, self.preset.tokens_given(context)
         if self.template is not None or not whole or not given or given >= whole * (1 - CAPACITY_TOLERANCE):
             return None
-        token = context.capacity["bytes_per_token"]
+        token = context.capacity.bytes_per_token
         return (
             f"{self.preset.title} gets {given:,} tokens of KV ({data_size(given * token)}) and not the {whole:,} "
             f"({data_size(whole * token)}) that the budget holds, {1 - given / whole:.1%} less: it takes multiples only"
@@ -240,7 +242,7 @@ class Launcher:
         """The launch command. ``port``: its number, or a name to show. UsageError for a placeholder without a value."""
         context = self.context(settings)
         if self.template is not None:
-            budget = context.capacity.get("kv_budget_bytes")
+            budget = context.capacity.kv_budget_bytes
             words = self.template.command(context.settings, model=model, port=port, kv_budget_bytes=budget)
         else:
             words = self.preset.launch_command(context, model=model, port=port, scratch=scratch)

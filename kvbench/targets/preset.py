@@ -16,6 +16,7 @@ from kvbench.common.errors import UsageError
 from kvbench.common.text import listing
 from kvbench.load.dialect import OPENAI, Dialect
 from kvbench.load.endpoints import PATHS
+from kvbench.runs.results import Capacity
 from kvbench.targets.prometheus import OURS, MetricNames
 from kvbench.workload.file import runs_on_cpu
 from kvbench.workload.settings import Settings
@@ -33,7 +34,7 @@ class Context:
     """
 
     settings: Settings
-    capacity: Mapping[str, Any] = field(default_factory=dict)
+    capacity: Capacity = field(default_factory=Capacity)
     max_in_flight: int | None = None
     program: str = "python"
 
@@ -123,12 +124,12 @@ def budget_in(
     """
 
     def number(context: Context) -> int:
-        return context.capacity.get(unit, 0) // multiple_of * multiple_of
+        return (getattr(context.capacity, unit) or 0) // multiple_of * multiple_of
 
     def refuse(value: Any, context: Context) -> str | None:
         if number(context):
             return None
-        if held := context.capacity.get(unit):
+        if held := getattr(context.capacity, unit):
             return f"it takes {unit} in multiples of {multiple_of}, and the budget holds {held}"
         return f"it takes {unit}, and how many fit the budget {why}"
 

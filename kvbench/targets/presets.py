@@ -80,8 +80,8 @@ _VLLM_CALLS = "it shows a tool call once its name is whole, so TTFT is later and
 def _vllm_budget(value: Any, context: Context) -> str:
     """The bytes of as many tokens as every other server gets, without the page table's; unknown: the whole budget."""
     capacity = context.capacity
-    tokens, a_token = capacity.get("capacity_tokens"), capacity.get("bytes_per_token")
-    count = tokens * a_token if tokens and a_token else capacity.get("kv_budget_bytes") or value
+    tokens, a_token = capacity.capacity_tokens, capacity.bytes_per_token
+    count = tokens * a_token if tokens and a_token else capacity.kv_budget_bytes or value
     return f"--kv-cache-memory-bytes {count}"
 
 

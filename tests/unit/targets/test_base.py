@@ -23,6 +23,7 @@ from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.load.spec import LoadSpec
 from kvbench.measure import server_state
 from kvbench.requests.request import RequestSpec
+from kvbench.runs.results import Capacity
 from kvbench.runs.server_info import ServerInfo
 from kvbench.targets import base
 from kvbench.targets.base import Access, ModelFacts, Target, contradiction
@@ -252,7 +253,7 @@ def test_the_prefix_cache_is_emptied_as_each_server_has_it(preset, answers, expe
 )
 def test_a_cache_that_is_off_is_empty_and_slots_are_emptied_of_the_kv_they_hold(preset, answers, posts):
     with scripted_server(answers) as server:
-        target = LaunchedTarget(Launcher(PRESETS[preset], "", lambda settings: {}), SimpleNamespace())
+        target = LaunchedTarget(Launcher(PRESETS[preset], "", lambda settings: Capacity()), SimpleNamespace())
         Target.__init__(target, server.url, preset=PRESETS[preset])
         target._settings = {"enable_prefix_caching": False}
         assert target.reset_prefix_cache() is True and posted(server) == posts
@@ -371,7 +372,7 @@ def test_ids_become_texts_for_a_server_that_takes_no_ids():
 
 EACH = 16384
 SETTINGS = {"layout": "paged", "page_size": 32, "kv_budget": "97MiB"}
-KNOWN = {"kv_budget_bytes": 97 << 20, "bytes_per_token": EACH, "capacity_tokens": 6192}
+KNOWN = Capacity(kv_budget_bytes=97 << 20, bytes_per_token=EACH, capacity_tokens=6192)
 
 
 def info(page_size=32, tokens=6192):
@@ -388,7 +389,7 @@ def test_a_server_as_it_was_asked_for():
 
 
 def test_a_capacity_may_be_off_by_two_percent_and_a_page():
-    known = {"kv_budget_bytes": 1000 * EACH, "bytes_per_token": EACH, "capacity_tokens": 1000}
+    known = Capacity(kv_budget_bytes=1000 * EACH, bytes_per_token=EACH, capacity_tokens=1000)
     for tokens, fits in ((1052, True), (1053, False), (948, True), (947, False)):
         assert (contradiction(SETTINGS, known, info(tokens=tokens)) is None) is fits
 
@@ -408,20 +409,21 @@ def test_other_pages_another_budget_another_dtype(answer, words):
 
 def test_a_server_that_lowered_its_length_is_another_configuration():
     lowered = ServerInfo.read({"engine": {"max_model_len": 3056}})
-    assert "3056" in (contradiction(SETTINGS, {**KNOWN, "max_model_len": 4096}, lowered) or "")
-    assert contradiction(SETTINGS, {**KNOWN, "max_model_len": 3056}, lowered) is None
+    assert "3056" in (contradiction(SETTINGS, KNOWN.model_copy(update={"max_model_len": 4096}), lowered) or "")
+    assert contradiction(SETTINGS, KNOWN.model_copy(update={"max_model_len": 3056}), lowered) is None
     assert contradiction(SETTINGS, {}, lowered) is None  # nobody knows what it should be
 
 
 def test_without_our_own_count_of_tokens_the_bytes_decide():
-    known = {key: KNOWN[key] for key in ("kv_budget_bytes", "bytes_per_token")}
+    known = KNOWN.model_copy(update={"capacity_tokens": None})
     assert contradiction(SETTINGS, known, info(tokens=6208)) is None
     assert "6,208" in (contradiction(SETTINGS, known, info(tokens=262144)) or "")
     assert contradiction(SETTINGS, {}, info(tokens=262144)) is None  # it was not given a budget
 
 
 def test_a_kv_format_with_fewer_scales_holds_more():
-    known = {**KNOWN, "bytes_per_token": 4352, "scale_bytes_per_token": 256, "capacity_tokens": 23000}
+    formats = {"bytes_per_token": 4352, "scale_bytes_per_token": 256, "capacity_tokens": 23000}
+    known = KNOWN.model_copy(update=formats)
     assert contradiction(SETTINGS, known, info(tokens=23000)) is None
     assert contradiction(SETTINGS, known, info(tokens=24437)) is None
     assert contradiction(SETTINGS, known, info(tokens=25500)) is not None
@@ -435,7 +437,7 @@ def test_the_built_in_engine_is_what_its_arithmetic_says(layout, page_size):
         "kv_budget": "65MiB", "max_model_len": 1024,
     } | ({"page_size": page_size} if layout == "paged" else {})  # fmt: skip
     known = check_configuration(settings)
-    capacity = {key: known[key] for key in ("page_size", "capacity_tokens")}
+    capacity = {"page_size": known.page_size, "capacity_tokens": known.capacity_tokens}
     info = ServerInfo.read({"engine": settings, "capacity": capacity})
     assert contradiction(settings, known, info) is None
 

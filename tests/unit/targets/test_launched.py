@@ -10,6 +10,7 @@ import pytest
 
 from kvbench.common.errors import UsageError
 from kvbench.load.endpoints import PATHS
+from kvbench.runs.results import Capacity
 from kvbench.targets.base import contradiction
 from kvbench.targets.launch_plan import Launcher
 from kvbench.targets.launched import LaunchedTarget
@@ -42,7 +43,7 @@ CACHE = (
     "0.03 I llama_kv_cache: size = {:7.2f} MiB ({:6d} cells, 8 layers, 32/1 seqs), K ({}): 1.00 MiB, V ({}): 1.00 MiB"
 )
 SETTINGS = {"layout": "paged", "kv_budget": "97MiB", "dtype": "float32"}
-KNOWN = {"kv_budget_bytes": 97 << 20, "bytes_per_token": 16384, "capacity_tokens": 6144}
+KNOWN = Capacity(kv_budget_bytes=97 << 20, bytes_per_token=16384, capacity_tokens=6144)
 
 
 @contextmanager
@@ -58,7 +59,7 @@ def launched(tmp_path, log="", usages=None, endpoint=None, asked=None):
             asked.update(more)
         return served
 
-    launcher = Launcher(PRESETS["llamacpp"], str(program), lambda settings: {"capacity_tokens": 6192})
+    launcher = Launcher(PRESETS["llamacpp"], str(program), lambda settings: Capacity(capacity_tokens=6192))
     folders = SimpleNamespace(scratch=tmp_path, get=get)
     target = LaunchedTarget(launcher, folders, start_timeout_s=20.0, form=RequestForm(endpoint))
     target.start(SETTINGS, tmp_path / "server.log")
