@@ -88,7 +88,11 @@ class Candidate:
         """What is decided to worsen, and most: a p95, or something at another load or in the other clock."""
         every = [*((self.cell.load, one) for one in self.p95.values()), *self.elsewhere]
         losses = [(load, one) for load, one in every if one.call == Call.WORSE]
-        return max(losses, key=lambda loss: _loss_factor(loss[1]), default=None)
+
+        def factor(loss: tuple[MeasuredLoad, Comparison]) -> float:
+            return 1 / loss[1].ratio if loss[1].metric == THROUGHPUT else loss[1].ratio
+
+        return max(losses, key=factor, default=None)
 
     @property
     def verdict(self) -> str:
@@ -118,24 +122,24 @@ class Candidate:
         return replace(self, elsewhere=tuple((load, one) for load, one in self.elsewhere if load == self.cell.load))
 
     @property
-    def best_p95(self) -> Comparison:
-        """The p95 that is furthest ahead, of a configuration that has one ahead."""
-        return min((one for one in self.p95.values() if one.call == Call.BETTER), key=lambda one: one.ratio)
+    def best_p95(self) -> Comparison | None:
+        """The p95 that is furthest ahead; None where none is."""
+        better = (one for one in self.p95.values() if one.call == Call.BETTER)
+        return min(better, key=lambda one: one.ratio, default=None)
 
     @property
-    def best(self) -> Comparison:
+    def best(self) -> Comparison | None:
         """What the configuration wins by: its throughput, or the p95 that is furthest ahead."""
-        if self.verdict == FASTER_P95 or self.throughput is None:
-            return self.best_p95
-        return self.throughput
+        return self.best_p95 if self.verdict == FASTER_P95 else self.throughput or self.best_p95
 
-    def gain(self, one: Comparison, load: MeasuredLoad | None = None) -> str:
+    def gain(self, one: Comparison | None, load: MeasuredLoad | None = None) -> str:
         """+16 % tokens/s (13 to 20) in engine time at 32 at once"""
+        assert one is not None
         return f"{_amount(one)}{_IN_CLOCK[one.clock]} {(load or self.cell.load).where}"
 
-    def loss(self, beside: Comparison) -> str:
+    def loss(self, beside: Comparison | None) -> str:
         """p95 TTFT +61 %; −20 % tokens/s served at 3 at once: the worst, with clock and load where they are others."""
-        assert self.worst is not None
+        assert self.worst is not None and beside is not None
         load, one = self.worst
         size = amount(one.ratio)
         what = f"{size} tokens/s" if one.metric == THROUGHPUT else f"{figure(one.metric).title} {size}"
@@ -161,10 +165,6 @@ class Candidate:
         """4.0x the tokens: how many times as many tokens fit into the same bytes, from a tenth more on."""
         more = tokens_held(self.cell, self.base) or 1.0
         return f"{words.significant(more, 2)}x the tokens" if more >= 1.1 else ""
-
-
-def _loss_factor(one: Comparison) -> float:
-    return one.ratio if one.metric != THROUGHPUT else 1 / one.ratio
 
 
 def _amount(one: Comparison) -> str:
@@ -203,11 +203,7 @@ def wins(every: Sequence[Candidate]) -> list[Candidate]:
     if pays and pays[0].cell.load.mode != "open":
         return pays
     faster = [one for one in every if one.verdict == FASTER_P95]
-
-    def best_ratio(one: Candidate) -> float:
-        return min((p95.ratio for p95 in one.p95.values() if p95.call == Call.BETTER), default=1.0)
-
-    return sorted(pays or faster, key=best_ratio)
+    return sorted(pays or faster, key=lambda one: one.best_p95.ratio if one.best_p95 else 1.0)
 
 
 def safe_ones(every: Sequence[Candidate]) -> list[Candidate]:
@@ -293,10 +289,8 @@ class Decision:
         """The clock of the answers that name no other."""
         return next((one.clock for _, one in self.comparisons.changes), self.run.clock)
 
-    def paged_against_contiguous(self, load: MeasuredLoad) -> Candidate | None:
-        """The pair at a load, as served only where neither is the baseline; None where the load lacks one of them."""
-        if load not in self.comparisons.pairs:
-            return None
+    def paged_against_contiguous(self, load: MeasuredLoad) -> Candidate:
+        """The pair at a load that has both, as served only where neither is the baseline."""
         paged, contiguous = self.comparisons.pairs[load]
         base = self.comparisons.baselines.get(load)
         for one in self.by_load.get(load, ()):
@@ -455,8 +449,6 @@ class Decision:
         said, decided = [], None
         for load in reversed(self.comparisons.pairs):
             everywhere = self.paged_against_contiguous(load)
-            if everywhere is None:
-                continue
             here = everywhere.here  # the other loads have words of their own
             where = f" {load.where}" if load != self.load else ""
             if here.verdict == UNDECIDED and where:

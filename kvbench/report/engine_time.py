@@ -11,10 +11,9 @@ from kvbench.runs.engine_time import EngineTime
 _HEADS = ("output tok/s (whole run)", *(figure(metric).title for metric in (TTFT, ITL)), "served output tok/s")
 
 
-def section(comparisons: Comparisons, known: EngineTime | None) -> Section:
+def section(table: ReportTable, known: EngineTime | None) -> Section:
     """The table of engine time with its note."""
-    note = engine_time_note(known) if known else ""
-    return Section("engine_time", "Engine time", engine_time_table(comparisons, known), note)
+    return Section("engine_time", "Engine time", table, engine_time_note(known) if known else "")
 
 
 def engine_time_table(comparisons: Comparisons, known: EngineTime | None) -> ReportTable:

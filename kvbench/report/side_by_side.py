@@ -176,6 +176,7 @@ def run_facts(run: Run, server: ServerInfo | None = None) -> dict[str, str]:
     """What a run was measured with, as text by name. ``server``: what one of its servers reported."""
     manifest = run.manifest
     git, cpu, model = manifest.git, manifest.cpu, manifest.model or {}
+    versions = {**manifest.versions, **(server.versions if server else {})}
     changes = " with uncommitted changes" if git.dirty else ""
     cores = f", {words.plural(cpu.cores, 'core')}" if cpu.cores else ""
     machine = {
@@ -195,7 +196,7 @@ def run_facts(run: Run, server: ServerInfo | None = None) -> dict[str, str]:
         **({} if run.simulated else machine),
         "profile": manifest.profile,
         "commit": git.short_sha and f"{git.short_sha}{changes}",
-        **{f"version of {name}": text for name, text in (manifest.versions | (server.versions if server else {})).items()},
+        **{f"version of {name}": text for name, text in versions.items()},
     })  # fmt: skip
 
 
