@@ -8,7 +8,7 @@ simulated run is of the clock ``SIMULATED``, which stands where ``SERVED`` stand
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -103,7 +103,7 @@ def paging_pair(run: Run) -> tuple[str, str] | None:
         (p.name, c.name): (
             len(differing(p, c)),
             not (p.is_baseline or c.is_baseline),
-            abs((p.settings.get("page_size") or 0) - 16),
+            abs((p.page_size or 0) - 16),
         )
         for p in run.cells
         for c in run.cells
@@ -203,7 +203,7 @@ class Comparisons:
     names: cell id -> what distinguishes it from the baseline at its load
     pair, pairs: names of the paged and the contiguous configuration that are compared, and both by load
     not_varied: titles of the settings that every reader asks about and that no configuration at ``load`` varies
-    served, engine: (cell id, metric) -> against the baseline at its load, as served and in engine time
+    served, engine: cell id -> metric -> against the baseline at its load, as served and in engine time
     decisive: the same from the clock that decides it: engine time before served
     """
 
@@ -211,33 +211,34 @@ class Comparisons:
     cells: tuple[MeasuredCell, ...]
     loads: tuple[MeasuredLoad, ...]
     load: MeasuredLoad | None
-    baselines: Mapping[MeasuredLoad, MeasuredCell]
-    references: Mapping[MeasuredLoad, MeasuredCell]
+    baselines: Mapping[MeasuredLoad, MeasuredCell | None]
+    references: Mapping[MeasuredLoad, MeasuredCell | None]
     names: Mapping[str, str]
     pair: tuple[str, str] | None
     pairs: Mapping[MeasuredLoad, tuple[MeasuredCell, MeasuredCell]]
     not_varied: tuple[str, ...]
-    served: Mapping[tuple[str, str], Comparison]
-    engine: Mapping[tuple[str, str], Comparison]
-    decisive: Mapping[tuple[str, str], Comparison]
+    served: Mapping[str, Mapping[str, Comparison]]
+    engine: Mapping[str, Mapping[str, Comparison]]
+    decisive: Mapping[str, Mapping[str, Comparison]]
 
     @classmethod
     def of(cls, run: Run) -> Comparisons:
         """Compares all cells of a run."""
-        baselines = {cell.load: cell for cell in reversed(run.cells) if cell.is_baseline}
-        varied = [(cell, base) for cell in run.cells if (base := baselines.get(cell.load)) and base is not cell]
-        every = {
-            (c.cell_id, metric): served(c, base, metric) for c, base in varied for metric in (*JUDGED, *compared())
-        }
-        by_clock = {key: one for key, one in every.items() if one}
-        engine, decisive = {}, {}
-        for key in [(cell.cell_id, metric) for cell, _ in varied for metric in JUDGED]:
-            if run.engine_time and (one := run.engine_time.of(*key)):
-                engine[key] = one
-            if known := [comparisons[key] for comparisons in (engine, by_clock) if key in comparisons]:
-                decisive[key] = _decisive(known)
+        baselines = {load: next((c for c in run.at(load) if c.is_baseline), None) for load in run.loads}
+        by_clock, engine, decisive = {}, {}, {}
+        for cell in run.cells:
+            base, cell_id = baselines[cell.load], cell.cell_id
+            varied = base is not None and base is not cell
+            every = {metric: served(cell, base, metric) for metric in (*JUDGED, *compared())} if varied else {}
+            by_clock[cell_id] = {metric: one for metric, one in every.items() if one}
+            turns = {metric: run.engine_time.of(cell_id, metric) for metric in JUDGED} if run.engine_time else {}
+            engine[cell_id] = {metric: one for metric, one in turns.items() if one and varied}
+            both = {metric: [known[metric] for known in (engine[cell_id], by_clock[cell_id]) if metric in known]
+                    for metric in JUDGED}  # fmt: skip
+            decisive[cell_id] = {metric: _decisive(known) for metric, known in both.items() if known}
         load, pair = _decided_load(run, decisive), paging_pair(run)
         pairs = {at: (run.cell(pair[0], at), run.cell(pair[1], at)) for at in run.loads} if pair else {}
+        base = baselines[load] if load else None
         return cls(
             run.clock,
             run.cells,
@@ -245,10 +246,10 @@ class Comparisons:
             load,
             baselines,
             baselines | {at: contiguous for at, (_, contiguous) in pairs.items() if contiguous},
-            {cell.cell_id: short_name(cell, baselines.get(cell.load)) for cell in run.cells},
+            {cell.cell_id: short_name(cell, baselines[cell.load]) for cell in run.cells},
             pair,
             {at: both for at, both in pairs.items() if None not in both},
-            _not_varied(run, load, baselines[load]) if load in baselines else (),
+            _not_varied(run, base) if base else (),
             by_clock,
             engine,
             decisive,
@@ -257,7 +258,7 @@ class Comparisons:
     @property
     def base(self) -> MeasuredCell | None:
         """The baseline at the load that the report speaks of."""
-        return self.baselines.get(self.load) if self.load else None
+        return self.baselines[self.load] if self.load else None
 
     @property
     def reported(self) -> list[MeasuredCell]:
@@ -273,8 +274,8 @@ class Comparisons:
     def changes(self) -> list[tuple[MeasuredCell, Comparison]]:
         """Every cell at that load against the baseline, all in one clock: engine time where it has any, else served."""
         for by_clock in (self.engine, self.served):
-            every = [(cell, by_clock.get((cell.cell_id, metric))) for cell in self.reported for metric in JUDGED]
-            if known := [(cell, one) for cell, one in every if one]:
+            judged = [(cell, by_clock[cell.cell_id], metric) for cell in self.reported for metric in JUDGED]
+            if known := [(cell, one[metric]) for cell, one, metric in judged if metric in one]:
                 return known
         return []
 
@@ -283,7 +284,7 @@ class Comparisons:
         """Configurations that differ from the baseline in one setting; in the layout only where no pair is compared."""
         effects = []
         for cell in self.cells:
-            base = self.baselines.get(cell.load)
+            base = self.baselines[cell.load]
             changed = differing(cell, base) if base is not None and cell is not base else set()
             if base is None or len(changed) != 1 or (self.pairs and changed == {"layout"}):
                 continue
@@ -302,16 +303,19 @@ class Comparisons:
         """A configuration against any other at its load: by the clock that decides where one is the baseline."""
         if not (cell.is_baseline or other.is_baseline):
             return served(cell, other, metric)
-        return against(self.decisive, cell, other, metric)
+        return against(lambda cell_id, metric: self.decisive[cell_id].get(metric), cell, other, metric)
 
 
 def against(
-    by_cell: Mapping[tuple[str, str], Comparison], cell: MeasuredCell, other: MeasuredCell, metric: str
+    known: Callable[[str, str], Comparison | None], cell: MeasuredCell, other: MeasuredCell, metric: str
 ) -> Comparison | None:
-    """A configuration against the baseline, or the baseline against it; None where neither is the baseline."""
+    """A configuration against the baseline, or the baseline against it; None where neither is the baseline.
+
+    ``known``: a cell's id and a metric -> against the baseline.
+    """
     if other.is_baseline:
-        return by_cell.get((cell.cell_id, metric))
-    one = by_cell.get((other.cell_id, metric)) if cell.is_baseline else None
+        return known(cell.cell_id, metric)
+    one = known(other.cell_id, metric) if cell.is_baseline else None
     return one.inverse() if one else None
 
 
@@ -321,19 +325,19 @@ def _decisive(known: Sequence[Comparison]) -> Comparison:
     return next((one for one in known if one.decided and low <= one.ratio <= high), known[0])
 
 
-def _decided_load(run: Run, decisive: Mapping[tuple[str, str], Comparison]) -> MeasuredLoad | None:
+def _decided_load(run: Run, decisive: Mapping[str, Mapping[str, Comparison]]) -> MeasuredLoad | None:
     """In closed loop a throughput decides a load; in open loop the arrivals set it, so a p95 decides as well."""
     for load in reversed(run.loads):
         metrics = JUDGED if load.mode == "open" else (THROUGHPUT,)
-        known = (decisive.get((cell.cell_id, metric)) for cell in run.at(load) for metric in metrics)
-        if any(one and one.decided for one in known):
+        known = [decisive[cell.cell_id] for cell in run.at(load)]
+        if any(one[metric].decided for one in known for metric in metrics if metric in one):
             return load
     return run.loads[-1] if run.loads else None
 
 
-def _not_varied(run: Run, load: MeasuredLoad, base: MeasuredCell) -> tuple[str, ...]:
+def _not_varied(run: Run, base: MeasuredCell) -> tuple[str, ...]:
     known = {*base.settings, *(_ASKED if run.is_built_in else ())}
-    varied = {name for cell in run.at(load) for name in differing(cell, base)}
+    varied = {name for cell in run.at(base.load) for name in differing(cell, base)}
     return tuple(setting_title(name) for name in _ASKED if name in known - varied)
 
 

@@ -181,15 +181,13 @@ def count_words(text: str) -> int:
 
 def _candidate(cell: MeasuredCell, base: MeasuredCell, comparisons: Comparisons, quality: Quality) -> Candidate:
     """What is known of one configuration against the baseline at its load."""
-    decisive = {metric: one for metric in JUDGED if (one := comparisons.decisive.get((cell.cell_id, metric)))}
-    elsewhere = []
+    decisive, elsewhere = dict(comparisons.decisive[cell.cell_id]), []
     for metric, decided in decisive.items():
-        here = (by_clock.get((cell.cell_id, metric)) for by_clock in (comparisons.engine, comparisons.served))
-        elsewhere += [(cell.load, one) for one in here if one and one.call != decided.call]
+        here = [known[cell.cell_id] for known in (comparisons.engine, comparisons.served)]
+        elsewhere += [(cell.load, one[metric]) for one in here if metric in one and one[metric].call != decided.call]
     for other in comparisons.cells:
         if other.name == cell.name and other.load != cell.load:
-            there = (comparisons.decisive.get((other.cell_id, metric)) for metric in JUDGED)
-            elsewhere += [(other.load, one) for one in there if one]
+            elsewhere += [(other.load, one) for one in comparisons.decisive[other.cell_id].values()]
     decided_elsewhere = tuple((load, one) for load, one in elsewhere if one.decided)
     return Candidate(cell, base, decisive.pop(THROUGHPUT, None), decisive, quality, decided_elsewhere)
 
@@ -258,7 +256,7 @@ class Decision:
         known = limits(comparisons)
         by_load = {}
         for load, base in comparisons.baselines.items():
-            others = [cell for cell in comparisons.at(load) if cell is not base]
+            others = [cell for cell in comparisons.at(load) if base and cell is not base]
             candidates = [_candidate(cell, base, comparisons, by_id[cell.config_id]) for cell in others]
             candidates.sort(key=lambda one: -(one.throughput.ratio if one.throughput else 0.0))
             by_load[load] = tuple(candidates)
@@ -277,7 +275,7 @@ class Decision:
     @property
     def candidates(self) -> tuple[Candidate, ...]:
         """Every configuration beside the baseline at that load."""
-        return self.by_load.get(self.load, ()) if self.load else ()
+        return self.by_load[self.load] if self.load else ()
 
     @property
     def pair(self) -> tuple[str, str] | None:
@@ -292,8 +290,8 @@ class Decision:
     def paged_against_contiguous(self, load: MeasuredLoad) -> Candidate:
         """The pair at a load that has both, as served only where neither is the baseline."""
         paged, contiguous = self.comparisons.pairs[load]
-        base = self.comparisons.baselines.get(load)
-        for one in self.by_load.get(load, ()):
+        base = self.comparisons.baselines[load]
+        for one in self.by_load[load]:
             if contiguous is base and one.cell is paged:
                 return one
             if paged is base and one.cell is contiguous:
@@ -467,11 +465,11 @@ class Decision:
         said = []
         for one in every:
             verdict, _ = self._with_quality(one, one.verdict_words)
-            said.append(f"{one.cell.settings.get('page_size')}: {verdict.lower()}, {self.numbers(one)}")
+            said.append(f"{one.cell.page_size}: {verdict.lower()}, {self.numbers(one)}")
         if best is None:
             unknown = ", others not decided" if all(one.verdict == UNDECIDED for one in every) else ""
-            return ReportAnswer("Page size", f"Keep {base.settings.get('page_size')}{unknown}", "; ".join(said))
-        size, (verdict, mark) = best.cell.settings.get("page_size"), self._with_quality(best, best.verdict_words)
+            return ReportAnswer("Page size", f"Keep {base.page_size}{unknown}", "; ".join(said))
+        size, (verdict, mark) = best.cell.page_size, self._with_quality(best, best.verdict_words)
         use = f"Use {size}" if best.quality.safe else f"{size} {verdict.lower()}"
         return ReportAnswer("Page size", use, "; ".join(said), mark)
 

@@ -31,7 +31,7 @@ def engine_time_table(comparisons: Comparisons, known: EngineTime | None) -> Rep
         if cell is None:
             rows.append(Row(None, (*texts(cell_id), Value("–"), *map(_value, effects), Value("–")), "not served"))
             continue
-        base = comparisons.baselines.get(cell.load)
+        base = comparisons.baselines[cell.load]
         ratio = ratio_value(cell, base, THROUGHPUT) if base else Value("–")
         load = Value(cell.load.short, cell.load.value)
         rows.append(Row(cell, (*texts(cell.name), load, *map(_value, effects), ratio), cell.load))

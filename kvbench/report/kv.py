@@ -206,7 +206,7 @@ def ledger_sentence(comparisons: Comparisons, ledgers: Ledgers) -> str:
             other = _filled(contiguous, ledgers[contiguous.cell_id], " of the KV budget")
             return f"At {paged.load.label} {other}; {_filled(paged, ledgers[paged.cell_id])}.{_DOUBT[doubt]}"
     for load in reversed(comparisons.loads):
-        cell = comparisons.baselines.get(load) or best(comparisons.at(load))
+        cell = comparisons.baselines[load] or best(comparisons.at(load))
         if cell is not None and cell.cell_id in ledgers:
             return f"At {load.label} {_filled(cell, ledgers[cell.cell_id], ' of the KV budget')}."
     return ""
@@ -298,8 +298,8 @@ def shown_cells(decision: Decision, load: MeasuredLoad, ledgers: Ledgers) -> tup
     known = [cell for cell in decision.comparisons.at(load) if cell.observed("usage_mean")]
     if len(known) <= MOST_SHOWN:
         return known, len(known)
-    base = decision.comparisons.baselines.get(load, known[0])
-    fastest = decision.by_load.get(load, ())[:1]
+    base = decision.comparisons.baselines[load] or known[0]
+    fastest = decision.by_load[load][:1]
     first = {base.name, *(decision.pair or ()), *(one.cell.name for one in fastest)}
     ranked = sorted(known, key=lambda cell: (cell.name not in first, -_difference(cell, base, ledgers)))
     chosen = {cell.name for cell in ranked[:MOST_SHOWN]}

@@ -185,7 +185,7 @@ class _Advice:
 
     def _at(self, load: MeasuredLoad, cell: MeasuredCell) -> Candidate | None:
         """The configuration of ``cell`` at a load; None for the baseline, or where it was not measured there."""
-        return next((one for one in self.decision.by_load.get(load, ()) if one.cell.name == cell.name), None)
+        return next((one for one in self.decision.by_load[load] if one.cell.name == cell.name), None)
 
     def _evidence(self) -> Iterator[str]:
         """What the best does at each load, the reported one first; where the baseline stays, why not the others."""
@@ -212,7 +212,7 @@ class _Advice:
     def _by_load(self) -> Iterator[str]:
         """What pays at one load and not at another: not the best everywhere, or worse elsewhere."""
         for load in reversed(self.loads):
-            every = self.decision.by_load.get(load, ())
+            every = self.decision.by_load[load]
             here = self._at(load, self.best.cell) if self.best else None
             top = next(iter(safe_ones(wins(every))), None)
             if load != self.decision.load and top and top.verdict == PAYS and (here is None or here.verdict != PAYS):

@@ -403,9 +403,8 @@ def engine_time(groups: Sequence[Group]) -> list[str]:
         first = group[0]
         if first.run.folder != side.run.folder or first.cell.load != side.cell.load:
             continue
-        effects = side.run.engine_time.effects if side.run.engine_time else ()
-        in_turns = {(effect.cell, effect.metric): effect.comparison for effect in effects}
-        every = (against(in_turns, side.cell, first.cell, metric) for metric in JUDGED)
+        known = side.run.engine_time
+        every = (against(known.of, side.cell, first.cell, metric) for metric in JUDGED) if known else ()
         if said := [f"{figure(one.metric).title} {_CALLS.get(one.call, '')}{sized(one)}" for one in every if one]:
             sentences.append(f"{side.letter} against {first.letter}: {', '.join(said)}.")
     return sentences

@@ -184,12 +184,12 @@ def main_table(comparisons: Comparisons, slo: str = "", cache_state: str = "") -
 
     ``slo``: of the workload in words; ``cache_state``: that its loads began with.
     """
-    ref = comparisons.references.get(comparisons.loads[-1]) if comparisons.loads else None
+    ref = comparisons.references[comparisons.loads[-1]] if comparisons.loads else None
     ratio = Column(
         "ratio",
         f"ratio to {ref.name if ref else 'baseline'}",
         f"paired by repeat; {RATIO_MARKS}",
-        lambda c: _ratio_to(comparisons.references.get(c.load), c),
+        lambda c: _ratio_to(comparisons.references[c.load], c),
     )
 
     def gauge(key: str, title: str, hint: str, name: str, render: Render) -> Column:
@@ -250,7 +250,7 @@ def flat_rows(table: ReportTable, comparisons: Comparisons) -> list[dict[str, An
         if s := spread(cell.throughput()):
             bounds = {"min": s.low, "max": s.high, "window": _WINDOWS[cell.has_steady]}
             flat |= {f"output_tokens_per_s_{end}": value for end, value in bounds.items()}
-        ref = comparisons.references.get(cell.load)
+        ref = comparisons.references[cell.load]
         if ref is not None and (ratio := served(cell, ref, THROUGHPUT)) is not None:
             low, high = ratio.spread
             flat |= {"ratio_to": ref.name, "ratio_min": low, "ratio_max": high, "ratio_verdict": str(ratio.call)}
@@ -467,7 +467,7 @@ def effect_table(comparisons: Comparisons) -> ReportTable:
 def effects_note(comparisons: Comparisons) -> str:
     """What stands under the table of effects."""
     ids = [effect.cell.cell_id for effect in comparisons.alone]
-    ratios = [[comparisons.served.get((cell_id, metric)) for cell_id in ids] for metric in compared()]
+    ratios = [[comparisons.served[cell_id].get(metric) for cell_id in ids] for metric in compared()]
     seen = _smallest_effects(dict(zip(compared_heads(), ratios, strict=True)))
     return f"Ratio to the baseline, paired by repeat: median and, small, lowest to highest. {RATIO_MARKS}. {seen}"
 
@@ -555,7 +555,7 @@ def served_words(cell: MeasuredCell) -> str:
 
 def cells_note(table: ReportTable, comparisons: Comparisons, slo: str) -> str:
     """What stands under the table of all cells, about the marks that it has."""
-    against = [(cell, comparisons.references.get(cell.load)) for cell in comparisons.cells]
+    against = [(cell, comparisons.references[cell.load]) for cell in comparisons.cells]
     ratios = [served(cell, ref, THROUGHPUT) for cell, ref in against if ref is not None and ref is not cell]
     entries = [value.text + value.note for row in table.rows for value in row.values]
     sentences = {

@@ -31,7 +31,7 @@ from kvbench.runs.model import MeasuredCell, MeasuredLoad, Run
 
 
 def change(run: Run, cell: MeasuredCell, metric: str) -> Comparison | None:
-    return Comparisons.of(run).decisive.get((cell.cell_id, metric))
+    return Comparisons.of(run).decisive[cell.cell_id].get(metric)
 
 
 def leaders(run: Run, load: MeasuredLoad) -> dict:
