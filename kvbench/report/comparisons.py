@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -23,6 +23,7 @@ THROUGHPUT, TTFT, ITL = "output_throughput", "p95_ttft_ms", "p95_itl_ms"
 JUDGED = (THROUGHPUT, TTFT, ITL)  # by which a configuration is ahead or behind
 SCATTER = 1.5  # largest over smallest throughput of one cell's repeats from which on they are said to scatter
 NOT_TOLD = "not told apart"
+WHOLE_RUN = "whole run"  # of a figure or ratio that is not of the steady window
 RATIO_MARKS = f"≈ means level, ? {NOT_TOLD} from 1"
 CALLS = {Call.BETTER: "ahead", Call.WORSE: "behind", Call.LEVEL: "level", Call.UNDECIDED: "open"}
 """The words for people where a table of engine time has a column of calls."""
@@ -134,20 +135,21 @@ def values(metric: str, cell: MeasuredCell, steady: bool) -> dict[int, float]:
 
 
 def served(cell: MeasuredCell, other: MeasuredCell, metric: str) -> Comparison | None:
-    """A configuration against another as served, paired by repeat; None where a cell is in doubt or has no figure."""
+    """A configuration against another as served, paired by repeat; None where a cell is in doubt or has no figure.
+
+    ``basis`` says where it is of the whole run.
+    """
     if not (cell.valid and other.valid):
         return None
     steady = is_steady(metric, cell, other)
-    return paired(metric, cell.clock, values(metric, cell, steady), values(metric, other, steady))
+    ratio = paired(metric, cell.clock, values(metric, cell, steady), values(metric, other, steady))
+    return ratio if ratio is None or steady else replace(ratio, basis=WHOLE_RUN)
 
 
-def median_ratio(cell: MeasuredCell, other: MeasuredCell) -> float | None:
-    """The ratio of the throughputs that tables show, where it visibly contradicts the paired one."""
+def median_ratio(cell: MeasuredCell, other: MeasuredCell, ratio: Comparison) -> float | None:
+    """The ratio of the throughputs that tables show, where it visibly contradicts the paired ``ratio``."""
     shown, against = median(cell.throughput()), median(other.throughput())
-    ratio = served(cell, other, THROUGHPUT)
-    if ratio is None or not shown or not against:
-        return None
-    return shown / against if contradicts(ratio.ratio, shown / against) else None
+    return shown / against if shown and against and contradicts(ratio.ratio, shown / against) else None
 
 
 def leaders(cells: Sequence[MeasuredCell]) -> dict[str, dict[str, Call]]:
@@ -205,6 +207,7 @@ class Comparisons:
     not_varied: titles of the settings that every reader asks about and that no configuration at ``load`` varies
     served, engine: cell id -> metric -> against the baseline at its load, as served and in engine time
     decisive: the same from the clock that decides it: engine time before served
+    to_reference: cell id -> its throughput against the reference at its load, as served
     """
 
     clock: str
@@ -220,6 +223,7 @@ class Comparisons:
     served: Mapping[str, Mapping[str, Comparison]]
     engine: Mapping[str, Mapping[str, Comparison]]
     decisive: Mapping[str, Mapping[str, Comparison]]
+    to_reference: Mapping[str, Comparison]
 
     @classmethod
     def of(cls, run: Run) -> Comparisons:
@@ -239,13 +243,15 @@ class Comparisons:
         load, pair = _decided_load(run, decisive), paging_pair(run)
         pairs = {at: (run.cell(pair[0], at), run.cell(pair[1], at)) for at in run.loads} if pair else {}
         base = baselines[load] if load else None
+        references = baselines | {at: contiguous for at, (_, contiguous) in pairs.items() if contiguous}
+        to_reference = {c.cell_id: served(c, ref, THROUGHPUT) for c in run.cells if (ref := references[c.load])}
         return cls(
             run.clock,
             run.cells,
             tuple(run.loads),
             load,
             baselines,
-            baselines | {at: contiguous for at, (_, contiguous) in pairs.items() if contiguous},
+            references,
             {cell.cell_id: short_name(cell, baselines[cell.load]) for cell in run.cells},
             pair,
             {at: both for at, both in pairs.items() if None not in both},
@@ -253,6 +259,7 @@ class Comparisons:
             by_clock,
             engine,
             decisive,
+            {cell_id: ratio for cell_id, ratio in to_reference.items() if ratio},
         )
 
     @property

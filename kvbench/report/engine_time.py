@@ -32,7 +32,7 @@ def engine_time_table(comparisons: Comparisons, known: EngineTime | None) -> Rep
             rows.append(Row(None, (*texts(cell_id), Value("–"), *map(_value, effects), Value("–")), "not served"))
             continue
         base = comparisons.baselines[cell.load]
-        ratio = ratio_value(cell, base, THROUGHPUT) if base else Value("–")
+        ratio = ratio_value(comparisons.served[cell_id].get(THROUGHPUT), cell, base) if base else Value("–")
         load = Value(cell.load.short, cell.load.value)
         rows.append(Row(cell, (*texts(cell.name), load, *map(_value, effects), ratio), cell.load))
     return listed_table(("configuration", "load", *_HEADS), rows)
