@@ -182,8 +182,8 @@ def run_facts(run: Run, server: ServerInfo | None = None) -> dict[str, str]:
     machine = {
         "processor": f"{cpu.model}{cores}" if cpu.model or cores else None,
         "memory": words.data_size(manifest.memory_bytes),
-        "GPUs": " + ".join(str(gpu.get("name")) for gpu in manifest.gpus),
-        "GPU driver": ", ".join(sorted({str(gpu.get("driver_version")) for gpu in manifest.gpus})),
+        "GPUs": " + ".join(str(gpu.name) for gpu in manifest.gpus),
+        "GPU driver": ", ".join(sorted({str(gpu.driver_version) for gpu in manifest.gpus})),
         "operating system": manifest.os,
     }
     return _known({
