@@ -15,7 +15,7 @@ from kvbench.common.errors import UsageError
 from kvbench.common.text import clock, plural
 from kvbench.measure.http import HttpInstrument
 from kvbench.measure.instrument import Instrument
-from kvbench.requests.build import build_requests
+from kvbench.requests.build import LoadDraw, build_requests
 from kvbench.requests.canaries import CanarySet, canaries_of
 from kvbench.sweep.capacity import Lengths, lengths_of
 from kvbench.workload.design import Block, Check, Design, capacities, plan_sweep
@@ -53,10 +53,10 @@ def preflight(
         try:
             canaries = _canaries(workload, cell.configuration.settings)
             for repeat in range(1, workload.load.repeats + 1):
-                requests = build_requests(
+                requests = build_requests(LoadDraw(
                     workload.load, vocab_size=vocab, max_model_len=limit, seed=workload.seed, repeat=repeat,
                     concurrency=cell.load.concurrency, rate=cell.load.request_rate, canaries=canaries,
-                )  # fmt: skip
+                ))  # fmt: skip
         except (ValueError, OSError) as error:
             raise UsageError(f"{cell.cell_id}: {error}") from None
         guesses[cell.load.load_id] = instrument.guess_s(cell.load, requests, workload.profile)
