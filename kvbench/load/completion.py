@@ -15,8 +15,18 @@ from typing import Any
 from kvbench.common.machine import BOOT_HEADER, boot_id
 from kvbench.common.secrets import without_key
 from kvbench.common.server_errors import error_sentence, is_error
-from kvbench.load.dialect import OPENAI, Dialect
-from kvbench.load.endpoints import CALL, MOST_TOKENS, NOT_STREAMED, ROLE, THOUGHT, Chunk, Stream, UnreadableEvent
+from kvbench.load.endpoints import (
+    CALL,
+    MOST_TOKENS,
+    NOT_STREAMED,
+    OPENAI,
+    ROLE,
+    THOUGHT,
+    Chunk,
+    Dialect,
+    Stream,
+    UnreadableEvent,
+)
 from kvbench.load.http import MalformedStream, Response, ServerEvent, events
 
 _SLICE = 32  # events parsed between two pauses: about 0.15 ms

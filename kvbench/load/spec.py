@@ -13,7 +13,7 @@ from kvbench.common.files import write_json
 from kvbench.common.ports import LOCUST_PORT
 from kvbench.common.schema import StrictModel, explain
 from kvbench.common.secrets import api_key, with_key
-from kvbench.load.dialect import Dialect
+from kvbench.load.endpoints import Dialect
 from kvbench.load.http import Address, call_bytes
 from kvbench.requests.request import RequestList, RequestSpec, read_requests
 

@@ -8,7 +8,7 @@ from itertools import groupby, pairwise
 
 import numpy as np
 
-from kvbench.load.dialect import Dialect
+from kvbench.load.endpoints import Dialect
 from kvbench.load.samples import Sample
 from kvbench.metrics.model import ClientFigures, LoadOutcome
 from kvbench.metrics.sequences import gaps_within

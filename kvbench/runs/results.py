@@ -159,6 +159,8 @@ class Capacity(Record):
     bytes_per_slot: Number | None = None
     scale_bytes_per_token: Number | None = None
     scale_bytes_per_slot: Number | None = None
+    vocab_size: int | None = None
+    dtype: str | None = None
 
 
 class RepeatSummary(Record):

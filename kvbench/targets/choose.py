@@ -13,8 +13,10 @@ from urllib.parse import urlsplit
 from kvbench.common.errors import UsageError
 from kvbench.common.foreign_cpu import server_at
 from kvbench.common.option_rules import check_exclusive, check_goes_with, check_tls
+from kvbench.common.parsing import json_at
 from kvbench.common.ports import free_port
 from kvbench.common.text import parse_bytes
+from kvbench.runs.results import Capacity
 from kvbench.targets.base import Access, Target
 from kvbench.targets.builtin import BUILTIN_COMMAND, BuiltinTarget, check_configuration
 from kvbench.targets.launch_plan import CommandTemplate, Launcher, is_template, program_of, split_command
@@ -28,7 +30,7 @@ from kvbench.workload.file import Workload
 from kvbench.workload.load_section import LoadConfig
 from kvbench.workload.prompts_section import SyntheticPrompts
 from kvbench.workload.request_form import RequestForm
-from kvbench.workload.settings import Settings
+from kvbench.workload.settings import Settings, effective
 
 BUILTIN = "the built-in server, or a command in its place"
 RUNNING = "a server that runs already (--target URL)"
@@ -261,7 +263,7 @@ def _launched(
             template.require(workload.sweep)
         if lost := template.not_passed_on(workload.engine):
             notes.append(f"--serve-cmd does not pass on {', '.join(lost)}: there the server's own values hold")
-    elif workload.engine.get("kv_budget") is None:
+    elif effective(workload.engine, "kv_budget") is None:
         notes.append(f"the workload has no kv_budget: how much KV there is, is left to {preset.title}")
     launcher = Launcher(
         preset,
@@ -279,7 +281,7 @@ def _launched(
     workload = dataclasses.replace(workload, engine=launcher.described(workload.engine))
     folders = ModelFolders(ignore_eos=load.ignore_eos, text_tokenizer=text_tokenizer(load.prompts))
     if launcher.passes_model:
-        folders.check(workload.engine, model_format=preset.model_format)
+        folders.source(workload.engine, preset.model_format)  # says now what is wrong with it
 
     def make() -> Target:
         limit = options.start_timeout or _FOREIGN_START_S
@@ -319,19 +321,19 @@ def _baseline(workload: Workload, launcher: Launcher, *, exact: bool) -> tuple[W
     return dataclasses.replace(workload, engine=settings), [note]
 
 
-def arithmetic(settings: Settings) -> Settings:
-    """What the built-in engine would make of the settings; less, or nothing, if it would refuse them."""
+def arithmetic(settings: Settings) -> Capacity:
+    """Returns what the built-in engine would make of the settings; less, or nothing, if it would refuse them."""
     from engine.config import EngineConfig
     from engine.model.spec import find_model
 
     names = {f.name for f in dataclasses.fields(EngineConfig)}
     ours = {name: value for name, value in settings.items() if name in names and value is not None}
     try:
-        return check_configuration(ours)
+        return Capacity(**check_configuration(ours))
     except ValueError:
         budget = {"kv_budget_bytes": parse_bytes(ours["kv_budget"])} if "kv_budget" in ours else {}
     try:
         spec = find_model(str(ours.get("model")), str(ours.get("load_format", "auto")))
     except ValueError:
-        return budget
-    return {"vocab_size": spec.text_config.get("vocab_size"), "max_model_len": spec.max_positions} | budget
+        return Capacity(**budget)
+    return Capacity(vocab_size=json_at(spec.text_config, "vocab_size"), max_model_len=spec.max_positions, **budget)

@@ -15,13 +15,14 @@ import shutil
 import string
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvbench.common.errors import UsageError
 from kvbench.common.text import data_size
+from kvbench.runs.results import Capacity
 from kvbench.targets.preset import CAPACITY_TOLERANCE, MODEL_SETTINGS, Context, Preset
 from kvbench.workload.design import Design
 from kvbench.workload.settings import Settings, effective
@@ -136,7 +137,7 @@ class _Values(string.Formatter):
 class Launcher:
     """The launch command of any configuration, and what is known of its server before it is launched.
 
-    ``arithmetic``: what our own engine would make of a configuration (may be empty).
+    ``arithmetic``: what our own engine would make of a configuration.
     ``extra``: further words of the command.
     ``template``: the user's command in place of the preset's.
     ``max_in_flight``: the most requests that any load has in flight, None where that is open.
@@ -144,7 +145,7 @@ class Launcher:
 
     preset: Preset
     program: str
-    arithmetic: Callable[[Settings], Mapping[str, Any]]
+    arithmetic: Callable[[Settings], Capacity]
     extra: tuple[str, ...] = ()
     template: CommandTemplate | None = None
     max_in_flight: int | None = None
@@ -156,8 +157,8 @@ class Launcher:
         float32 weights in bfloat16), and would compute something else with the same budget.
         """
         capacity = self.arithmetic(settings)
-        if settings.get("dtype") in (None, "auto") and "dtype" in capacity:
-            settings = {**settings, "dtype": capacity["dtype"]}
+        if effective(settings, "dtype") in (None, "auto") and capacity.dtype is not None:
+            settings = {**settings, "dtype": capacity.dtype}
         return Context(settings, capacity, self.max_in_flight, self.program)
 
     @property
@@ -168,7 +169,7 @@ class Launcher:
     def passed_on(self, settings: Settings) -> dict[str, Any]:
         """The settings that the launch gives the server."""
         names = self.template.names if self.template else self.preset.passed_on
-        return {k: v for k, v in self.context(settings).settings.items() if k in names and v is not None}
+        return {k: v for k, v in self.context(settings).given.items() if k in names}
 
     def described(self, settings: Settings) -> Settings:
         """The settings that name a configuration: all of them; with a template, only those whose values are known.
@@ -205,7 +206,10 @@ class Launcher:
     def _preset_context(self, settings: Settings) -> Context:
         """The context for the preset; with a template, only the settings that it passes on and the preset knows."""
         context = self.context(settings)
-        return context if self.template is None else context.only(self.template.names & self.preset.settings.keys())
+        if self.template is None:
+            return context
+        names = self.template.names & self.preset.settings.keys()
+        return dataclasses.replace(context, settings={k: v for k, v in context.settings.items() if k in names})
 
     def check(self, settings: Settings) -> dict[str, Any]:
         """What is known of a configuration before its launch. Raises ValueError with the reasons against it.
@@ -215,22 +219,22 @@ class Launcher:
         if reason := self.refusal(settings):
             raise ValueError(reason)
         names = list(_ANY_SERVER_FACTS)
-        if self.template is None and settings.get("kv_budget") is not None:
+        if self.template is None and effective(settings, "kv_budget") is not None:
             names += [*_BUDGET_FACTS, "capacity_tokens"]
         elif self.template is not None and "kv_budget" in self.template.names:
             names += _BUDGET_FACTS
-        facts = {name: value for name, value in self.arithmetic(settings).items() if name in names and value}
+        facts = {name: value for name, value in self.arithmetic(settings) if name in names and value}
         if "capacity_tokens" in facts and (given := self.preset.tokens_given(self.context(settings))):
             facts["capacity_tokens"] = given
         return facts
 
     def lost_capacity(self, settings: Settings) -> str | None:
-        """How much less than its budget the server is told to hold, where that is more than servers may differ by."""
+        """Says how much less than its budget the server is told to hold, where servers may not differ by that."""
         context = self.context(settings)
-        whole, given = context.capacity.get("capacity_tokens"), self.preset.tokens_given(context)
+        whole, given = context.capacity.capacity_tokens, self.preset.tokens_given(context)
         if self.template is not None or not whole or not given or given >= whole * (1 - CAPACITY_TOLERANCE):
             return None
-        token = context.capacity["bytes_per_token"]
+        token = context.capacity.bytes_per_token
         return (
             f"{self.preset.title} gets {given:,} tokens of KV ({data_size(given * token)}) and not the {whole:,} "
             f"({data_size(whole * token)}) that the budget holds, {1 - given / whole:.1%} less: it takes multiples only"
@@ -240,7 +244,7 @@ class Launcher:
         """The launch command. ``port``: its number, or a name to show. UsageError for a placeholder without a value."""
         context = self.context(settings)
         if self.template is not None:
-            budget = context.capacity.get("kv_budget_bytes")
+            budget = context.capacity.kv_budget_bytes
             words = self.template.command(context.settings, model=model, port=port, kv_budget_bytes=budget)
         else:
             words = self.preset.launch_command(context, model=model, port=port, scratch=scratch)

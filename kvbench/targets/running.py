@@ -10,8 +10,7 @@ from typing import Any
 
 from kvbench.common.errors import MeasurementError, RefusedError, UsageError
 from kvbench.load.completion import judge
-from kvbench.load.dialect import Dialect
-from kvbench.load.endpoints import ENDPOINTS, PATHS
+from kvbench.load.endpoints import ENDPOINTS, PATHS, Dialect
 from kvbench.runs.server_info import ModelRow, ServerFacts, ServerInfo
 from kvbench.targets.base import NO_SUCH_PATH, PLAIN_ACCESS, REFUSED, Access, HttpAnswer, ModelFacts, Target
 from kvbench.targets.model_export import shipped_tokenizer
@@ -230,6 +229,6 @@ class OpenAITarget(Target):
             return info.model_copy(update={"server": server}) if self.notes else info
         version, quirks = self.version(), self.preset.quirks_at(self.dialect.endpoint)
         if self.preset.kv_log_pattern is not None:
-            quirks.append("it tells size and type of its KV cache in its log only, so they are not known here")
+            quirks += ("it tells size and type of its KV cache in its log only, so they are not known here",)
         facts = {"kind": self.preset.name, "title": self.preset.title, "quirks": quirks, "notes": self.notes}
         return ServerInfo(versions={self.preset.name: version} if version else {}, server=ServerFacts(**facts))

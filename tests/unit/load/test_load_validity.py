@@ -10,7 +10,7 @@ import pytest
 from engine.boot import BOOT_HEADER, boot_id
 from kvbench.common.records import read_record
 from kvbench.load.completion import Completion, judge
-from kvbench.load.dialect import Dialect
+from kvbench.load.endpoints import Dialect
 from kvbench.load.outcome import Clocked, DrivenLoad, write_outcome
 from kvbench.load.samples import Sample
 from kvbench.load.spec import LoadSpec

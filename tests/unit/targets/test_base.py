@@ -23,6 +23,7 @@ from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.load.spec import LoadSpec
 from kvbench.measure import server_state
 from kvbench.requests.request import RequestSpec
+from kvbench.runs.results import Capacity
 from kvbench.runs.server_info import ServerInfo
 from kvbench.targets import base
 from kvbench.targets.base import Access, ModelFacts, Target, contradiction
@@ -252,7 +253,7 @@ def test_the_prefix_cache_is_emptied_as_each_server_has_it(preset, answers, expe
 )
 def test_a_cache_that_is_off_is_empty_and_slots_are_emptied_of_the_kv_they_hold(preset, answers, posts):
     with scripted_server(answers) as server:
-        target = LaunchedTarget(Launcher(PRESETS[preset], "", lambda settings: {}), SimpleNamespace())
+        target = LaunchedTarget(Launcher(PRESETS[preset], "", lambda settings: Capacity()), SimpleNamespace())
         Target.__init__(target, server.url, preset=PRESETS[preset])
         target._settings = {"enable_prefix_caching": False}
         assert target.reset_prefix_cache() is True and posted(server) == posts
@@ -338,7 +339,7 @@ def test_the_load_client_gets_dialect_key_and_tls_and_nothing_else(monkeypatch):
         spec = LoadSpec(base_url=server.url, model="m", mode="closed", concurrency=1, requests_file="", out_dir="",
                         timeout_s=1.0, **fields)  # fmt: skip
         assert spec.dialect == PRESETS["transformers"].dialect
-        target.json_at("/v1/models")
+        target.get_json("/v1/models")
         assert server.asked[-1][2]["Authorization"] == "Bearer secret"
     monkeypatch.delenv("KEY_OF_THE_TEST")
     with pytest.raises(UsageError, match="KEY_OF_THE_TEST: this variable holds no key"):

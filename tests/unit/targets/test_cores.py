@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvbench.runs.results import Capacity
 from kvbench.targets import cores, launched
 from kvbench.targets.base import ModelFacts, Target
 from kvbench.targets.launch_plan import Launcher
@@ -134,7 +135,7 @@ def test_a_list_of_cores_is_read_as_the_kernel_writes_it(monkeypatch, tmp_path):
 def test_what_was_bound_is_recorded_and_said_where_it_is_not_what_was_asked(monkeypatch, found, asked, threads, said):
     monkeypatch.setattr(launched, "bound_cores", lambda pid: found)
     with scripted_server({}) as server:
-        target = launched.LaunchedTarget(Launcher(PRESETS["vllm"], "", lambda settings: {}), SimpleNamespace())
+        target = launched.LaunchedTarget(Launcher(PRESETS["vllm"], "", lambda settings: Capacity()), SimpleNamespace())
         Target.__init__(target, server.url, preset=PRESETS["vllm"])
         target._settings, target._process = {"device": "cpu", **asked}, SimpleNamespace(pid=1)
         target.model = ModelFacts("m", 8, 8)

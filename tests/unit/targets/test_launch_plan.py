@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvbench.common.errors import UsageError
+from kvbench.runs.results import Capacity
 from kvbench.targets.launch_plan import CommandTemplate, Launcher, is_template
 from kvbench.targets.launched import LaunchedTarget, _shown
 from kvbench.targets.presets import GENERIC, PRESETS
@@ -101,11 +102,11 @@ def shown_command(launcher: Launcher, settings: dict[str, object]) -> list[str]:
 
 def test_a_command_has_names_for_port_model_and_scratch_and_its_own_numbers() -> None:
     template = parse("serve --model={model} --port={port} --max-len {max_model_len} --to http://h:8000/x")
-    launcher = Launcher(GENERIC, "", lambda settings: {}, ("--proxy", "http://127.0.0.1:8000"), template)
+    launcher = Launcher(GENERIC, "", lambda settings: Capacity(), ("--proxy", "http://127.0.0.1:8000"), template)
     assert shown_command(launcher, {"max_model_len": 8000}) == [
         Path(ME).name, "serve", "--model=MODEL", "--port=PORT", "--max-len", "8000", "--to", "http://h:8000/x",
         "--proxy", "http://127.0.0.1:8000",
     ]  # fmt: skip
-    llama = shown_command(Launcher(PRESETS["llamacpp"], "/opt/llama-server", lambda settings: {}), {})
+    llama = shown_command(Launcher(PRESETS["llamacpp"], "/opt/llama-server", lambda settings: Capacity()), {})
     assert llama[:3] == ["llama-server", "--model", "MODEL"] and llama[llama.index("--port") + 1] == "PORT"
     assert llama[llama.index("--slot-save-path") + 1] == "SCRATCH"

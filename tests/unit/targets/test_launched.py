@@ -10,6 +10,7 @@ import pytest
 
 from kvbench.common.errors import UsageError
 from kvbench.load.endpoints import PATHS
+from kvbench.runs.results import Capacity
 from kvbench.targets.base import contradiction
 from kvbench.targets.launch_plan import Launcher
 from kvbench.targets.launched import LaunchedTarget
@@ -58,7 +59,7 @@ def launched(tmp_path, log="", usages=None, endpoint=None, asked=None):
             asked.update(more)
         return served
 
-    launcher = Launcher(PRESETS["llamacpp"], str(program), lambda settings: {"capacity_tokens": 6192})
+    launcher = Launcher(PRESETS["llamacpp"], str(program), lambda settings: Capacity(capacity_tokens=6192))
     folders = SimpleNamespace(scratch=tmp_path, get=get)
     target = LaunchedTarget(launcher, folders, start_timeout_s=20.0, form=RequestForm(endpoint))
     target.start(SETTINGS, tmp_path / "server.log")

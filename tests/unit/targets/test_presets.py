@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from engine.config import EngineConfig
+from kvbench.runs.results import Capacity
 from kvbench.targets.choose import arithmetic
 from kvbench.targets.launch_plan import Launcher
 from kvbench.targets.preset import MODEL_SETTINGS, Context
@@ -18,7 +19,7 @@ from kvbench.workload.file import load_workload
 
 SETTINGS = {"model": "llama-32m", "layout": "paged", "device": "cpu", "page_size": 32, "max_num_seqs": 8}
 ON_GPU = {"layout": "paged", "device": "auto", "max_num_seqs": 8, "max_model_len": 2048, "kv_budget": "97MiB"}
-CAPACITY = {"kv_budget_bytes": 97 << 20, "capacity_tokens": 6208, "num_pages": 194}
+CAPACITY = Capacity(kv_budget_bytes=97 << 20, capacity_tokens=6208, num_pages=194)
 
 
 def context(capacity=CAPACITY, in_flight=8, **settings):
@@ -80,7 +81,7 @@ def test_a_server_gets_the_settings_in_its_own_words(preset, settings, begins, e
 
 
 def test_a_budget_below_what_a_server_can_have_is_refused():
-    small = Context({"kv_budget": "1MiB"}, {"capacity_tokens": 255}, None, "PROGRAM")
+    small = Context({"kv_budget": "1MiB"}, Capacity(capacity_tokens=255), None, "PROGRAM")
     (reason,) = PRESETS["llamacpp"].refusals(small)  # --ctx-size 0 would be the model's own length
     assert "multiples of 256" in reason and "255" in reason
 
@@ -105,7 +106,7 @@ def test_environments_of_the_launch():
         ("vllm", {"kv_cache_dtype": "int8_per_token_head"}, "its CPU backend has no such KV cache"),
         ("vllm", {"async_scheduling": True}, "its CPU backend schedules synchronously"),
         ("vllm", {"enable_chunked_prefill": False, "max_num_batched_tokens": 512, "max_model_len": 2048}, "512 < 2048"),
-        ("sglang", {"kv_budget": "1GiB", "capacity": {}}, "cannot be worked out"),
+        ("sglang", {"kv_budget": "1GiB", "capacity": Capacity()}, "cannot be worked out"),
         ("sglang", {"layout": "contiguous"}, "always paged"),
         ("sglang", {"kv_cache_dtype": "int4_per_token_head"}, "no such KV cache"),
         ("sglang", {"enable_chunked_prefill": False}, "max_num_batched_tokens must be given"),
@@ -157,7 +158,7 @@ def test_what_is_swept_changes_the_launch_or_is_refused(name):
         launches = []
         for value in (one, other):
             tokens = 2000 if value == "2MiB" else 1000
-            known = {"kv_budget_bytes": tokens * 1024, "capacity_tokens": tokens, "num_pages": tokens // 16}
+            known = Capacity(kv_budget_bytes=tokens * 1024, capacity_tokens=tokens, num_pages=tokens // 16)
             where = Context({**base, setting: value}, known, 64, "p")
             if preset.refusals(where):
                 launches.append(value)  # skipped, which nobody takes for a measurement
