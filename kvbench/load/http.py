@@ -60,12 +60,8 @@ class Address:
 
 def call_bytes(address: Address, method: str, path: str, head: Sequence[str] = (), payload: bytes = b"") -> bytes:
     """One HTTP request, head and JSON body. Every call asks for an answer that is not compressed."""
-    lines = [
-        f"{method} {address.prefix}{path} HTTP/1.1",
-        f"Host: {address.authority}",
-        "Accept-Encoding: identity",
-        *head,
-    ]
+    first = f"{method} {address.prefix}{path} HTTP/1.1"
+    lines = [first, f"Host: {address.authority}", "Accept-Encoding: identity", *head]
     if payload:
         lines.append("Content-Type: application/json")
     if method == "POST":

@@ -16,6 +16,7 @@ from typing import Any
 
 from kvbench.common import processes
 from kvbench.common.errors import EXIT_INVALID, EXIT_USAGE, MeasurementError
+from kvbench.common.parsing import json_at
 from kvbench.common.text import plural
 from kvbench.load.endpoints import Fields
 from kvbench.load.spec import ARRIVE_S, LoadSpec
@@ -150,14 +151,14 @@ def _follow(
         now = time.monotonic()
         if line.strip():
             heard, event = now, _event(line)
-            name = event.get("event")
+            name = json_at(event, "event")
             if name in ("begin", DRAIN, "measured"):
                 phase = phase if name == DRAIN else name
                 on_phase(name, process.pid)
             elif name == "progress":
                 on_progress(event["done"], event["total"], event["failed"], event["elapsed_s"])
             elif name == "end":
-                error = event.get("error") or error
+                error = json_at(event, "error") or error
             if phase != "start" and "done" in event:
                 answered.count = event["done"] - event["failed"]
         if now - checked >= _WATCH_S:

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from kvbench.common.errors import storage_sentence
+from kvbench.common.parsing import json_at
 from kvbench.common.records import write_record
 from kvbench.load import validity
 from kvbench.load.samples import Sample, unknown_answers, write_samples, write_wrong_answers
@@ -125,12 +126,13 @@ def write_outcome(spec: LoadSpec, requests: RequestList, driven: DrivenLoad, end
 def _outcome_of(spec: LoadSpec, requests: RequestList, driven: DrivenLoad, ended_well: bool) -> LoadOutcome:
     samples, zero, clocked, client = driven.samples, driven.zero, driven.clocked, driven.client
     short, too_short = validity.short_outputs(samples, spec.ignore_eos)
-    exact_texts = bool(requests.notes.get("exact_texts"))
+    exact_texts = bool(json_at(requests.notes, "exact_texts"))
     of_server = too_short + validity.other_prompts(samples, spec.dialect, exact_texts=exact_texts)
     of_server += validity.nothing_streamed(samples)
     added = validity.tokens_added(samples) if spec.dialect.usage else []
     missing = len(requests) - sum(s.completion.error_kind != "interrupted" for s in samples)
-    asked = {"short_outputs": short, "asked_output_tokens": validity.asked_output_tokens(samples)}
+    most_tokens = sum(s.request.n * s.request.max_tokens for s in samples if s.completion.ok)
+    asked = {"short_outputs": short, "asked_output_tokens": most_tokens}
     outcome = LoadOutcome(
         started_at=datetime.fromtimestamp(clocked.started_unix, UTC).isoformat(),
         start_unix=clocked.started_unix,

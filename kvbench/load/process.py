@@ -122,7 +122,6 @@ class LagProbe:
         self._watcher.start(self._on_tick)
 
     def stop(self) -> None:
-        """Ends; ``lags`` stays."""
         if self._watcher is not None:
             self._watcher.stop()
             self._watcher.close()

@@ -69,10 +69,8 @@ class LoadSpec(StrictModel):
         if self.mode == "closed" and self.concurrency is None:
             raise ValueError("mode closed needs concurrency, the number of users; give at least 1.")
         if self.mode == "closed" and self.max_concurrency is not None:
-            raise ValueError(
-                f"max_concurrency {self.max_concurrency} has no meaning in mode closed, where concurrency is the cap; "
-                "remove it or set mode: open."
-            )
+            why = "has no meaning in mode closed, where concurrency is the cap; remove it or set mode: open."
+            raise ValueError(f"max_concurrency {self.max_concurrency} {why}")
         return self
 
 

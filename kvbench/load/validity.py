@@ -186,11 +186,6 @@ def other_prompts(samples: Sequence[Sample], dialect: Dialect, *, exact_texts: b
     ]
 
 
-def asked_output_tokens(samples: Sequence[Sample]) -> int:
-    """The output tokens that the successful requests asked for at most."""
-    return sum(s.request.n * s.request.max_tokens for s in samples if s.completion.ok)
-
-
 def nothing_streamed(samples: Sequence[Sample]) -> list[str]:
     """Returns a reason where a load shows no times: every answer was reasoning that was not streamed."""
     done = [s for s in samples if s.completion.ok]

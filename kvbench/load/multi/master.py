@@ -28,9 +28,19 @@ from kvbench import __version__
 from kvbench.common import processes
 from kvbench.common.errors import EXIT_INVALID, EXIT_OK
 from kvbench.common.machine import boot_id
+from kvbench.common.parsing import json_at
 from kvbench.load.multi import messages
-from kvbench.load.multi.clock import best_of, clock_map, exchange
-from kvbench.load.multi.merge import Data, Ended, Member, in_slices, merged_client, samples_from_bytes
+from kvbench.load.multi.merge import (
+    Data,
+    Ended,
+    Member,
+    best_of,
+    clock_map,
+    exchange,
+    in_slices,
+    merged_client,
+    samples_from_bytes,
+)
 from kvbench.load.multi.messages import TOKEN_VARIABLE, proof, proven
 from kvbench.load.multi.shards import cap_note, make_shards, useful_workers
 from kvbench.load.outcome import Clocked, DrivenLoad, write_outcome
@@ -179,17 +189,18 @@ class SharedLoad:
     # Messages from workers:
 
     def _on_join(self, msg: Message, **_: Any) -> None:
-        data, node = msg.data if isinstance(msg.data, dict) else {}, msg.node_id
-        why = None
-        if not proven(node, data.get("proof")):
+        data, node = msg.data, msg.node_id
+        why, version = None, json_at(data, "version")
+        if not proven(node, json_at(data, "proof")):
             why = f"it has another {TOKEN_VARIABLE} than the master"
-        elif data.get("version") != __version__:
-            why = f"it is kvbench {data.get('version')}, the master is {__version__}"
+        elif version != __version__:
+            why = f"it is kvbench {version}, the master is {__version__}"
         elif len(self.members) == len(self._shards):
             why = "the load has all its workers"
         if why is None:
             host, pid = str(data["host"]), int(data["pid"])
-            self.runner.members[node] = Member(node, f"a worker (pid {pid} on {host})", host, pid, data.get("boot"))
+            boot = json_at(data, "boot")
+            self.runner.members[node] = Member(node, f"a worker (pid {pid} on {host})", host, pid, boot)
         else:
             self._refusal = f" (turned away: {why})"
         answer = {"proof": proof(f"master {node}")} if why is None else {"error": why}
@@ -272,7 +283,6 @@ class SharedLoad:
         self._read_clocks()
 
     def _read_clocks(self, needed: bool = True) -> None:
-        """One reading of every worker's clock, one after the other."""
         for member in self.members:
             readings = []
             while member.lost is None and len(readings) < _EXCHANGES:
@@ -322,8 +332,7 @@ class SharedLoad:
     def _first_problem(self) -> str | None:
         """Says why a worker that answers ended before its last request."""
         for member in self.members:
-            end = member.ended
-            if end is None:
+            if (end := member.ended) is None:
                 continue
             if end.error:
                 return f"{member.name} could not go on measuring: {end.error}"

@@ -11,9 +11,11 @@ import pandas as pd
 import pytest
 
 from kvbench.load.completion import Completion
-from kvbench.load.multi.clock import ClockMap, Reading, clock_map
 from kvbench.load.multi.merge import (
+    ClockMap,
     Member,
+    Reading,
+    clock_map,
     merged_client,
     samples_from_bytes,
     samples_to_bytes,
