@@ -12,8 +12,8 @@ from typing import Any
 from kvbench.calibration.calibrate import (
     ATTEMPTS,
     DEFAULT_ITL_MS,
-    Calibration,
     CalibrationSettings,
+    ClientCalibration,
     calibrate,
     machine_key,
 )
@@ -69,7 +69,7 @@ class Calibrator:
     warn: Callable[[str], None] = lambda text: None
     check: Callable[[float], None] = lambda seconds: None
 
-    def __call__(self, demand: ClientLoad, before: Calibration | None = None) -> Calibration | None:
+    def __call__(self, demand: ClientLoad, before: ClientCalibration | None = None) -> ClientCalibration | None:
         """The calibration for ``demand``: ``before``, if that is enough; None where none is wanted.
 
         Raises MeasurementError.
@@ -88,7 +88,7 @@ class Calibrator:
         )
         return dataclasses.replace(calibration, reasons=(*calibration.reasons, too_much))
 
-    def _at(self, settings: CalibrationSettings, again: bool) -> Calibration:
+    def _at(self, settings: CalibrationSettings, again: bool) -> ClientCalibration:
         """A stored good calibration, else a new one. ``again``: the load needed more than was expected before it."""
         stored = _stored(self.folder)
         same = [c for c in stored if (c.machine, c.settings) == (machine_key(), settings)]
@@ -115,7 +115,7 @@ class Calibrator:
         return {"left_out": not self.wanted, "measured": [c.to_json() for c in _stored(self.folder)]}
 
 
-def passed_since(folder: Path, failed: Calibration) -> bool:
+def passed_since(folder: Path, failed: ClientCalibration) -> bool:
     """Whether the client later passed what it had failed before a load of the run in ``folder``."""
     return any(
         not each.reasons
@@ -125,10 +125,10 @@ def passed_since(folder: Path, failed: Calibration) -> bool:
     )
 
 
-def _stored(folder: Path) -> list[Calibration]:
+def _stored(folder: Path) -> list[ClientCalibration]:
     if not (folder / FILE).is_file():
         return []
     try:
-        return [Calibration.from_json(row) for row in read_json(folder / FILE)]
+        return [ClientCalibration.from_json(row) for row in read_json(folder / FILE)]
     except (KeyError, TypeError, ValueError):  # of another version: measured anew
         return []

@@ -103,7 +103,7 @@ def validity_limits(itl_ms: float) -> Limits:
 
 
 @dataclass(frozen=True)
-class Figures:
+class CalibrationFigures:
     """Times in ms. None: too little came back to tell.
 
     ``lag``: receipt minus the server's send, its p99 that of its size, since a stamp that is too early is as wrong;
@@ -138,7 +138,7 @@ class Figures:
 
 def figures_of(
     samples: pd.DataFrame, stamps: Sequence[Stamp], client: ClientFigures, zero: float, planned: int
-) -> Figures:
+) -> CalibrationFigures:
     """``samples``: requests.parquet, times since ``zero`` [s, perf_counter]; ``stamps``: the mock's /stamps, whose
     prompts' last ids are the requests' indices; ``client``: of load.json; ``planned``: requests of the load."""
     rows = {int(row["index"]): row for row in samples.to_dict("records")}
@@ -157,7 +157,7 @@ def figures_of(
     faulty = {i for i, stamp in sent.items() if stamp.fault}
     ok = {i for i, row in rows.items() if row["ok"]}
     late = [s - d for stamp in stamps for s, d in zip(stamp.sends, stamp.due, strict=True)]
-    return Figures(
+    return CalibrationFigures(
         events=sum(len(stamp.sends) for stamp in stamps),
         events_lost=lost,
         requests=len(sent),
@@ -188,7 +188,7 @@ class Attempt:
     None: not known.
     """
 
-    figures: Figures
+    figures: CalibrationFigures
     reasons: tuple[str, ...] = ()
     foreign_cpu_cores: float | None = None
     steal_share: float | None = None
@@ -203,7 +203,7 @@ class Attempt:
 
 
 @dataclass(frozen=True)
-class Calibration:
+class ClientCalibration:
     """``reasons``: one sentence for everything that is over ``limits`` or was lost; empty when the client is good.
 
     ``figures`` and ``reasons`` are those of the attempt in which least was over the limits. ``attempts``: all of them,
@@ -211,7 +211,7 @@ class Calibration:
     """
 
     settings: CalibrationSettings
-    figures: Figures
+    figures: CalibrationFigures
     limits: Limits
     reasons: tuple[str, ...]
     machine: str
@@ -222,7 +222,7 @@ class Calibration:
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Calibration:
+    def from_json(cls, data: Mapping[str, Any]) -> ClientCalibration:
         """The reverse of ``to_json``; ValueError for something else."""
         return TypeAdapter(cls).validate_python(data)
 
@@ -239,7 +239,7 @@ _WORDS = {  # of a limit that is exceeded: what happened, with the value and the
 }  # fmt: skip
 
 
-def judge_figures(figures: Figures, limits: Limits, settings: CalibrationSettings) -> tuple[str, ...]:
+def judge_figures(figures: CalibrationFigures, limits: Limits, settings: CalibrationSettings) -> tuple[str, ...]:
     """One sentence for each limit that is exceeded and each kind of loss."""
     reasons = []
     for name, limit in dataclasses.asdict(limits).items():
@@ -264,7 +264,9 @@ def judge_figures(figures: Figures, limits: Limits, settings: CalibrationSetting
     return tuple(f"the load client does not keep up with the mock server at {at}: {reason}." for reason in reasons)
 
 
-def calibrate(settings: CalibrationSettings, limits: Limits | None = None, attempts: int = ATTEMPTS) -> Calibration:
+def calibrate(
+    settings: CalibrationSettings, limits: Limits | None = None, attempts: int = ATTEMPTS
+) -> ClientCalibration:
     """Runs the mock server and the load process for ``settings.seconds``, and compares. ``limits``: default validity.
 
     While something is over the limits and attempts are left it runs again; see the top of this file.
@@ -278,10 +280,10 @@ def calibrate(settings: CalibrationSettings, limits: Limits | None = None, attem
         made.append(Attempt(figures, reasons, machine.foreign_cpu_cores, machine.steal_share))
     best = min(reversed(made), key=lambda attempt: len(attempt.reasons))
     taken = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    return Calibration(settings, best.figures, limits, best.reasons, machine_key(), taken, tuple(made))
+    return ClientCalibration(settings, best.figures, limits, best.reasons, machine_key(), taken, tuple(made))
 
 
-def _measure(settings: CalibrationSettings) -> tuple[Figures, MachineReport]:
+def _measure(settings: CalibrationSettings) -> tuple[CalibrationFigures, MachineReport]:
     """One attempt: what it found, and how the machine was meanwhile."""
     count = settings.requests
     rate = max(_FAULT_SHARE, 1.0 / count)  # exact for the mock: at least one of each kind

@@ -17,7 +17,7 @@ from kvbench.common.parsing import json_at
 from kvbench.common.schema import StrictModel
 from kvbench.common.server_errors import error_sentence
 from kvbench.requests.request import ANSWERS, RequestSpec
-from kvbench.workload.request_form import EndpointName, check_extra_body
+from kvbench.workload.request_form import EndpointName, Fields, check_extra_body
 
 TEXT, CALL, THOUGHT, ROLE = "", "call", "thought", "role"
 _PARTS = {  # of a chat's delta beside its content
@@ -31,8 +31,6 @@ _RANKS = {CALL: 3, THOUGHT: 2, ROLE: 1, TEXT: 0}  # a role comes last: some serv
 _WORDS = ("text", "summary", "thinking", "name", "arguments", "function")  # of a thought or a call; not encrypted data
 MOST_TOKENS = 1 << 31  # ids and counts are stored in 32 bits
 _STRING, _IDS = (str, type(None)), (list, type(None))
-Fields = dict[str, Any]
-"""The fields of a JSON object: a request's body, or an event."""
 
 
 class UnreadableEvent(Exception):

@@ -61,7 +61,7 @@ def _not_stored(load: Any, error: OSError) -> int:
 
 def _load(spec: LoadSpec, requests: RequestList, options: argparse.Namespace) -> Any:
     if not options.master and useful_workers(spec, requests, spec.processes) == 1:
-        return Load(spec, requests)
+        return SingleLoad(spec, requests)
     from kvbench.load.multi.master import SharedLoad
 
     if not options.master:
@@ -70,7 +70,7 @@ def _load(spec: LoadSpec, requests: RequestList, options: argparse.Namespace) ->
     return SharedLoad(spec, requests, options.expect_workers, listen, options.arrive_timeout)
 
 
-class Load:
+class SingleLoad:
     """One load of this process alone."""
 
     def __init__(self, spec: LoadSpec, requests: RequestList) -> None:

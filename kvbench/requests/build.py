@@ -149,19 +149,13 @@ def _text(prompts: TextPrompts, count: int, context: DrawContext) -> tuple[list[
     picker = random.Random(int(rng.integers(0, 2**62)))
     requests = []
     for i in range(count):
-        own = prefix if flags[i] else ()
-        ids = own + _random_lines(encoded, int(lengths[i]), picker)
+        own, drawn = prefix if flags[i] else (), list[int]()
+        while len(drawn) < lengths[i]:  # whole lines in random order, the last one cut
+            drawn += picker.choice(encoded)
+        ids = own + tuple(drawn[: lengths[i]])
         text = tokenizer.decode(list(ids), skip_special_tokens=False) if prompts.send_text else None
         requests.append(RequestSpec(i, Path(prompts.file).stem, ids, text, int(outputs[i]), prefix_tokens=len(own)))
     return requests, {"text": Path(prompts.file).name, "shared_prefix_tokens": len(prefix)}
-
-
-def _random_lines(encoded: list[tuple[int, ...]], tokens: int, picker: random.Random) -> tuple[int, ...]:
-    """Whole lines in random order, the last one cut, ``tokens`` ids in all."""
-    ids: list[int] = []
-    while len(ids) < tokens:
-        ids.extend(picker.choice(encoded))
-    return tuple(ids[:tokens])
 
 
 def _read_lines(file: str) -> list[str]:

@@ -9,7 +9,6 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -124,7 +123,7 @@ def _requests(
             "".join(texts) if prompts.send_text and (texts := texts_sent(part, i)) else None,
             int(outputs[i]),
             arrival_s=None if times is None else float(times[i]),
-            **_turn(part, i) if in_sessions else {},
+            **_session_fields(part, i) if in_sessions else {},
         )
 
 
@@ -175,8 +174,7 @@ def _in_sessions(prompts: TracePrompts, trace: Trace) -> bool:
     return prompts.sessions
 
 
-def _turn(trace: Trace, row: int) -> dict[str, Any]:
-    assert trace.session is not None and trace.turn is not None
+def _session_fields(trace: Trace, row: int) -> Notes:
     turn = int(trace.turn[row])
     think = 0.0 if trace.think_s is None or not turn else float(trace.think_s[row])
     return {"session": int(trace.session[row]), "turn": turn, "think_s": think}
@@ -359,7 +357,6 @@ class _Pages:
         self.of = functools.lru_cache(max(1, _KEPT_TOKENS // size))(self._make)
 
     def _make(self, number: int) -> Ids:
-        """The page's tokens; the same for the same number and salt."""
         spelt, left = [], (number * self._factor + self._salt) % self._space
         for _ in range(self._digits):
             left, digit = divmod(left, self._base)

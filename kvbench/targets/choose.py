@@ -25,9 +25,8 @@ from kvbench.targets.model_export import ModelFolders, text_tokenizer
 from kvbench.targets.preset import Preset
 from kvbench.targets.presets import BUILT_IN, GENERIC, PRESETS
 from kvbench.targets.running import OpenAITarget
-from kvbench.workload.design import Block, Design, plan_sweep
+from kvbench.workload.design import Block, Check, Design, plan_sweep
 from kvbench.workload.file import Workload
-from kvbench.workload.load_section import LoadConfig
 from kvbench.workload.prompts_section import SyntheticPrompts
 from kvbench.workload.request_form import RequestForm
 from kvbench.workload.settings import Settings, effective
@@ -58,6 +57,10 @@ START_GUESS_S = 8.0  # a launch of the built-in server, until one is measured
 _FOREIGN_START_S = 900.0  # vLLM compiles a model at its first start: minutes on a small machine
 
 
+Options = Mapping[str, Any]
+"""Options of a command line by their names there, or a manifest's entries of the same names."""
+
+
 @dataclass(frozen=True)
 class TargetOptions:
     """The options of a command line that say what is measured, under their names there; None or empty: not given."""
@@ -81,9 +84,9 @@ class TargetOptions:
     only: Sequence[str] | None = None
 
     @classmethod
-    def of(cls, options: Mapping[str, Any], stored: Mapping[str, Any]) -> TargetOptions:
-        """The options of a command line; what it leaves out is as in the manifest ``stored`` of a run that goes on."""
-        before = {**(stored.get("target_options") or {}), **{name: stored.get(name) for name in (*STORED, "only")}}
+    def of(cls, options: Options, stored: Options) -> TargetOptions:
+        """Reads a command line's options; what it leaves out is as in the manifest ``stored`` of a run that goes on."""
+        before = {**(json_at(stored, "target_options") or {}), **{n: json_at(stored, n) for n in (*STORED, "only")}}
         return cls(**{name: options.get(name) or before.get(name) for name in cls.__annotations__})
 
     @property
@@ -91,8 +94,8 @@ class TargetOptions:
         """The names of the options that were given."""
         return [name for name, value in vars(self).items() if value]
 
-    def manifest(self, backend: str, *, shared: bool) -> dict[str, Any]:
-        """The entries of the run's manifest."""
+    def manifest(self, backend: str, *, shared: bool) -> Options:
+        """Returns the entries of the run's manifest."""
         return {name: getattr(self, name) or None for name in STORED} | {"backend": backend, "shared_machine": shared}
 
 
@@ -113,8 +116,8 @@ class ChosenTarget:
 
     workload: Workload
     new_target: Callable[[], Target]
-    check: Callable[[Settings], Mapping[str, Any]]
-    manifest: Mapping[str, Any]
+    check: Check
+    manifest: Options
     refuses: Callable[[Settings], str | None] | None = None
     fresh: Callable[[Settings], bool] = lambda settings: False
     notes: tuple[str, ...] = ()
@@ -130,8 +133,8 @@ class ChosenTarget:
         return dataclasses.replace(design, notes=(*self.notes, *design.notes)), blocks
 
 
-def choose(workload: Workload, options: Mapping[str, Any], stored: Mapping[str, Any]) -> ChosenTarget:
-    """``options``: the command line's; ``stored``: the manifest of a run to go on with. Raises UsageError."""
+def choose(workload: Workload, options: Options, stored: Options) -> ChosenTarget:
+    """Chooses by a command line's ``options``; ``stored``: the manifest of a run to go on with. Raises UsageError."""
     return choose_target(workload, TargetOptions.of(options, stored))
 
 
@@ -140,7 +143,10 @@ def choose_target(workload: Workload, asked: TargetOptions) -> ChosenTarget:
     kind = kind_of(asked.target, asked.serve_cmd)
     preset = PRESETS[asked.target or ""] if kind == PRESET else preset_named(asked.preset)
     check_target_options([kind], asked.given)
-    check_answers(workload.load, BUILT_IN if kind == BUILTIN else preset)
+    load, server = workload.load, BUILT_IN if kind == BUILTIN else preset
+    for cls in load.prompts.classes if isinstance(load.prompts, SyntheticPrompts) else ():
+        if why := server.refuses_answers(cls.name, cls.answers, load.endpoint):
+            raise UsageError(why)
     if kind == RUNNING:
         return _running(workload, asked, preset)
     if asked.port:
@@ -149,13 +155,6 @@ def choose_target(workload: Workload, asked: TargetOptions) -> ChosenTarget:
         return _builtin(workload, asked)
     template = CommandTemplate.parse(asked.serve_cmd or "") if kind == TEMPLATE else None
     return _launched(workload, asked, preset, template)
-
-
-def check_answers(load: LoadConfig, preset: Preset) -> None:
-    """Raises UsageError where a class wants answers that servers of this kind cannot give."""
-    for cls in load.prompts.classes if isinstance(load.prompts, SyntheticPrompts) else ():
-        if why := preset.refuses_answers(cls.name, cls.answers, load.endpoint):
-            raise UsageError(why)
 
 
 def kind_of(target: str | None, serve_cmd: str | None) -> str:
@@ -175,13 +174,12 @@ def require_url(flag: str, url: str) -> None:
     """Raises UsageError when ``url`` names no server."""
     try:
         parts = urlsplit(url)
-        if parts.username is not None or parts.password is not None:  # the message leaves it out: it may be secret
-            raise UsageError(f"{flag} holds a user name or password: leave it out; a key goes with --api-key-env NAME")
-        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except UsageError:
-        raise
+        has_user = parts.username is not None or parts.password is not None
+        good = has_user or (parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0)
     except ValueError:  # a bracket that stays open, a port beyond 65535
-        good = False
+        has_user = good = False
+    if has_user:  # the message leaves it out: it may be secret
+        raise UsageError(f"{flag} holds a user name or password: leave it out; a key goes with --api-key-env NAME")
     if not good:
         or_preset = f", or the name of a preset: {', '.join(PRESETS)}" if flag == "--target" else ""
         raise UsageError(
@@ -219,18 +217,13 @@ def _running(workload: Workload, options: TargetOptions, preset: Preset) -> Chos
     manifest = options.manifest(preset.name, shared=server_at(url).local)
     only_here = [name for name in options.given if KINDS_OF.get(name) == (RUNNING,)]
     if kept := {name: getattr(options, name) for name in only_here}:
-        manifest["target_options"] = {k: str(v) if isinstance(v, Path) else v for k, v in kept.items()}
-    return ChosenTarget(
-        dataclasses.replace(workload, engine={"target": url}, sweep={}),
-        new_target,
-        lambda settings: {},
-        manifest,
-        runs_already=True,
-    )
+        manifest |= {"target_options": {k: str(v) if isinstance(v, Path) else v for k, v in kept.items()}}
+    alone = dataclasses.replace(workload, engine={"target": url}, sweep={})
+    return ChosenTarget(alone, new_target, lambda settings: {}, manifest, runs_already=True)
 
 
 def running_server(
-    flag: str, url: str, options: Mapping[str, Any], preset: Preset, form: RequestForm
+    flag: str, url: str, options: Options, preset: Preset, form: RequestForm
 ) -> Callable[[], OpenAITarget]:
     """Makes the target of a server that runs already; ``flag``: of the URL. Raises UsageError."""
     asked = TargetOptions.of(options, {})

@@ -26,18 +26,11 @@ def cores_for(threads: int | None) -> list[int]:
         return []
     place, seen = {}, Counter[str]()
     for core in sorted(os.sched_getaffinity(0)):
-        physical = _physical(core)
+        siblings = _CPUS / f"cpu{core}" / "topology" / "thread_siblings_list"  # the same of one physical core
+        physical = siblings.read_text().strip() if siblings.is_file() else str(core)
         place[core] = seen[physical]
         seen[physical] += 1
     return sorted(sorted(place, key=lambda core: place[core])[: threads or len(seen)])
-
-
-def _physical(core: int) -> str:
-    """The same text for all hardware threads of one physical core."""
-    try:
-        return (_CPUS / f"cpu{core}" / "topology" / "thread_siblings_list").read_text().strip()
-    except OSError:
-        return str(core)
 
 
 def bound_cores(pid: int) -> list[int]:
@@ -56,7 +49,6 @@ def bound_cores(pid: int) -> list[int]:
 
 
 def _allowed(pid: int) -> Iterator[set[int]]:
-    """The cores that each thread of a process may run on."""
     for path in (_PROC / str(pid) / "task").glob("*/status"):
         try:
             lines = path.read_text().splitlines()
@@ -74,7 +66,7 @@ def _parse(text: str) -> set[int]:
 
 
 def core_words(cores: Sequence[int]) -> str:
-    """``core 0``, ``cores 0-2 and 7``, of cores in order"""
+    """Writes cores in order as ``core 0`` or ``cores 0-2 and 7``."""
     ends: list[list[int]] = []
     for core in cores:
         if ends and core == ends[-1][1] + 1:

@@ -211,8 +211,8 @@ class Launcher:
         names = self.template.names & self.preset.settings.keys()
         return dataclasses.replace(context, settings={k: v for k, v in context.settings.items() if k in names})
 
-    def check(self, settings: Settings) -> dict[str, Any]:
-        """What is known of a configuration before its launch. Raises ValueError with the reasons against it.
+    def check(self, settings: Settings) -> Settings:
+        """Returns what is known of a configuration before its launch. Raises ValueError with the reasons against it.
 
         The KV budget is known only if the server is given it; otherwise the server's own default holds.
         """

@@ -36,7 +36,7 @@ class Context:
     program: str = "python"
 
     @property
-    def given(self) -> dict[str, Any]:
+    def given(self) -> Settings:
         """The settings that are not left to the server."""
         return {name: value for name, value in self.settings.items() if value is not None}
 
@@ -75,12 +75,6 @@ class Setting:
         words = self.words if self.values is None else self.values[value]
         text = words(value, context) if callable(words) else words
         return [word.replace("{}", str(value)) for word in shlex.split(text)]
-
-    def nearest_to(self, value: Any, context: Context) -> Any:
-        """The accepted value nearest to a refused one; None: the server's own default."""
-        if self.nearest is not None:
-            return self.nearest(value, context)
-        return next(iter(self.values), None) if self.values else None
 
 
 def flag(words: str, *values: Any, why: str = "", **more: Any) -> Setting:
@@ -246,8 +240,8 @@ class Preset:
             for name, why in self._reasons(context).items()
         ]
 
-    def nearest(self, context: Context) -> tuple[dict[str, Any], list[str]]:
-        """The settings that come closest to a refused configuration, and what was changed.
+    def nearest(self, context: Context) -> tuple[Settings, list[str]]:
+        """Finds the settings that come closest to a refused configuration, and says what was changed.
 
         KV budget, dtype and device stay even if they are refused: servers are compared under the same ones.
         """
@@ -255,8 +249,8 @@ class Preset:
         for name in self._reasons(context):
             if name in _KEPT_IN_BASELINE:
                 continue
-            value = context.settings[name]
-            other = self.setting(name).nearest_to(value, context)
+            value, setting = context.settings[name], self.setting(name)
+            other = setting.nearest(value, context) if setting.nearest else next(iter(setting.values or ()), None)
             if other is None:
                 del settings[name]
                 changes.append(f"{name} {_plain(value)} is left to {self.title}")

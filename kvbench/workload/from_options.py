@@ -119,7 +119,6 @@ def workload_text(answers: Answers, *, profile: str, name: str | None = None) ->
 
 
 def _yaml(value: Any) -> str:
-    """One value as YAML has it in a line."""
     return yaml.safe_dump(value, default_flow_style=True).removesuffix("\n...\n").strip()
 
 
@@ -203,7 +202,6 @@ def _dataset(answers: Answers) -> list[Line]:
 
 
 def _load_lines(answers: Answers) -> list[Line]:
-    """``load:`` without its prompts."""
     users, rates = answers.concurrency, answers.request_rate
     if answers.dataset_path is not None and not users and not rates:
         counted = [(f"  num_requests: {answers.num_prompts}", "the first of the trace")] if answers.num_prompts else []
@@ -220,7 +218,6 @@ def _load_lines(answers: Answers) -> list[Line]:
 
 
 def _name(answers: Answers) -> str:
-    """A name for the folder of the results."""
     if answers.dataset_path is not None:
         return slug(Path(answers.dataset_path).stem).lstrip("._-") or "dataset"
     lengths = [slug(str(text).replace(":", "-")) for text in (answers.input_len, answers.output_len)]

@@ -15,7 +15,7 @@ import pandas as pd
 import pytest
 
 from kvbench.calibration import cache
-from kvbench.calibration.calibrate import DEFAULT_ITL_MS, Calibration, CalibrationSettings
+from kvbench.calibration.calibrate import DEFAULT_ITL_MS, CalibrationSettings, ClientCalibration
 from kvbench.common import foreign_cpu
 from kvbench.measure.http import HttpInstrument
 from tests.support.loads import fake_server
@@ -270,7 +270,7 @@ def calibrations(monkeypatch: pytest.MonkeyPatch) -> list[CalibrationSettings]:
     """What was asked for; the answer is that the client is good up to 4 streams."""
     asked: list[CalibrationSettings] = []
 
-    def calibrate(settings: CalibrationSettings, attempts: int) -> Calibration:
+    def calibrate(settings: CalibrationSettings, attempts: int) -> ClientCalibration:
         asked.append(settings)
         return taken(settings, () if settings.streams <= 4 else (WHY,))
 

@@ -11,7 +11,7 @@ THOUGHTS = ("reasoning_content", "reasoning", "reasoning_details")
 KINDS = (TEXT, *THOUGHTS, REFUSAL, CALL, ROLE, EMPTY, HIDDEN, HELD)
 
 
-class Run(NamedTuple):
+class TokenRun(NamedTuple):
     """Consecutive tokens of one kind. ``count``: None takes the rest; ``held``: tokens more, sent with the first."""
 
     kind: str
@@ -20,9 +20,9 @@ class Run(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def script(text: str) -> tuple[Run, ...]:
+def script(text: str) -> tuple[TokenRun, ...]:
     """Reads ``kind[:count],...``; without a count the last kind takes the rest, another one token. ValueError."""
-    runs, held, parts = list[Run](), 0, text.split(",")
+    runs, held, parts = list[TokenRun](), 0, text.split(",")
     for number, part in enumerate(parts, 1):
         kind, colon, digits = part.strip().partition(":")
         if kind not in KINDS:
@@ -35,18 +35,18 @@ def script(text: str) -> tuple[Run, ...]:
         elif kind == HELD or (held and kind in (ROLE, EMPTY, HIDDEN)):
             raise ValueError(f"deltas {text!r}: held text comes with the next chunk, so text must follow it")
         else:
-            runs.append(Run(kind, count, held))
+            runs.append(TokenRun(kind, count, held))
             held = 0
     return tuple(runs)
 
 
-class Plan:
+class AnswerPlan:
     """The deltas of one answer: of ``most`` tokens, or of fewer where all runs of the script have a count.
 
     ``textless``: so many of the last tokens have no text. A role takes a moment of the schedule and is no token.
     """
 
-    def __init__(self, runs: tuple[Run, ...], most: int, per_chunk: int = 1, textless: int = 0) -> None:
+    def __init__(self, runs: tuple[TokenRun, ...], most: int, per_chunk: int = 1, textless: int = 0) -> None:
         self.runs, self.tokens, self.thoughts = list[tuple[str, int, int]](), 0, 0
         for kind, count, held in runs:
             if kind == ROLE:

@@ -17,6 +17,8 @@ from kvbench.load.endpoints import PATHS
 FAULTS = ("truncate", "drop", "stall", "silent", "close_after", "no_ids")
 _HTTP_ERROR = re.compile(r"http[45]\d\d")  # a status and no stream
 _ROUNDING = 1e-9  # of shares that are 1 together
+Event = dict[str, Any]
+"""A JSON object that is sent: a request's body, or an event of its answer."""
 
 
 @dataclass
@@ -28,7 +30,7 @@ class Stamp:
     received: float
     fault: str
     kinds: list[tuple[str, int]]  # of the chunks in their order, and how many
-    body: dict[str, Any]
+    body: Event
     sends: list[float] = field(default_factory=list)
     due: list[float] = field(default_factory=list)
     end: float | None = None

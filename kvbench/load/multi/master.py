@@ -32,8 +32,8 @@ from kvbench.common.parsing import json_at
 from kvbench.load.multi import messages
 from kvbench.load.multi.merge import (
     Data,
-    Ended,
     Member,
+    WorkerEnd,
     best_of,
     clock_map,
     exchange,
@@ -211,7 +211,7 @@ class SharedLoad:
         member.done, member.failed = int(msg.data["done"]), int(msg.data["failed"])
 
     def _on_ended(self, msg: Message, **_: Any) -> None:
-        member, ended = self.runner.members[msg.node_id], Ended(**msg.data)
+        member, ended = self.runner.members[msg.node_id], WorkerEnd(**msg.data)
         member.done, member.failed, member.ended = ended.done, ended.failed, ended
         self._news.set()
 

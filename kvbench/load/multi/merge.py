@@ -118,7 +118,7 @@ def clock_reasons(name: str, clock: ClockMap, itl_p50_ms: float | None) -> list[
 
 
 @dataclass(frozen=True)
-class Ended:
+class WorkerEnd:
     """A worker's streams have ended: why the server is ``gone``, or what stopped the worker; None: all returned."""
 
     done: int
@@ -144,7 +144,7 @@ class Member:
     boot: str | None = None
     done: int = 0
     failed: int = 0
-    ended: Ended | None = None
+    ended: WorkerEnd | None = None
     lost: str | None = None
     answers: dict[str, Data] = field(default_factory=dict)
     shard: Shard | None = None
