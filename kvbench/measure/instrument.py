@@ -18,7 +18,7 @@ from kvbench.common.records import write_record
 from kvbench.metrics.definitions import SERVED
 from kvbench.requests.request import RequestSpec
 from kvbench.runs.folder import DONE, RunFolder
-from kvbench.runs.results import LoadResult
+from kvbench.runs.results import Capacity, LoadResult
 from kvbench.runs.server_info import ServerInfo
 from kvbench.targets.base import Target
 from kvbench.targets.prometheus import POLL_INTERVAL_S, MetricsSample
@@ -85,7 +85,7 @@ class Job:
     listener: Listener = field(default_factory=Listener)
     check: Callable[[], None] = lambda: None
     on_server: Callable[[Block, ServerInfo, Target], None] = lambda block, info, target: None
-    capacity: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    capacity: Mapping[str, Capacity] = field(default_factory=dict)
     calibrate: Calibrate | None = None
     poll_s: float = POLL_INTERVAL_S
     clients: Clients = Clients()

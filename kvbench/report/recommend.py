@@ -354,7 +354,7 @@ def _flags(run: Run, cell: MeasuredCell) -> str:
     preset = PRESETS.get(str(run.manifest.backend))
     if preset is None:
         return ""
-    known = Context(cell.settings, cell.capacity.fields()).only(cell.settings.keys() - (MODEL_SECTION - {"dtype"}))
+    known = Context(cell.settings, cell.capacity).only(cell.settings.keys() - (MODEL_SECTION - {"dtype"}))
     return shlex.join(replace(preset, command="").launch_command(known, model="", port=""))
 
 

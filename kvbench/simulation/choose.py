@@ -14,6 +14,7 @@ from kvbench.capacity.model import plan_model
 from kvbench.common.errors import UsageError
 from kvbench.common.option_rules import flag
 from kvbench.common.text import data_size, listing
+from kvbench.runs.results import MeasuredTarget
 from kvbench.simulation.cost_model import Calibration, read_calibration
 from kvbench.simulation.drive import SettingsByName
 from kvbench.simulation.instrument import BACKEND, SimulatedTarget, checked
@@ -190,7 +191,7 @@ def simulated_target(workload: Workload, notes: Sequence[str] = ()) -> ChosenTar
         workload,
         lambda: SimulatedTarget(machine, facts),
         lambda settings: checked(machine, settings),
-        {**dict.fromkeys(STORED), "backend": BACKEND, "shared_machine": False, "simulated": facts},
+        MeasuredTarget(**dict.fromkeys(STORED), backend=BACKEND, shared_machine=False, simulated=facts),
         refuses=refusal,
         notes=tuple(notes),
         start_guess_s=_START_GUESS_S,

@@ -28,19 +28,18 @@ from kvbench.load.outcome import most_in_flight
 from kvbench.load.samples import SCHEMA, Sample
 from kvbench.lockstep.instrument import result_row
 from kvbench.measure.http import TargetInstrument
-from kvbench.measure.result import Readings as ServerReadings
-from kvbench.measure.result import judge
+from kvbench.measure.result import ServerReadings, judge
 from kvbench.metrics.definitions import SIMULATED
 from kvbench.metrics.latency import SESSION_BROKEN, summarise
 from kvbench.metrics.model import ClientFigures, LoadOutcome
 from kvbench.requests.request import RequestList, RequestSpec, conversations, distinct_prefixes
 from kvbench.runs.metric_names import SIMULATED_SECONDS as SECONDS
-from kvbench.runs.results import COST_NOTES, LoadResult, WarmUpResult
+from kvbench.runs.results import COST_NOTES, Capacity, LoadResult, WarmUpResult
 from kvbench.runs.server_info import ServerInfo
 from kvbench.simulation.drive import TURNAROUND_S, Drive, Ended, Replica, SettingsByName, prime
 from kvbench.simulation.machine import Machine
 from kvbench.targets.base import ModelFacts, Target
-from kvbench.targets.builtin import capacity_facts
+from kvbench.targets.builtin import known_capacity
 from kvbench.targets.prometheus import MetricsSample
 from kvbench.workload.design import Block, LoadPoint
 from kvbench.workload.load_section import LoadConfig
@@ -104,17 +103,12 @@ class SimulatedTarget(Target):
         return self.replica.engine.reset_prefix_cache()
 
 
-def checked(machine: Machine, settings: SettingsByName) -> dict[str, Any]:
-    """What ``check_configuration`` returns, of a simulated engine with these settings. Raises UsageError."""
+def checked(machine: Machine, settings: SettingsByName) -> Capacity:
+    """The KV of a simulated engine with these settings. Raises UsageError."""
     config, capacity = machine.settle(settings)
     assert config.max_model_len is not None
-    return {
-        "max_model_len": config.max_model_len,
-        "vocab_size": machine.vocab_size,
-        "dtype": machine.model.spec.default_dtype,
-        "window_note": window_note(machine.model.spec, config.max_model_len),
-        **capacity_facts(capacity, config.max_model_len),
-    }
+    spec, length = machine.model.spec, config.max_model_len
+    return known_capacity(capacity, length, machine.vocab_size, spec.default_dtype, window_note(spec, length))
 
 
 _MOST_READINGS = 400  # of a load

@@ -13,6 +13,7 @@ from rich.table import Table
 from kvbench.common.console import make_table
 from kvbench.common.text import and_more, count, listing
 from kvbench.requests.request import RequestSpec, distinct_prefixes
+from kvbench.runs.results import Capacity
 from kvbench.workload.design import Configuration, Design, LoadPoint
 from kvbench.workload.settings import effective
 
@@ -33,25 +34,23 @@ DROP_FIRST = tuple(heading for heading, name, *_ in reversed(_COLUMNS) if name n
 _OPTIONAL = ("scale_bytes_per_token", "swap_space_bytes", "swap_tokens")  # shown where one of them is not 0
 
 
-def capacity_table(
-    title: str, design: Design, capacity: Mapping[str, Mapping[str, Any]]
-) -> tuple[Table, tuple[str, ...]]:
+def capacity_table(title: str, design: Design, capacity: Mapping[str, Capacity]) -> tuple[Table, tuple[str, ...]]:
     """The table, a row a configuration, and the notes beneath it. ``capacity``: config id -> check_configuration."""
-    sized = [known for known in capacity.values() if "num_pages" in known]
-    columns = [c for c in _COLUMNS if c[1] not in _OPTIONAL or any(known[c[1]] for known in sized)]
+    sized = [known for known in capacity.values() if known.num_pages is not None]
+    columns = [c for c in _COLUMNS if c[1] not in _OPTIONAL or any(getattr(known, c[1]) for known in sized)]
     heads = ["configuration", *(heading for heading, *_ in columns)]
     table = make_table(heads, title=f"{title}: what the KV budget holds")
     table.columns[0].no_wrap = True
     for configuration in design.configurations:
         known = capacity[configuration.config_id]
         entries = ["at start"] * len(columns)  # the GPU's free memory decides
-        if "num_pages" in known:
-            entries = [form.format(known[name] / unit) for _, name, unit, form in columns]
+        if known.num_pages is not None:
+            entries = [form.format(getattr(known, name) / unit) for _, name, unit, form in columns]
             if (kind := _reserved_by_length(configuration)) is not None:  # of any size, so of no number
                 by_name = {"page_size": kind, "num_pages": "–"}
                 entries = [by_name.get(c[1], entry) for c, entry in zip(columns, entries, strict=True)]
         table.add_row(configuration.config_id, *entries)
-    lengths = sorted({known["max_model_len"] for known in capacity.values()})
+    lengths = sorted({known.max_model_len for known in capacity.values()})
     return table, (_explanation(design, lengths),)
 
 
@@ -103,21 +102,19 @@ def lengths_of(requests: Sequence[RequestSpec]) -> Lengths:
     return Lengths(prompts, outputs, prefixes, sum(map(len, distinct_prefixes(requests))), widths)
 
 
-def memory_notes(
-    design: Design, capacity: Mapping[str, Mapping[str, Any]], lengths: Mapping[str, Lengths]
-) -> list[str]:
+def memory_notes(design: Design, capacity: Mapping[str, Capacity], lengths: Mapping[str, Lengths]) -> list[str]:
     """A sentence a load: whether its requests fit into each configuration's KV at once; ``lengths``: by load id.
 
     None of them where the budget is known at start only. Last, what the engine keeps of layers with a sliding window.
     """
-    sized = [c for c in design.configurations if "num_pages" in capacity[c.config_id]]
+    sized = [c for c in design.configurations if capacity[c.config_id].num_pages is not None]
     loads = list(dict.fromkeys(cell.load for cell in design.cells))
-    windows = dict.fromkeys(note for known in capacity.values() if (note := known.get("window_note")))
+    windows = dict.fromkeys(note for known in capacity.values() if (note := known.window_note))
     return [*(_memory_note(sized, capacity, load, lengths[load.load_id]) for load in loads if sized), *windows]
 
 
 def _memory_note(
-    sized: Sequence[Configuration], capacity: Mapping[str, Mapping[str, Any]], load: LoadPoint, lengths: Lengths
+    sized: Sequence[Configuration], capacity: Mapping[str, Capacity], load: LoadPoint, lengths: Lengths
 ) -> str:
     totals = lengths.prompts + lengths.widths * lengths.outputs
     mean = f"{totals.mean():,.0f}" + ("" if totals.min() == totals.max() else f" (mean; {totals.max():,} at most)")
@@ -149,31 +146,29 @@ def _limits(full: Sequence[str], held: Mapping[str, Any], most: Mapping[str, int
     return "; ".join(parts)
 
 
-def _no_limits(sized: Sequence[Configuration], capacity: Mapping[str, Mapping[str, Any]]) -> str:
-    least = min(sized, key=lambda c: capacity[c.config_id]["capacity_tokens"])
+def _no_limits(sized: Sequence[Configuration], capacity: Mapping[str, Capacity]) -> str:
+    least = min(sized, key=lambda c: capacity[c.config_id].capacity_tokens)
     helps = [words for key, words in _MAKE_ROOM.items() if any(key in c.varied for c in sized)]
     room = f", so {listing(helps)} cannot help by making room" if helps else ""
-    tokens = count(capacity[least.config_id]["capacity_tokens"])
+    tokens = count(capacity[least.config_id].capacity_tokens)
     return f"{least.config_id} holds {tokens}: memory is not what limits this load{room}"
 
 
-def at_once(
-    configuration: Configuration, known: Mapping[str, Any], lengths: Lengths
-) -> tuple[float, Callable[[int], float]]:
+def at_once(configuration: Configuration, known: Capacity, lengths: Lengths) -> tuple[float, Callable[[int], float]]:
     """Requests of the mean size that fit at once, and the share of the KV that the ``n`` largest take.
 
     With prefix caching a shared prefix is there once.
     """
-    room, prompts, widths = float(known["capacity_tokens"]), lengths.prompts, lengths.widths
+    room, prompts, widths = float(known.capacity_tokens), lengths.prompts, lengths.widths
     sizes = widths * (prompts + lengths.outputs)
     if configuration.settings.get("layout") != "contiguous":
         if effective(configuration.settings, "enable_prefix_caching"):
             room, prompts = room - lengths.distinct, prompts - lengths.prefixes
-        pages = -(-(prompts + lengths.outputs) // known["page_size"])
-        room, sizes = room // known["page_size"], pages + (widths - 1) * (pages - prompts // known["page_size"])
+        pages = -(-(prompts + lengths.outputs) // known.page_size)
+        room, sizes = room // known.page_size, pages + (widths - 1) * (pages - prompts // known.page_size)
     elif (kind := _reserved_by_length(configuration)) is None:
-        room, sizes = float(known["num_pages"]), widths * np.ones(len(sizes))
+        room, sizes = float(known.num_pages), widths * np.ones(len(sizes))
     elif kind == "pow2":
-        sizes = widths * np.minimum(prompts + 2 ** np.ceil(np.log2(lengths.outputs)), known["max_model_len"])
+        sizes = widths * np.minimum(prompts + 2 ** np.ceil(np.log2(lengths.outputs)), known.max_model_len)
     room, largest = max(room, 1.0), np.sort(sizes)[::-1]
     return room / sizes.mean(), lambda n: float(largest[:n].sum()) / room

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,8 +16,9 @@ from kvbench.measure.http import HttpInstrument
 from kvbench.measure.instrument import Instrument
 from kvbench.requests.build import LoadDraw, build_requests
 from kvbench.requests.canaries import CanarySet, canaries_of
+from kvbench.runs.results import Capacity
 from kvbench.sweep.capacity import Lengths, lengths_of
-from kvbench.workload.design import Block, Check, Design, capacities, plan_sweep
+from kvbench.workload.design import Block, Check, Design, capacities
 from kvbench.workload.file import Workload
 
 _UNKNOWN = 2**20  # a limit that only the server knows is checked once it runs
@@ -30,7 +30,7 @@ class Preflight:
     of its requests.
     """
 
-    capacity: dict[str, Any]
+    capacity: dict[str, Capacity]
     seconds: dict[str, float]
     lengths: dict[str, Lengths]
 
@@ -45,8 +45,8 @@ def preflight(
     drawn: set[tuple[Any, ...]] = set()
     for cell in design.cells:
         known = capacity[cell.configuration.config_id]
-        limit = int(known.get("max_model_len") or cell.configuration.settings.get("max_model_len", _UNKNOWN))
-        vocab = int(known.get("vocab_size") or _UNKNOWN)
+        limit = int(known.max_model_len or cell.configuration.settings.get("max_model_len", _UNKNOWN))
+        vocab = known.vocab_size or _UNKNOWN
         if (key := (cell.load.load_id, limit, vocab)) in drawn:
             continue
         drawn.add(key)
@@ -105,10 +105,3 @@ def describe_plan(
         say(f"  {number}. repeat {block.repeat}: {block.configuration.config_id}: {cells}")
     for note in design.notes:
         say(f"note: {note}")
-
-
-def planned_blocks(workload: Workload, manifest: Mapping[str, Any]) -> tuple[Block, ...]:
-    """The blocks of a run's stored plan."""
-    planned = {cell_id for block in manifest["plan"] for cell_id in block["cells"]}
-    _, blocks = plan_sweep(workload, manifest.get("only") or ())
-    return tuple(dataclasses.replace(b, cells=tuple(c for c in b.cells if c.cell_id in planned)) for b in blocks)

@@ -437,15 +437,15 @@ def reason_of(target: Target, error: MeasurementError) -> str:
     return str(error)
 
 
-def contradiction(settings: Settings, known: Settings, info: ServerInfo) -> str | None:
+def contradiction(settings: Settings, expected: Capacity, info: ServerInfo) -> str | None:
     """Says how the server's page size, length or KV capacity differs from its configuration; None: not, or unknown.
 
     A capacity differs if it is off by more than 2 % and a page: in tokens, or in bytes where the server tells them.
 
-    known: before the launch: ``kv_budget_bytes``, ``bytes_per_token`` and ``scale_bytes_per_token`` (a part of it) if
-        the server was given the budget; ``capacity_tokens`` if our arithmetic tells how many fit; ``max_model_len``
+    expected: before the launch: ``kv_budget_bytes``, ``bytes_per_token`` and ``scale_bytes_per_token`` (a part of it)
+        if the server was given the budget; ``capacity_tokens`` if our arithmetic tells how many fit; ``max_model_len``
     """
-    expected, paged = Capacity.model_validate(known), effective(settings, "layout") == "paged"
+    paged = effective(settings, "layout") == "paged"
     pages, wanted = info.capacity.page_size or info.engine.page_size, settings.get("page_size")
     if paged and wanted and pages and pages != int(wanted):
         return (

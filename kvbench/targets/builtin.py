@@ -16,6 +16,7 @@ from kvbench.common import processes
 from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.common.ports import free_port
 from kvbench.common.text import nearest
+from kvbench.runs.results import Capacity
 from kvbench.targets.base import ModelFacts, Target, reason_of
 from kvbench.targets.launch_plan import HOST
 from kvbench.targets.launched import ProcessTarget
@@ -127,13 +128,11 @@ def kv_dtypes() -> tuple[str, ...]:
     return KV_CACHE_DTYPES
 
 
-def check_configuration(settings: Settings) -> dict[str, Any]:
-    """What the built-in engine would make of ``settings``, without torch and without launching anything.
+def check_configuration(settings: Settings) -> Capacity:
+    """The KV that the built-in engine would have with ``settings``, without torch and without launching anything.
 
-    Returns kv_budget_bytes, bytes_per_token (scale_bytes_per_token of it scales), page_size (contiguous: slots of a
-    reservation of max_model_len), num_pages, capacity_tokens, page_table_bytes, max_model_len,
-    max_concurrency_at_max_len, swap_space_bytes, swap_tokens, vocab_size, dtype and window_note; sizes are left out
-    where only the machine can tell them (a GPU's free memory). Raises ValueError with the engine's sentence.
+    Sizes are left out where only the machine can tell them (a GPU's free memory). Raises ValueError with the engine's
+    sentence.
     """
     from engine.config import EngineConfig
     from engine.planning import plan_engine, window_note
@@ -144,21 +143,18 @@ def check_configuration(settings: Settings) -> dict[str, Any]:
             raise ValueError(f"{name!r} is not an engine setting: did you mean {near[0]!r}?")
     config = EngineConfig.from_mapping(settings)
     plan = plan_engine(config, on_cpu=runs_on_cpu(config.device))
-    known: dict[str, Any] = {
-        "max_model_len": plan.config.max_model_len,
-        "vocab_size": plan.spec.text_config.get("vocab_size"),
-        "dtype": plan.dtype,
-        "window_note": window_note(plan.spec, plan.config.max_model_len),
-    }
-    if (capacity := plan.capacity) is None:
+    length, vocab_size = plan.config.max_model_len, plan.spec.text_config.get("vocab_size")
+    return known_capacity(plan.capacity, length, vocab_size, plan.dtype, window_note(plan.spec, length))
+
+
+def known_capacity(
+    capacity: KVCapacity | None, max_model_len: int | None, vocab_size: int | None, dtype: str, window_note: str | None
+) -> Capacity:
+    """The record of a planned engine; without sizes where ``capacity`` is None."""
+    known = Capacity(max_model_len=max_model_len, vocab_size=vocab_size, dtype=dtype, window_note=window_note)
+    if capacity is None or max_model_len is None:
         return known
-    assert plan.config.max_model_len is not None
-    return known | capacity_facts(capacity, plan.config.max_model_len)
-
-
-def capacity_facts(capacity: KVCapacity, max_model_len: int) -> dict[str, Any]:
-    """The sizes among what ``check_configuration`` returns."""
-    return {
+    sizes = {
         "kv_budget_bytes": capacity.budget_bytes,
         "bytes_per_token": capacity.bytes_per_slot,
         "scale_bytes_per_token": capacity.scale_bytes_per_slot,
@@ -170,3 +166,4 @@ def capacity_facts(capacity: KVCapacity, max_model_len: int) -> dict[str, Any]:
         "swap_tokens": capacity.host_slots,
         "max_concurrency_at_max_len": capacity.max_concurrency(max_model_len),
     }
+    return known.model_copy(update=sizes)

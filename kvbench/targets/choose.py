@@ -13,10 +13,9 @@ from urllib.parse import urlsplit
 from kvbench.common.errors import UsageError
 from kvbench.common.foreign_cpu import server_at
 from kvbench.common.option_rules import check_exclusive, check_goes_with, check_tls
-from kvbench.common.parsing import json_at
 from kvbench.common.ports import free_port
 from kvbench.common.text import parse_bytes
-from kvbench.runs.results import Capacity
+from kvbench.runs.results import Capacity, Manifest, MeasuredTarget, RunningServer
 from kvbench.targets.base import Access, Target
 from kvbench.targets.builtin import BUILTIN_COMMAND, BuiltinTarget, check_configuration
 from kvbench.targets.launch_plan import CommandTemplate, Launcher, is_template, program_of, split_command
@@ -25,7 +24,7 @@ from kvbench.targets.model_export import ModelFolders, text_tokenizer
 from kvbench.targets.preset import Preset
 from kvbench.targets.presets import BUILT_IN, GENERIC, PRESETS
 from kvbench.targets.running import OpenAITarget
-from kvbench.workload.design import Block, Check, Design, plan_sweep
+from kvbench.workload.design import Block, Design, plan_sweep
 from kvbench.workload.file import Workload
 from kvbench.workload.prompts_section import SyntheticPrompts
 from kvbench.workload.request_form import RequestForm
@@ -58,7 +57,7 @@ _FOREIGN_START_S = 900.0  # vLLM compiles a model at its first start: minutes on
 
 
 Options = Mapping[str, Any]
-"""Options of a command line by their names there, or a manifest's entries of the same names."""
+"""Options of a command line by their names there."""
 
 
 @dataclass(frozen=True)
@@ -84,9 +83,10 @@ class TargetOptions:
     only: Sequence[str] | None = None
 
     @classmethod
-    def of(cls, options: Options, stored: Options) -> TargetOptions:
+    def of(cls, options: Options, stored: Manifest | None = None) -> TargetOptions:
         """Reads a command line's options; what it leaves out is as in the manifest ``stored`` of a run that goes on."""
-        before = {**(json_at(stored, "target_options") or {}), **{n: json_at(stored, n) for n in (*STORED, "only")}}
+        stored = stored or Manifest()
+        before = stored.target_options.fields() | {name: getattr(stored, name) for name in (*STORED, "only")}
         return cls(**{name: options.get(name) or before.get(name) for name in cls.__annotations__})
 
     @property
@@ -94,9 +94,10 @@ class TargetOptions:
         """The names of the options that were given."""
         return [name for name, value in vars(self).items() if value]
 
-    def manifest(self, backend: str, *, shared: bool) -> Options:
+    def manifest(self, backend: str, *, shared: bool, **more: Any) -> MeasuredTarget:
         """Returns the entries of the run's manifest."""
-        return {name: getattr(self, name) or None for name in STORED} | {"backend": backend, "shared_machine": shared}
+        given = {name: getattr(self, name) or None for name in STORED}
+        return MeasuredTarget(**given, backend=backend, shared_machine=shared, **more)
 
 
 @dataclass(frozen=True)
@@ -116,8 +117,8 @@ class ChosenTarget:
 
     workload: Workload
     new_target: Callable[[], Target]
-    check: Check
-    manifest: Options
+    check: Callable[[Settings], Capacity]
+    manifest: MeasuredTarget
     refuses: Callable[[Settings], str | None] | None = None
     fresh: Callable[[Settings], bool] = lambda settings: False
     notes: tuple[str, ...] = ()
@@ -133,7 +134,7 @@ class ChosenTarget:
         return dataclasses.replace(design, notes=(*self.notes, *design.notes)), blocks
 
 
-def choose(workload: Workload, options: Options, stored: Options) -> ChosenTarget:
+def choose(workload: Workload, options: Options, stored: Manifest | None = None) -> ChosenTarget:
     """Chooses by a command line's ``options``; ``stored``: the manifest of a run to go on with. Raises UsageError."""
     return choose_target(workload, TargetOptions.of(options, stored))
 
@@ -214,19 +215,19 @@ def _running(workload: Workload, options: TargetOptions, preset: Preset) -> Chos
     """A running server cannot be given settings: one configuration, without the workload's engine section."""
     url = options.target or ""
     new_target = running_server("--target", url, vars(options), preset, workload.load.form)
-    manifest = options.manifest(preset.name, shared=server_at(url).local)
-    only_here = [name for name in options.given if KINDS_OF.get(name) == (RUNNING,)]
-    if kept := {name: getattr(options, name) for name in only_here}:
-        manifest |= {"target_options": {k: str(v) if isinstance(v, Path) else v for k, v in kept.items()}}
+    only_here = {name: getattr(options, name) for name in options.given if KINDS_OF.get(name) == (RUNNING,)}
+    kept = {name: str(value) if isinstance(value, Path) else value for name, value in only_here.items()}
+    more = {"target_options": RunningServer(**kept)} if kept else {}
+    manifest = options.manifest(preset.name, shared=server_at(url).local, **more)
     alone = dataclasses.replace(workload, engine={"target": url}, sweep={})
-    return ChosenTarget(alone, new_target, lambda settings: {}, manifest, runs_already=True)
+    return ChosenTarget(alone, new_target, lambda settings: Capacity(), manifest, runs_already=True)
 
 
 def running_server(
     flag: str, url: str, options: Options, preset: Preset, form: RequestForm
 ) -> Callable[[], OpenAITarget]:
     """Makes the target of a server that runs already; ``flag``: of the URL. Raises UsageError."""
-    asked = TargetOptions.of(options, {})
+    asked = TargetOptions.of(options)
     require_url(flag, url)
     preset.require_endpoint(form.endpoint)
     check_tls(asked.given, flag, url)
@@ -315,18 +316,19 @@ def _baseline(workload: Workload, launcher: Launcher, *, exact: bool) -> tuple[W
 
 
 def arithmetic(settings: Settings) -> Capacity:
-    """Returns what the built-in engine would make of the settings; less, or nothing, if it would refuse them."""
+    """The KV that the built-in engine would have with the settings; less is known where it would refuse them."""
     from engine.config import EngineConfig
     from engine.model.spec import find_model
 
     names = {f.name for f in dataclasses.fields(EngineConfig)}
     ours = {name: value for name, value in settings.items() if name in names and value is not None}
     try:
-        return Capacity(**check_configuration(ours))
+        return check_configuration(ours)
     except ValueError:
-        budget = {"kv_budget_bytes": parse_bytes(ours["kv_budget"])} if "kv_budget" in ours else {}
+        budget = Capacity(kv_budget_bytes=parse_bytes(ours["kv_budget"])) if "kv_budget" in ours else Capacity()
     try:
         spec = find_model(str(ours.get("model")), str(ours.get("load_format", "auto")))
     except ValueError:
-        return Capacity(**budget)
-    return Capacity(vocab_size=json_at(spec.text_config, "vocab_size"), max_model_len=spec.max_positions, **budget)
+        return budget
+    sizes = {"vocab_size": spec.text_config.get("vocab_size"), "max_model_len": spec.max_positions}
+    return budget.model_copy(update=sizes)

@@ -211,8 +211,8 @@ class Launcher:
         names = self.template.names & self.preset.settings.keys()
         return dataclasses.replace(context, settings={k: v for k, v in context.settings.items() if k in names})
 
-    def check(self, settings: Settings) -> Settings:
-        """Returns what is known of a configuration before its launch. Raises ValueError with the reasons against it.
+    def check(self, settings: Settings) -> Capacity:
+        """What is known of a configuration before its launch. Raises ValueError with the reasons against it.
 
         The KV budget is known only if the server is given it; otherwise the server's own default holds.
         """
@@ -223,10 +223,11 @@ class Launcher:
             names += [*_BUDGET_FACTS, "capacity_tokens"]
         elif self.template is not None and "kv_budget" in self.template.names:
             names += _BUDGET_FACTS
-        facts = {name: value for name, value in self.arithmetic(settings) if name in names and value}
+        known = self.arithmetic(settings)
+        facts = {name: value for name in names if (value := getattr(known, name))}
         if "capacity_tokens" in facts and (given := self.preset.tokens_given(self.context(settings))):
             facts["capacity_tokens"] = given
-        return facts
+        return Capacity(**facts)
 
     def lost_capacity(self, settings: Settings) -> str | None:
         """Says how much less than its budget the server is told to hold, where servers may not differ by that."""

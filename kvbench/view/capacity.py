@@ -121,7 +121,7 @@ def _answer(values: Mapping[str, str], fields: tuple[Field, ...]) -> CapacityAns
         ("tokens held", "capacity_tokens", words.count),
         (f"sequences of {words.count(length)} tokens at once", "max_concurrency_at_max_len", words.count),
     )
-    rows = [(title, *(write(capacity[layout][key]) for layout in _LAYOUTS)) for title, key, write in lines]
+    rows = [(title, *(write(getattr(capacity[layout], key)) for layout in _LAYOUTS)) for title, key, write in lines]
     fits = (words.count(int(at_once(each, capacity[each.config_id], sizes)[0])) for each in configurations)
     rows.append((f"requests of {words.count(prompt + output)} tokens at once", *fits))
     (sentence,) = memory_notes(design, capacity, {load.load_id: sizes})

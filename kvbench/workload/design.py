@@ -22,7 +22,7 @@ from kvbench.workload.load_section import LoadPoint
 from kvbench.workload.settings import ONLY_WITH, Settings, applies, config_id_of, defaults_beside, effective, label_of
 
 _MOST_COUNTED = 500  # combinations: more are not told apart just for a note
-Check = Callable[[Settings], Settings]  # settings -> capacity; ValueError for impossible ones
+Check = Callable[[Settings], Any]  # settings -> capacity; ValueError for impossible ones
 
 
 @dataclass(frozen=True)
@@ -285,12 +285,12 @@ def _values_of(configuration: Configuration) -> set[tuple[str, str]]:
     return {(key, repr(value)) for key, value in configuration.settings.items()}
 
 
-def capacities(design: Design, check: Check) -> dict[str, Settings]:
+def capacities(design: Design, check: Check) -> dict[str, Any]:
     """Returns what ``check`` says of each configuration, by its id. Raises UsageError for an impossible one."""
     capacity = {}
     for configuration in design.configurations:
         try:
-            capacity[configuration.config_id] = dict(check(configuration.settings))
+            capacity[configuration.config_id] = check(configuration.settings)
         except ValueError as error:
             raise UsageError(f"configuration {configuration.config_id}: {error}") from None
     return capacity

@@ -70,7 +70,7 @@ def test_a_workload_names_it_from_any_folder(tmp_path, monkeypatch):
     named = workload(NAME)
     assert (named.engine["model"], named.engine["load_format"]) == (str(FOLDER), "auto")
     assert named.resolved["model"]["path"] == f"engine/models/{NAME}"  # no path of this machine
-    assert check_configuration({**named.engine, "max_model_len": 256})["vocab_size"] == 2048
+    assert check_configuration({**named.engine, "max_model_len": 256}).vocab_size == 2048
     with pytest.raises(UsageError, match=rf"'kvbench-tyny' does not exist: .*{NAME}"):
         workload("kvbench-tyny")
 

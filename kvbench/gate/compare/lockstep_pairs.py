@@ -88,7 +88,7 @@ def why_not_lockstep(workloads: Sequence[PairedWorkload], log: Path) -> str | No
 def _requests(workload: PairedWorkload, side: str, cell: Cell, pair: int, times: int) -> Any:
     choice = workload.sides[side].choice
     known = workload.capacity[side][cell.configuration.config_id]
-    sizes = {name: int(known[name]) for name in ("vocab_size", "max_model_len")}
+    sizes = {"vocab_size": known.vocab_size, "max_model_len": known.max_model_len}
     given = choice.workload
     try:
         return loads.requests_of(given.load, cell.load, seed=given.seed, repeat=pair, times=times, **sizes)
@@ -175,11 +175,11 @@ class LockstepPairs:
                 process.stay_on(cores)
         seats = {side: Seat(process, side) for process, side, _ in opened}
         users = max(loads.users_of(cell.load) for cell in match.cells(sides[0]))
-        known = [workload.capacity[side][match.of(side).config_id] for side in sides]
-        max_model_len = min(int(each["max_model_len"]) for each in known)
+        capacities = (workload.capacity[side][match.of(side).config_id] for side in sides)
+        max_model_len = min(capacity.max_model_len for capacity in capacities)
         cost = warm_up(list(seats.values()), users, max_model_len, time.monotonic() + _WARM_UP_LIMIT_S)
         decode_step_s = mean_step(list(seats.values()), decodes_only=True)
-        length = self.facts.turn_lengths.setdefault(match.key, choose_turn(cost))
+        length = self.facts.turn_lengths.setdefault(match.key, self.facts.turn_steps or choose_turn(cost))
         for index in turn.order:
             cells = {side: match.cells(side)[index] for side in sides}
             self.show(f"pair {pair}: {cells[sides[0]].cell_id}, both engines in turns")

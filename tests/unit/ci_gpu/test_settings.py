@@ -41,7 +41,7 @@ def test_every_setting_is_compared_with_paged_kv_of_page_16_on_the_8b_shape(tmp_
         load = "decode" if comparison.overrides is settings.DECODE_HEAVY else "mixed"
         compared[load] |= {item for each in others for item in each.varied.items()}
         if load == "decode":  # so that there is something to swap
-            held = capacities(made.design, check_configuration)[base.config_id]["capacity_tokens"]
+            held = capacities(made.design, check_configuration)[base.config_id].capacity_tokens
             assert held < 64 * (256 + 1024)
     dtypes = {("kv_cache_dtype", f"{name}") for name in ("fp8_e4m3", "int8_per_token_head", "int4_per_token_head")}
     pages = {("page_size", size) for size in (1, 64, 256)}

@@ -29,7 +29,7 @@ def test_a_workload_fits_and_can_be_measured_in_engine_time(name, profile):
     design, _ = plan_sweep(workload, check=check_configuration)
     capacity = capacities(design, check_configuration)
     (point,) = workload.load_points
-    limits = {key: min(int(known[key]) for known in capacity.values()) for key in ("vocab_size", "max_model_len")}
+    limits = {key: min(getattr(known, key) for known in capacity.values()) for key in ("vocab_size", "max_model_len")}
     requests = loads.requests_of(workload.load, point, seed=workload.seed, repeat=1, **limits)
     assert len(design.configurations) > (0 if name.startswith("sharing") else 1)
     assert point.mode == "closed"

@@ -9,31 +9,35 @@ from types import SimpleNamespace
 import pytest
 
 from kvbench.claims.catalogue import CLAIMS
+from kvbench.claims.judges import DEPENDS, DID_NOT_HOLD, HELD, UNDECIDED
 from kvbench.claims.kernel_cost import IN_ORDER, RESERVED, SCATTERED, KernelCost
 from kvbench.claims.served import Abandoned, Malformed, ServedFacts
-from kvbench.claims.verdict import DEPENDS, DID_NOT_HOLD, HELD, UNDECIDED
-from kvbench.lockstep.intervals import Effect
+from kvbench.effects.comparison import Call, Comparison
+from kvbench.lockstep.intervals import THROUGHPUT
+from kvbench.metrics.definitions import ENGINE
+from kvbench.runs.results import Capacity
 
 SIZES = (1, 2, 4, 8, 32, 64)  # beside 16
 JUDGES = {claim.name: claim.verdict for claim in CLAIMS}
 KINDS = ("easy", "average", "long", "production")
 
 
-def effect(low: float, high: float) -> Effect:
-    return Effect(math.sqrt(low * high), low, high, 3, within_launch=False, smallest_seen=0.01)
+def effect(low: float | None, high: float | None) -> Comparison:
+    ratio = math.sqrt(low * high) if low and high else 2.0
+    return Comparison(THROUGHPUT, ENGINE, ratio, low, high, 3, Call.UNDECIDED, smallest=0.01)
 
 
 class Known:
-    """A ``Measured`` with given answers. ``speeds``: by the values of the settings that differ from the baseline."""
+    """``WorkloadFacts`` with given answers. ``speeds``: by the values of the settings that differ from the baseline."""
 
     def __init__(self, speeds=None, p95=None, tpots=None, counters=None, slots=None, varied=None, ratios=None):
         self.launches, self._slots = 3, slots or {}
         self._speeds, self._p95, self._tpots = speeds or {}, p95 or {}, tpots or {}
         self._counters, self._ratios = counters or {}, ratios
-        capacity = {
-            "page_table_bytes": 50, "kv_budget_bytes": 10_000, "max_model_len": 4096, "bytes_per_token": 2304,
-            "scale_bytes_per_token": 256, "capacity_tokens": 8192, "dtype": "float32",
-        }  # fmt: skip
+        capacity = Capacity(
+            page_table_bytes=50, kv_budget_bytes=10_000, max_model_len=4096, bytes_per_token=2304,
+            scale_bytes_per_token=256, capacity_tokens=8192, dtype="float32",
+        )  # fmt: skip
         self.capacity = {"contiguous": capacity, "other": capacity}
         changed = varied or [{}, *({"page_size": size} for size in SIZES)]
         self.design = SimpleNamespace(configurations=[SimpleNamespace(varied=x, settings=x) for x in changed])
@@ -82,7 +86,7 @@ class Known:
         (2.6, 5.0, HELD),
         (1.6, 1.9, DID_NOT_HOLD),
         (1.9, 2.1, UNDECIDED),
-        (math.nan, math.nan, UNDECIDED),
+        (None, None, UNDECIDED),
     ],
 )
 def test_mixed_lengths_asks_for_twice_the_throughput(low, high, word):
@@ -90,7 +94,7 @@ def test_mixed_lengths_asks_for_twice_the_throughput(low, high, word):
 
 
 def test_one_launch_decides_nothing():
-    one = dataclasses.replace(effect(2.5, 2.9), within_launch=True)
+    one = dataclasses.replace(effect(2.5, 2.9), n=1)
     verdict = JUDGES["mixed-lengths"]({"mixed-lengths": Known({"paged": one})})
     assert verdict.word == UNDECIDED
     assert "one launch" in verdict.reason
@@ -211,7 +215,7 @@ def test_small_pages_are_wasteful_by_their_table_or_their_speed():
     assert JUDGES["small-pages"](page_sizes(_8=(0.97, 1.01))).word == UNDECIDED
     for speeds, word in (({}, DEPENDS), ({"_8": (0.9, 0.95)}, HELD), ({"_8": (0.97, 1.01)}, UNDECIDED)):
         large_table = page_sizes(**speeds)
-        large_table["page-size"].capacity["other"]["page_table_bytes"] = 120
+        large_table["page-size"].capacity["other"] = Capacity(page_table_bytes=120, kv_budget_bytes=10_000)
         assert JUDGES["small-pages"](large_table).word == word
 
 
@@ -246,7 +250,7 @@ def test_scales_weigh_more_where_data_shrinks(int8, int4, int4_in_small_pages, w
     shares |= {("int4_per_token_head", 16): int4, ("int4_per_token_head", 4): int4_in_small_pages}
     known = Known()
     known.find = lambda **settings: SimpleNamespace(config_id=tuple(settings.values()))
-    known.capacity = {k: {"scale_bytes_per_token": share, "bytes_per_token": 100} for k, share in shares.items()}
+    known.capacity = {k: Capacity(scale_bytes_per_token=share, bytes_per_token=100) for k, share in shares.items()}
     assert JUDGES["scales-and-pages"]({"quantised-kv": known}).word == word
 
 

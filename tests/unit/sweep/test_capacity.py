@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from kvbench.cli.main import cli
+from kvbench.runs.results import Capacity
 from kvbench.sweep.capacity import Lengths, at_once
 from kvbench.targets.builtin import check_configuration
 
@@ -24,9 +25,9 @@ BUDGET, TABLE = 65 * 2**20, 8 * 16 * 8
 def test_swap_space_in_whole_pages_and_the_budget_where_none_is_given():
     swap = {**ENGINE, "preemption_mode": "swap"}
     known = check_configuration({**swap, "swap_space": "10MB"})
-    assert known["swap_space_bytes"] == 10**7
-    assert known["swap_tokens"] == 10**7 // (16 * CODES * 4) * 16
-    assert check_configuration(swap)["swap_space_bytes"] == BUDGET
+    assert known.swap_space_bytes == 10**7
+    assert known.swap_tokens == 10**7 // (16 * CODES * 4) * 16
+    assert check_configuration(swap).swap_space_bytes == BUDGET
     with pytest.raises(ValueError, match=r"swap_space 1024 .* does not hold one page"):
         check_configuration({**swap, "swap_space": 1024})
 
@@ -140,7 +141,7 @@ def test_prefix_caching_holds_a_shared_prefix_once(capsys):
     ],
 )
 def test_sequences_of_a_request_share_its_prompt_in_pages_only(settings, prefix, held):
-    known = {"capacity_tokens": 16_000, "page_size": 16, "num_pages": 40, "max_model_len": 1024}
+    known = Capacity(capacity_tokens=16_000, page_size=16, num_pages=40, max_model_len=1024)
     sizes = Lengths(np.array([600]), np.array([150]), np.array([prefix]), prefix, widths=np.array([4]))
     assert at_once(SimpleNamespace(settings=settings), known, sizes)[0] == pytest.approx(held)
 

@@ -372,7 +372,7 @@ def test_ids_become_texts_for_a_server_that_takes_no_ids():
 
 EACH = 16384
 SETTINGS = {"layout": "paged", "page_size": 32, "kv_budget": "97MiB"}
-KNOWN = {"kv_budget_bytes": 97 << 20, "bytes_per_token": EACH, "capacity_tokens": 6192}
+KNOWN = Capacity(kv_budget_bytes=97 << 20, bytes_per_token=EACH, capacity_tokens=6192)
 
 
 def info(page_size=32, tokens=6192):
@@ -383,13 +383,13 @@ def test_a_server_as_it_was_asked_for():
     assert contradiction(SETTINGS, KNOWN, info()) is None
     assert contradiction(SETTINGS, KNOWN, info(tokens=6192 - 100)) is None  # 1.6 %
     assert contradiction(SETTINGS, KNOWN, ServerInfo()) is None
-    assert contradiction({"target": "http://x"}, {}, info(128, 5)) is None  # nothing was asked
+    assert contradiction({"target": "http://x"}, Capacity(), info(128, 5)) is None  # nothing was asked
     assert contradiction({**SETTINGS, "page_size": None}, KNOWN, info(128)) is None
     assert contradiction({"layout": "contiguous"}, KNOWN, info(2048)) is None  # there it is a reservation's size
 
 
 def test_a_capacity_may_be_off_by_two_percent_and_a_page():
-    known = {"kv_budget_bytes": 1000 * EACH, "bytes_per_token": EACH, "capacity_tokens": 1000}
+    known = Capacity(kv_budget_bytes=1000 * EACH, bytes_per_token=EACH, capacity_tokens=1000)
     for tokens, fits in ((1052, True), (1053, False), (948, True), (947, False)):
         assert (contradiction(SETTINGS, known, info(tokens=tokens)) is None) is fits
 
@@ -409,20 +409,21 @@ def test_other_pages_another_budget_another_dtype(answer, words):
 
 def test_a_server_that_lowered_its_length_is_another_configuration():
     lowered = ServerInfo.read({"engine": {"max_model_len": 3056}})
-    assert "3056" in (contradiction(SETTINGS, {**KNOWN, "max_model_len": 4096}, lowered) or "")
-    assert contradiction(SETTINGS, {**KNOWN, "max_model_len": 3056}, lowered) is None
-    assert contradiction(SETTINGS, {}, lowered) is None  # nobody knows what it should be
+    assert "3056" in (contradiction(SETTINGS, KNOWN.model_copy(update={"max_model_len": 4096}), lowered) or "")
+    assert contradiction(SETTINGS, KNOWN.model_copy(update={"max_model_len": 3056}), lowered) is None
+    assert contradiction(SETTINGS, Capacity(), lowered) is None  # nobody knows what it should be
 
 
 def test_without_our_own_count_of_tokens_the_bytes_decide():
-    known = {key: KNOWN[key] for key in ("kv_budget_bytes", "bytes_per_token")}
+    known = KNOWN.model_copy(update={"capacity_tokens": None})
     assert contradiction(SETTINGS, known, info(tokens=6208)) is None
     assert "6,208" in (contradiction(SETTINGS, known, info(tokens=262144)) or "")
-    assert contradiction(SETTINGS, {}, info(tokens=262144)) is None  # it was not given a budget
+    assert contradiction(SETTINGS, Capacity(), info(tokens=262144)) is None  # it was not given a budget
 
 
 def test_a_kv_format_with_fewer_scales_holds_more():
-    known = {**KNOWN, "bytes_per_token": 4352, "scale_bytes_per_token": 256, "capacity_tokens": 23000}
+    formats = {"bytes_per_token": 4352, "scale_bytes_per_token": 256, "capacity_tokens": 23000}
+    known = KNOWN.model_copy(update=formats)
     assert contradiction(SETTINGS, known, info(tokens=23000)) is None
     assert contradiction(SETTINGS, known, info(tokens=24437)) is None
     assert contradiction(SETTINGS, known, info(tokens=25500)) is not None
@@ -436,7 +437,7 @@ def test_the_built_in_engine_is_what_its_arithmetic_says(layout, page_size):
         "kv_budget": "65MiB", "max_model_len": 1024,
     } | ({"page_size": page_size} if layout == "paged" else {})  # fmt: skip
     known = check_configuration(settings)
-    capacity = {key: known[key] for key in ("page_size", "capacity_tokens")}
+    capacity = {"page_size": known.page_size, "capacity_tokens": known.capacity_tokens}
     info = ServerInfo.read({"engine": settings, "capacity": capacity})
     assert contradiction(settings, known, info) is None
 

@@ -43,7 +43,7 @@ CACHE = (
     "0.03 I llama_kv_cache: size = {:7.2f} MiB ({:6d} cells, 8 layers, 32/1 seqs), K ({}): 1.00 MiB, V ({}): 1.00 MiB"
 )
 SETTINGS = {"layout": "paged", "kv_budget": "97MiB", "dtype": "float32"}
-KNOWN = {"kv_budget_bytes": 97 << 20, "bytes_per_token": 16384, "capacity_tokens": 6144}
+KNOWN = Capacity(kv_budget_bytes=97 << 20, bytes_per_token=16384, capacity_tokens=6144)
 
 
 @contextmanager

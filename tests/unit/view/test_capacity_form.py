@@ -40,7 +40,7 @@ def test_a_smaller_kv_dtype_holds_more_and_the_numbers_are_those_of_the_plan() -
     settings = {**entered, "max_model_len": 2048, "load_format": "dummy", "device": "cuda", "max_num_seqs": 32}
     known = check_configuration({**settings, "layout": "paged", "page_size": 64})
     found = rows(**entered, page_size="64")
-    assert found["tokens held"][0] == f"{known['capacity_tokens']:,}"
+    assert found["tokens held"][0] == f"{known.capacity_tokens:,}"
     wide = rows(**{**entered, "kv_cache_dtype": "auto"}, page_size="64")
     assert int(found["tokens held"][0].replace(",", "")) > 1.9 * int(wide["tokens held"][0].replace(",", ""))
 

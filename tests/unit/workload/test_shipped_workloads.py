@@ -130,7 +130,7 @@ def test_reservations_fill_the_slab_in_the_order_of_what_they_know():
     names = ("contiguous-max", "contiguous-pow2", "contiguous-oracle", "paged-p16")
     _, found = cells("reservations")
     assert [c.configuration.config_id for c in found.values()] == list(names)
-    assert {check_configuration(c.configuration.settings)["kv_budget_bytes"] for c in found.values()} == {62 * 2**20}
+    assert {check_configuration(c.configuration.settings).kv_budget_bytes for c in found.values()} == {62 * 2**20}
     tokens = [shares(stats("reservations", f"{name}-c36"))["tokens"] for name in names]
     assert tokens == sorted(tokens) and tokens[3] > 2 * tokens[0]
     oracle = stats("reservations", "contiguous-oracle-c36")

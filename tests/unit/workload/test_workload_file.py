@@ -203,9 +203,9 @@ def test_shipped_workloads_pass_every_check(name):
     design, _ = plan_sweep(workload)
     lowest, highest = workload.load.concurrency
     contiguous = next(c for c in design.configurations if c.settings["layout"] == "contiguous")
-    holds = check_configuration(contiguous.settings)["max_concurrency_at_max_len"]
+    holds = check_configuration(contiguous.settings).max_concurrency_at_max_len
     assert lowest <= holds < highest  # the low load fits either layout, the high one does not
-    budgets = {check_configuration(c.settings)["kv_budget_bytes"] for c in design.configurations}
+    budgets = {check_configuration(c.settings).kv_budget_bytes for c in design.configurations}
     assert len(budgets) == 1
     load_workload(f"workloads/{name}.yaml", profile="gpu")
 
