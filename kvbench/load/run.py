@@ -20,9 +20,10 @@ from kvbench.common.errors import EXIT_INVALID, EXIT_USAGE, storage_sentence
 from kvbench.load import process
 from kvbench.load.client import StreamFailure
 from kvbench.load.multi.shards import useful_workers
-from kvbench.load.outcome import DrivenLoad, client_figures, write_outcome
+from kvbench.load.outcome import DrivenLoad, write_outcome
 from kvbench.load.session import LoadSession
 from kvbench.load.spec import LoadSpec, parse, read_spec, requests_of
+from kvbench.load.validity import client_figures
 from kvbench.metrics.model import LocustTotals
 from kvbench.requests.request import RequestList
 

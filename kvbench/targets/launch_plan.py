@@ -206,10 +206,7 @@ class Launcher:
     def _preset_context(self, settings: Settings) -> Context:
         """The context for the preset; with a template, only the settings that it passes on and the preset knows."""
         context = self.context(settings)
-        if self.template is None:
-            return context
-        names = self.template.names & self.preset.settings.keys()
-        return dataclasses.replace(context, settings={k: v for k, v in context.settings.items() if k in names})
+        return context if self.template is None else context.only(self.template.names & self.preset.settings.keys())
 
     def check(self, settings: Settings) -> Capacity:
         """What is known of a configuration before its launch. Raises ValueError with the reasons against it.

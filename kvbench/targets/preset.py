@@ -7,7 +7,7 @@ of it, the preset says why, and the configuration is skipped with this reason.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +34,10 @@ class Context:
     capacity: Capacity = field(default_factory=Capacity)
     max_in_flight: int | None = None
     program: str = "python"
+
+    def only(self, names: Collection[str]) -> Context:
+        """Returns the same with these settings only."""
+        return dataclasses.replace(self, settings={k: v for k, v in self.settings.items() if k in names})
 
     @property
     def given(self) -> Settings:

@@ -43,9 +43,10 @@ from kvbench.load.multi.merge import (
 )
 from kvbench.load.multi.messages import TOKEN_VARIABLE, proof, proven
 from kvbench.load.multi.shards import cap_note, make_shards, useful_workers
-from kvbench.load.outcome import Clocked, DrivenLoad, write_outcome
+from kvbench.load.outcome import DrivenLoad, write_outcome
 from kvbench.load.process import PROGRESS_S, LoadEvents
 from kvbench.load.spec import LoadSpec
+from kvbench.load.validity import Clocked
 from kvbench.metrics.model import LocustTotals
 from kvbench.requests.request import RequestList
 

@@ -21,8 +21,9 @@ from kvbench.load.multi.merge import (
     samples_to_bytes,
 )
 from kvbench.load.multi.shards import Shard
-from kvbench.load.outcome import Clocked, most_in_flight
+from kvbench.load.outcome import most_in_flight
 from kvbench.load.samples import Sample, write_samples
+from kvbench.load.validity import Clocked
 from kvbench.requests.request import RequestSpec
 
 SAME = ClockMap((Reading(0.0, 0.0, 1e-4),), True)
