@@ -6,6 +6,7 @@ of it, the preset says why, and the configuration is skipped with this reason.
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
