@@ -16,8 +16,7 @@ from typing import Any
 
 import pandas as pd
 
-from kvbench.calibration.cache import ClientLoad
-from kvbench.calibration.calibrate import ClientCalibration
+from kvbench.calibration.calibrate import ClientCalibration, ClientLoad
 from kvbench.common.errors import MeasurementError
 from kvbench.common.files import utc_now
 from kvbench.common.foreign_cpu import MachineReport, MachineWatch, contention_reasons

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from kvbench.calibration.cache import ClientLoad
-from kvbench.calibration.calibrate import ClientCalibration
+from kvbench.calibration.calibrate import ClientCalibration, ClientLoad
 from kvbench.common.errors import MeasurementError
 from kvbench.common.records import write_record
 from kvbench.metrics.definitions import SERVED

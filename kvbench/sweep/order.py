@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvbench.calibration.cache import passed_since
-from kvbench.calibration.calibrate import ClientCalibration
+from kvbench.calibration.calibrate import ClientCalibration, passed_since
 from kvbench.common.records import read_record, write_record
 from kvbench.common.stats import t_interval
 from kvbench.effects.comparison import FEWEST, Call, paired

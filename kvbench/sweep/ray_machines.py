@@ -19,7 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-from kvbench.calibration import cache
+from kvbench.calibration import calibrate
 from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.common.files import read_json, unpack, write_json
 from kvbench.common.git import git_state
@@ -300,7 +300,7 @@ class RayMachines(ThisMachine):
     def _keep_calibrations(self, node: Node, rows: Sequence[Any]) -> None:
         """For further blocks on the machine, and in the run's folder those of all machines."""
         self._calibrations[node.name] = list(rows)
-        path = self.job.folder.path / cache.FILE
+        path = self.job.folder.path / calibrate.FILE
         known = read_json(path) if path.is_file() else []
         if new := [row for row in rows if row not in known]:
             write_json(path, known + new)

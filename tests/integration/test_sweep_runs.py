@@ -14,7 +14,7 @@ from collections import Counter
 import pandas as pd
 import pytest
 
-from kvbench.calibration import cache
+from kvbench.calibration import calibrate as calibration
 from kvbench.calibration.calibrate import DEFAULT_ITL_MS, CalibrationSettings, ClientCalibration
 from kvbench.common import foreign_cpu
 from kvbench.measure.http import HttpInstrument
@@ -274,7 +274,7 @@ def calibrations(monkeypatch: pytest.MonkeyPatch) -> list[CalibrationSettings]:
         asked.append(settings)
         return taken(settings, () if settings.streams <= 4 else (WHY,))
 
-    monkeypatch.setattr(cache, "calibrate", calibrate)
+    monkeypatch.setattr(calibration, "calibrate", calibrate)
     monkeypatch.setenv("KVBENCH_NO_CALIBRATION", "")
     return asked
 

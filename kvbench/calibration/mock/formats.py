@@ -8,8 +8,19 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from kvbench.calibration.mock.deltas import CALL, EMPTY, HIDDEN, REFUSAL, ROLE, TEXT, THOUGHTS, AnswerPlan, script
-from kvbench.calibration.mock.settings import Event, MockSettings
+from kvbench.calibration.mock.settings import (
+    CALL,
+    EMPTY,
+    HIDDEN,
+    REFUSAL,
+    ROLE,
+    TEXT,
+    THOUGHTS,
+    AnswerPlan,
+    Event,
+    MockSettings,
+    script,
+)
 from kvbench.common.parsing import json_at
 
 _FUNCTION, _SIGNATURE = "count_words", "bW9jaw=="  # of calls, and of thoughts

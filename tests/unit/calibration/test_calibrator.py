@@ -8,9 +8,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from kvbench.calibration import cache as chooser
-from kvbench.calibration.cache import Calibrator, ClientLoad, settings_for
-from kvbench.calibration.calibrate import DEFAULT_ITL_MS, Attempt, CalibrationSettings, ClientCalibration
+from kvbench.calibration import calibrate as chooser
+from kvbench.calibration.calibrate import (
+    DEFAULT_ITL_MS,
+    Attempt,
+    CalibrationSettings,
+    Calibrator,
+    ClientCalibration,
+    ClientLoad,
+    settings_for,
+)
 from kvbench.measure.http import recalibrated
 from kvbench.measure.instrument import Clients
 from kvbench.metrics.model import LoadMetrics, LoadOutcome

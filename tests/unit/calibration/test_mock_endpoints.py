@@ -15,7 +15,7 @@ import numpy as np
 import openai
 import pytest
 
-from kvbench.calibration.mock.deltas import AnswerPlan, script
+from kvbench.calibration.mock.settings import AnswerPlan, script
 from kvbench.cli.main import main
 from kvbench.load.endpoints import PATHS
 from tests.support.loads import own_mock
