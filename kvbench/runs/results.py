@@ -83,6 +83,7 @@ class LoadResult(Record):
     """
 
     FORMAT: ClassVar[int] = 1
+    MAY_LACK_FORMAT: ClassVar[bool] = True
 
     cell_id: str = ""
     repeat: int = 0
@@ -206,6 +207,7 @@ class CellSummary(Record):
     """
 
     FORMAT: ClassVar[int] = 1
+    MAY_LACK_FORMAT: ClassVar[bool] = True
     model_config = ConfigDict(extra="allow")
 
     simulated: Mapping[str, Any] | bool | None = None
