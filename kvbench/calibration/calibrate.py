@@ -62,7 +62,7 @@ _FULL_STREAMS = 256  # of one process with more, chunks are as many a second, un
 
 @dataclass(frozen=True)
 class CalibrationSettings:
-    """``streams`` at once, over ``processes`` load processes; a chunk every ``itl_ms`` on each, for ``seconds``."""
+    """A load of ``streams`` over ``processes`` load processes; a chunk every ``itl_ms`` on each, for ``seconds``."""
 
     streams: int = 64
     itl_ms: float = DEFAULT_ITL_MS
@@ -99,7 +99,7 @@ class Limits:
 
 
 def aims(settings: CalibrationSettings) -> Limits:
-    """What the client is built to reach. CPU an event is judged where events are most of the process's work."""
+    """Returns what the client is built to reach. CPU an event is judged where events are most of its work."""
     rate = settings.events_per_s / settings.processes
     return Limits(
         lag_p99_ms=0.7,
@@ -152,8 +152,11 @@ class CalibrationFigures:
 def figures_of(
     samples: pd.DataFrame, stamps: Sequence[Stamp], client: ClientFigures, zero: float, planned: int
 ) -> CalibrationFigures:
-    """``samples``: requests.parquet, times since ``zero`` [s, perf_counter]; ``stamps``: the mock's /stamps, whose
-    prompts' last ids are the requests' indices; ``client``: of load.json; ``planned``: requests of the load."""
+    """Compares what the client saw with what was sent.
+
+    ``samples``: requests.parquet, times since ``zero`` [s, perf_counter]; ``stamps``: the mock's /stamps, whose
+    prompts' last ids are the requests' indices; ``client``: of load.json; ``planned``: requests of the load.
+    """
     rows = {int(row["index"]): row for row in samples.to_dict("records")}
     sent = {int(stamp.prompt[-1]): stamp for stamp in stamps}
     lags, errors, shared, lost = [np.empty(0)], [np.empty(0)], 0, 0
@@ -208,7 +211,7 @@ class Attempt:
 
     @property
     def disturbed(self) -> str:
-        """What other work on the machine would have made a load invalid, in words; empty if there was none."""
+        """The other work on the machine that would have made a load invalid, in words; empty if there was none."""
         foreign, steal = self.foreign_cpu_cores or 0.0, self.steal_share or 0.0
         causes = [f"other processes used {foreign:.2f} of a core"] if foreign > foreign_limit(usable_cores()) else []
         causes += [f"the host took {steal:.1%} of the CPU time away"] if steal > MAX_STEAL_SHARE else []
@@ -217,7 +220,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class ClientCalibration:
-    """``reasons``: one sentence for everything that is over ``limits`` or was lost; empty when the client is good.
+    """A client measured on this machine; without ``reasons`` (sentences on what is over ``limits`` or lost) it is good.
 
     ``figures`` and ``reasons`` are those of the attempt in which least was over the limits. ``attempts``: all of them,
     in their order.
@@ -341,7 +344,7 @@ def _measure(settings: CalibrationSettings) -> tuple[CalibrationFigures, Machine
 
 @lru_cache(maxsize=1)
 def machine_key() -> str:
-    """What a calibration depends on besides its settings."""
+    """Names what a calibration depends on besides its settings."""
     here, installed = machine(), versions()
     parts = (here["cpu"]["model"], f"{here['cpu']['cores']} cores", here["os"], f"python {platform.python_version()}")
     return ", ".join((*parts, *(f"{name} {installed[name]}" for name in ("kvbench", "gevent", "locust"))))
@@ -357,7 +360,7 @@ class ClientLoad:
     tls: bool = False
 
     def covered_by(self, settings: CalibrationSettings) -> bool:
-        """Whether a client calibrated with ``settings`` has kept up with at least as much."""
+        """Tests whether a client calibrated with ``settings`` has kept up with at least as much."""
         return self.streams <= settings.streams and (self.events_per_s or 0.0) <= RATE_MARGIN * settings.events_per_s
 
 
@@ -426,7 +429,7 @@ class Calibrator:
         new = calibrate(settings, attempts=1 if failed else ATTEMPTS)
         for reason in new.reasons:
             self.warn(f"loads of {where} will be invalid: {reason}")
-        if new.reasons and (disturbed := [each.disturbed for each in new.attempts if each.disturbed]):
+        if new.reasons and (disturbed := [attempt.disturbed for attempt in new.attempts if attempt.disturbed]):
             self.warn(f"while the client was calibrated {disturbed[-1]}: stop what runs there and try again")
         kept = [c for c in stored if c not in failed] if new.reasons else stored
         write_json(self.folder / FILE, [c.to_json() for c in (*kept, new)])
@@ -438,12 +441,12 @@ class Calibrator:
 
 
 def passed_since(folder: Path, failed: ClientCalibration) -> bool:
-    """Whether the client later passed what it had failed before a load of the run in ``folder``."""
+    """Tests whether the client later passed what it had failed before a load of the run in ``folder``."""
     return any(
-        not each.reasons
-        and (each.machine, each.settings) == (failed.machine, failed.settings)
-        and each.taken != failed.taken
-        for each in _stored(folder)
+        not stored.reasons
+        and (stored.machine, stored.settings) == (failed.machine, failed.settings)
+        and stored.taken != failed.taken
+        for stored in _stored(folder)
     )
 
 

@@ -122,7 +122,7 @@ class Connection:
 
 
 class TlsConnection(Connection):
-    """The same through TLS. Bytes that arrive are decrypted at once; their moment is that of the last packet."""
+    """A connection through TLS. Bytes that arrive are decrypted at once; their moment is that of the last packet."""
 
     def __init__(self, sock: socket.socket, context: ssl.SSLContext, host: str) -> None:
         super().__init__(sock)

@@ -356,8 +356,8 @@ def _check(
     ``limited``: the tokens that ``max_tokens`` limits; ``answered``: chunks that are no reasoning.
     """
     if out.finish_reason is None:
-        of = f" of each of the {n} choices" if n > 1 else ""
-        out.fail("no_finish_reason", f"the stream ended without a finish_reason{of}")
+        which = f" of each of the {n} choices" if n > 1 else ""
+        out.fail("no_finish_reason", f"the stream ended without a finish_reason{which}")
     elif out.finish_reason not in dialect.finish_reasons:
         out.fail("not_finished", f"the server gave up: finish_reason {out.finish_reason[:40]!r}")
     if not out.done and dialect.done_marker:
@@ -371,9 +371,9 @@ def _check(
     chunks, reported = len(out.chunk_times), out.output_tokens
     if (out.cached_tokens or 0) > (out.prompt_tokens or 0):
         out.fail("usage_mismatch", f"usage says {out.cached_tokens} of {out.prompt_tokens} prompt tokens were cached")
-    most, of = (best_of or n) * max_tokens, f" of each of {best_of or n} sequences" if (best_of or n) > 1 else ""
+    most, which = (best_of or n) * max_tokens, f" of each of {best_of or n} sequences" if (best_of or n) > 1 else ""
     if (limited or 0) > most:
-        out.fail("usage_mismatch", f"usage says {reported} tokens, but max_tokens{of} was {max_tokens}")
+        out.fail("usage_mismatch", f"usage says {reported} tokens, but max_tokens{which} was {max_tokens}")
     elif best_of is not None and best_of > n:
         _leave_out_candidates(out, n * max_tokens)
     elif out.chunk_tokens is not None and chunks:

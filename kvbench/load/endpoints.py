@@ -383,7 +383,7 @@ class Dialect(StrictModel):
         return ENDPOINTS[self.endpoint]
 
     def at(self, endpoint: str) -> Dialect:
-        """The same server's at another endpoint, without what that does not have."""
+        """Returns the server's dialect at another endpoint, without what that does not have."""
         return self.model_copy(update={"endpoint": endpoint, **ENDPOINTS[endpoint].lacks})
 
     def refusal(self, answers: Mapping[str, int | None]) -> str | None:

@@ -54,7 +54,7 @@ class Address:
 
     @property
     def authority(self) -> str:
-        """``host:port`` for a Host header or a message."""
+        """The address as ``host:port``, for a Host header or a message."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 

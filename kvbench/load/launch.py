@@ -101,12 +101,12 @@ def drive(
             processes.stop(process, grace_s=5.0)
 
 
-def _why_it_ended(code: int, said: str | None) -> str:
-    """The client's own sentence where it foresaw its end, else how it ended and what it ``said``."""
-    _, own, sentence = (said or "").rpartition(_PREFIX)
+def _why_it_ended(code: int, output: str | None) -> str:
+    """The client's own sentence where it foresaw its end, else how it ended and its ``output``."""
+    _, own, sentence = (output or "").rpartition(_PREFIX)
     if own and code in (EXIT_USAGE, EXIT_INVALID):
         return sentence
-    return f"the load client {processes.how_it_ended(code)}: {said or '(it said nothing)'}"
+    return f"the load client {processes.how_it_ended(code)}: {output or '(it said nothing)'}"
 
 
 @dataclass

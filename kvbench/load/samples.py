@@ -54,7 +54,7 @@ def write_wrong_answers(path: Path, answered: Iterable[tuple[RequestSpec, Comple
 
 def _row(request: RequestSpec, done: Completion, number: int, wrong: WrongAnswer) -> dict[str, object]:
     ids, text = list(answers_of(done.token_ids, done.text, request.n, request.max_tokens))[number]
-    facts = next((json.loads(told) for choice, told in done.kv_facts if choice == number), {})
+    facts = next((json.loads(fact) for choice, fact in done.kv_facts if choice == number), {})
     return {
         "canary": request.canary,
         "kind": request.cls.removeprefix(CLASS),
@@ -164,7 +164,7 @@ def knows_answer(sample: Sample) -> bool:
 
 
 def with_history(request: RequestSpec, before: RequestSpec, answered: Sample) -> RequestSpec:
-    """``request`` with the conversation as it really went in front of its new tokens.
+    """Puts the conversation as it really went in front of the new tokens of ``request``.
 
     ``before``: the turn before it as it was drawn; ``answered``: as it was sent, and the server's answer to it. Where
     the server did not return the ids of its whole answer, the one drawn beforehand stays (``unknown_answers`` says so).
@@ -172,8 +172,8 @@ def with_history(request: RequestSpec, before: RequestSpec, answered: Sample) ->
     """
     if request.history:
         sent = answered.request
-        said = answered.completion.text or request.history[-1]
-        return dataclasses.replace(request, history=(*sent.history, sent.prompt or "", said))
+        answer = answered.completion.text or request.history[-1]
+        return dataclasses.replace(request, history=(*sent.history, sent.prompt or "", answer))
     answer = tuple(answered.completion.token_ids) if knows_answer(answered) else None
     ids = continued(request, before, answered.request.prompt_token_ids or (), answer)
     return dataclasses.replace(request, prompt_token_ids=ids)
@@ -181,9 +181,9 @@ def with_history(request: RequestSpec, before: RequestSpec, answered: Sample) ->
 
 def unknown_answers(samples: Sequence[Sample]) -> dict[str, str]:
     """A note when prompts of later turns hold drawn answers instead of the server's own, as was wanted."""
-    told = {(s.request.session, s.request.turn) for s in samples if knows_answer(s)}
+    complete = {(s.request.session, s.request.turn) for s in samples if knows_answer(s)}
     wanted = [s.request for s in samples if s.request.new_tokens and s.sent and not s.request.history]
-    without = sum((r.session, r.turn - 1) not in told for r in wanted)
+    without = sum((r.session, r.turn - 1) not in complete for r in wanted)
     if not without:
         return {}
     return {

@@ -81,8 +81,8 @@ class ServerHealth:
         if answer.error_kind in _AWAY:
             self._last_kind, self._last_error = answer.error_kind, answer.error or answer.error_kind
             self._is_gone()
-        elif said := self._why_unhealthy(answer):
-            self._is_gone(said)
+        elif reason := self._why_unhealthy(answer):
+            self._is_gone(reason)
 
     def _get_health(self) -> RawStream:
         """Returns what GET /health brings within 5 s."""
@@ -111,12 +111,12 @@ class ServerHealth:
         answer = self._get_health()
         if self._is_refused and answer.error_kind is not None:
             self._last_kind, self._last_error = answer.error_kind, f"/health: {answer.error or answer.error_kind}"
-        said = self._why_unhealthy(answer)
-        answered = (answer.error_kind is None and not said and not hangs) or not self._in_a_row
+        reason = self._why_unhealthy(answer)
+        answered = (answer.error_kind is None and not reason and not hangs) or not self._in_a_row
         if answered or any(self._heard(client.raw) for client in self.open):
             self._in_a_row = 0
         else:
-            self._is_gone(said)
+            self._is_gone(reason)
         self._asking = None
 
     def _heard(self, raw: RawStream) -> bool:

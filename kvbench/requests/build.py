@@ -181,7 +181,9 @@ def check_fits(request: RequestSpec, max_model_len: int) -> None:
 
 @dataclass(frozen=True)
 class RequestStream:
-    """``conversations``: lists of requests that follow one another, in the order of their arrivals; read once.
+    """The requests of a load as they are asked for.
+
+    ``conversations``: lists of requests that follow one another, in the order of their arrivals; read once.
 
     ``requests``: how many there will be; None: not known before (turns of conversations).
     ``prefixes``: those that requests share, each once, for a cache that is to be primed; not known of a trace.

@@ -251,7 +251,7 @@ class _FurthestUse:
 
 
 class _Pool:
-    """``empty``: pages that hold nothing; negative: overdrawn.
+    """The pages of a cache. ``empty``: of them, those that hold nothing; negative: overdrawn.
 
     Of a request, ``own`` are the pages that it holds, in order: the number of a cached page, None for any other.
     A cached page can be found only behind the page that it follows. Where that one is given up, so is this one, unless

@@ -95,12 +95,12 @@ def draw_prefixes(
 
 
 def even_quantiles(count: int, rng: np.random.Generator) -> np.ndarray:
-    """``count`` probabilities evenly spaced in (0, 1), in random order. float64 [count]"""
+    """Returns probabilities evenly spaced in (0, 1), in random order. float64 [count]"""
     return rng.permutation((np.arange(count) + 0.5) / max(count, 1))
 
 
 def draw_lengths(length: Length, count: int, rng: np.random.Generator) -> np.ndarray:
-    """``count`` token counts at evenly spaced quantiles of the distribution, in random order. int64 [count]"""
+    """Draws token counts at evenly spaced quantiles of the distribution, in random order. int64 [count]"""
     u = (np.arange(count) + 0.5) / max(count, 1)
     if length.percentiles is not None:
         given = {"min": 1.0, **length.percentiles}
@@ -113,13 +113,13 @@ def draw_lengths(length: Length, count: int, rng: np.random.Generator) -> np.nda
 
 
 def random_tokens(count: int, vocab_size: int, rng: np.random.Generator) -> tuple[int, ...]:
-    """``count`` random token ids, none of the lowest ones. int [count]"""
+    """Draws random token ids, none of the lowest ones. int [count]"""
     low = LOWEST_TOKEN if vocab_size > 2 * LOWEST_TOKEN else 0
     return compact(rng.integers(low, vocab_size, size=count).tolist())
 
 
 def draw_requests(prompts: SyntheticPrompts, count: int, context: DrawContext) -> tuple[list[RequestSpec], Notes]:
-    """``count`` single requests, their classes in random order, and notes for the report."""
+    """Draws ``count`` single requests, their classes in random order, and notes for the report."""
     classes, rng = prompts.classes, context.rng
     longest = max(c.prompt_tokens.maximum + c.output_tokens.maximum for c in classes)
     scale = scale_of(prompts, longest, context.max_model_len)
@@ -144,7 +144,7 @@ def draw_requests(prompts: SyntheticPrompts, count: int, context: DrawContext) -
 def draw_conversations(
     prompts: SyntheticPrompts, sessions: Sessions, count: int, context: DrawContext
 ) -> tuple[list[RequestSpec], Notes]:
-    """``count`` conversations, their classes in random order, and notes for the report.
+    """Draws ``count`` conversations, their classes in random order, and notes for the report.
 
     Turn 1 is a shared prefix (in some) and a prompt of the class; turn k + 1 is the whole of turn k, its answer
     (``max_tokens`` random ids) and new tokens of the user. The classes have exactly their shares of the conversations;
@@ -177,7 +177,7 @@ def draw_turns(turns: Turns, count: int, rng: np.random.Generator) -> np.ndarray
 
 
 def draw_thinks(think: Think, count: int, rng: np.random.Generator) -> np.ndarray:
-    """``count`` think times [s]: even quantiles of their distribution, in random order. float64 [count]"""
+    """Draws think times [s]: even quantiles of their distribution, in random order. float64 [count]"""
     u = even_quantiles(count, rng)
     if think.exponential is not None:
         return -think.exponential * np.log1p(-u)

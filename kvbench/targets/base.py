@@ -47,7 +47,7 @@ REFUSED = (400, 404, 405, 413, 422)  # a retry of the request would fail again
 
 @dataclass(frozen=True)
 class Access:
-    """How a server is reached: LoadSpec's fields of the same names. The key itself is never kept."""
+    """The way to a server: LoadSpec's fields of the same names. The key itself is never kept."""
 
     api_key_env: str | None = None
     tls_verify: bool = True
@@ -81,7 +81,7 @@ PLAIN_ACCESS = Access()
 
 @dataclass(frozen=True)
 class HttpAnswer:
-    """``location``: where a redirect points to."""
+    """An answer over HTTP. ``location``: where a redirect points to."""
 
     status: int
     body: bytes
@@ -137,7 +137,7 @@ class HttpCalls:
         return HttpAnswer(response.status, response.body, response.headers.get("location"))
 
     def error(self, text: str, kind: type[MeasurementError] = MeasurementError) -> MeasurementError:
-        """``text`` follows the server's URL; a key that the server repeated is taken out."""
+        """Makes an error of the server's URL and ``text``; a key that the server repeated is taken out."""
         return kind(shorten(without_key(f"{self.base_url}{text}", self.access.api_key_env) or "", _LONGEST_ERROR))
 
     def check_access(self, answer: HttpAnswer) -> HttpAnswer:
@@ -152,12 +152,12 @@ class HttpCalls:
         raise self.error(f" answered {answer.status}, so it refused the key in {variable}: is it this server's key?")
 
     def words_of(self, path: str, answer: HttpAnswer) -> str:
-        """``http://host:8000/health answered 503 "the engine stopped"``: an answer in the server's own words."""
+        """Says it in the server's words: ``http://host:8000/health answered 503 "the engine stopped"``."""
         return str(self.error(f"{path} answered {answer.status}{in_its_words(error_sentence(answer.body))}"))
 
 
 def _no_answer(error: Exception, connected: bool, limit_s: float) -> str:
-    """What became of a call, and what to do: a server that takes connections is there, so its URL is no question."""
+    """Says what became of a call, and what to do: a server that takes connections is at its URL."""
     cause = str(error) or type(error).__name__
     if isinstance(error, TimeoutError):
         if connected:
@@ -230,7 +230,7 @@ class Target:
 
     @property
     def dialect(self) -> Dialect:
-        """What the server's API does differently, at the endpoint that the load is sent to."""
+        """The things that the server's API does differently at the endpoint of the load."""
         dialect, form = self.preset.dialect, self.form
         if form.endpoint is not None:
             dialect = dialect.at(form.endpoint)
@@ -278,7 +278,7 @@ class Target:
             return False
 
     def why_unhealthy(self) -> str | None:
-        """What the health path says if it answers 5xx; None otherwise. Raises MeasurementError when no answer comes."""
+        """Says what the health path answers with 5xx; None otherwise. Raises MeasurementError when no answer comes."""
         answer = self.http.call("GET", self.preset.health, timeout_s=_HEALTH_TIMEOUT_S)
         return self.http.words_of(self.preset.health, answer) if answer.status >= SERVER_FAULT else None
 
@@ -326,7 +326,7 @@ class Target:
         return str(version).removesuffix("-unknown") if version else None  # llama.cpp built without its commit
 
     def server_info(self) -> ServerInfo:
-        """What the server says of itself. Raises MeasurementError when no answer comes, or one that cannot be true."""
+        """Asks the server for its facts. Raises MeasurementError when no answer comes, or one that cannot be true."""
         answer = self.http.call("GET", "/server_info", timeout_s=FACTS_TIMEOUT_S)
         info = answer.json() if answer.status == 200 else None
         try:
@@ -357,7 +357,7 @@ class Target:
         return server_at(self.base_url)
 
     def reset_prefix_cache(self) -> bool | None:
-        """Whether the cache is empty now; False while requests run, None where the server has no way to do it."""
+        """Empties the cache; True when it is empty, False while requests run, None where the server cannot do it."""
         path = self.preset.reset_path
         if path is None:
             return None
@@ -409,8 +409,8 @@ class Target:
                 whole = self.complete([1], 1, FACTS_TIMEOUT_S)
             except MeasurementError:
                 whole = None
-            told = [json_at(whole, "usage", name) for name in _PROMPT_TOKENS]
-            if counts := [count for count in told if isinstance(count, int)]:
+            usage = [json_at(whole, "usage", name) for name in _PROMPT_TOKENS]
+            if counts := [count for count in usage if isinstance(count, int)]:
                 self.template_tokens = sum(counts) - 1
                 return
         of_messages = self._count_tokens(messages=[{"role": "user", "content": "a"}], **self.form.extra_body)

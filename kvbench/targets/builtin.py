@@ -151,9 +151,9 @@ def known_capacity(
     capacity: KVCapacity | None, max_model_len: int | None, vocab_size: int | None, dtype: str, window_note: str | None
 ) -> Capacity:
     """The record of a planned engine; without sizes where ``capacity`` is None."""
-    known = Capacity(max_model_len=max_model_len, vocab_size=vocab_size, dtype=dtype, window_note=window_note)
+    facts = Capacity(max_model_len=max_model_len, vocab_size=vocab_size, dtype=dtype, window_note=window_note)
     if capacity is None or max_model_len is None:
-        return known
+        return facts
     sizes = {
         "kv_budget_bytes": capacity.budget_bytes,
         "bytes_per_token": capacity.bytes_per_slot,
@@ -166,4 +166,4 @@ def known_capacity(
         "swap_tokens": capacity.host_slots,
         "max_concurrency_at_max_len": capacity.max_concurrency(max_model_len),
     }
-    return known.model_copy(update=sizes)
+    return facts.model_copy(update=sizes)

@@ -102,7 +102,7 @@ class TargetOptions:
 
 @dataclass(frozen=True)
 class ChosenTarget:
-    """What a sweep needs to know of its target.
+    """The target of a sweep, and what a sweep needs to know of it.
 
     ``workload``: as it runs on this target.
     ``check``: what is known of a configuration before its launch; ValueError for an impossible one.
@@ -159,7 +159,7 @@ def choose_target(workload: Workload, asked: TargetOptions) -> ChosenTarget:
 
 
 def kind_of(target: str | None, serve_cmd: str | None) -> str:
-    """``BUILTIN``, ``RUNNING``, ``PRESET`` or ``TEMPLATE``, of these two options."""
+    """Tells ``BUILTIN``, ``RUNNING``, ``PRESET`` or ``TEMPLATE`` by these two options."""
     if target:
         return PRESET if target in PRESETS else RUNNING
     return TEMPLATE if serve_cmd and is_template(serve_cmd) else BUILTIN

@@ -60,7 +60,7 @@ def _allowed(pid: int) -> Iterator[set[int]]:
 
 
 def _parse(text: str) -> set[int]:
-    """``0-2,7`` -> {0, 1, 2, 7}"""
+    """Reads ``0-2,7`` as {0, 1, 2, 7}."""
     ends = (part.split("-") for part in text.strip().split(","))
     return {core for first, *last in ends for core in range(int(first), int((last or [first])[0]) + 1)}
 

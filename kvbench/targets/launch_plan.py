@@ -151,7 +151,7 @@ class Launcher:
     max_in_flight: int | None = None
 
     def context(self, settings: Settings) -> Context:
-        """What the preset's words may depend on.
+        """Returns what the preset's words may depend on.
 
         An open dtype becomes the one that the built-in engine would choose. Other servers have other rules (vLLM runs
         float32 weights in bfloat16), and would compute something else with the same budget.
@@ -188,7 +188,7 @@ class Launcher:
             self.template.require(dict.fromkeys(name for c in design.configurations for name in c.varied))
 
     def refusal(self, settings: Settings) -> str | None:
-        """Why this configuration cannot be launched; None when it can."""
+        """Says why this configuration cannot be launched; None when it can."""
         return "; ".join(self.preset.refusals(self._preset_context(settings))) or None
 
     def nearest(self, settings: Settings) -> tuple[Settings, list[str]]:
@@ -209,7 +209,7 @@ class Launcher:
         return context if self.template is None else context.only(self.template.names & self.preset.settings.keys())
 
     def check(self, settings: Settings) -> Capacity:
-        """What is known of a configuration before its launch. Raises ValueError with the reasons against it.
+        """Returns what is known of a configuration before its launch. Raises ValueError with the reasons against it.
 
         The KV budget is known only if the server is given it; otherwise the server's own default holds.
         """
@@ -220,8 +220,8 @@ class Launcher:
             names += [*_BUDGET_FACTS, "capacity_tokens"]
         elif self.template is not None and "kv_budget" in self.template.names:
             names += _BUDGET_FACTS
-        known = self.arithmetic(settings)
-        facts = {name: value for name in names if (value := getattr(known, name))}
+        capacity = self.arithmetic(settings)
+        facts = {name: value for name in names if (value := getattr(capacity, name))}
         if "capacity_tokens" in facts and (given := self.preset.tokens_given(self.context(settings))):
             facts["capacity_tokens"] = given
         return Capacity(**facts)
@@ -281,7 +281,7 @@ def program_of(preset: Preset, given: str | None) -> str:
 
 
 def _failure_of(*command: str, needs: Sequence[str] = ()) -> str | None:
-    """Why a command failed, or printed nothing of one of the words that it ``needs``; None when it succeeded."""
+    """Says why a command failed, or which of the words that it ``needs`` it did not print; None: it succeeded."""
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_PROGRAM_TIMEOUT_S, check=False

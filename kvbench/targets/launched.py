@@ -79,7 +79,7 @@ class ProcessTarget(Target):
             raise
 
     def _wait_ready(self, ready: Callable[[], _Sign | None]) -> _Sign:
-        """What ``ready`` finds. MeasurementError with the last lines of a server that ends or takes too long."""
+        """Returns what ``ready`` finds. MeasurementError with the last lines of a server that ends or is too slow."""
         assert self._process is not None
         deadline = time.monotonic() + self.start_timeout_s
         while time.monotonic() < deadline:
@@ -175,8 +175,8 @@ class LaunchedTarget(ProcessTarget):
         if self.launcher.passes_model:
             no_eos = not self.dialect.ignore_eos
             return self.folders.get(settings, drop_eos=no_eos, model_format=self.preset.model_format)
-        known = self.launcher.arithmetic(settings)
-        return ServedModel(Path(str(settings.get("model", ""))), None, known.vocab_size, known.max_model_len)
+        capacity = self.launcher.arithmetic(settings)
+        return ServedModel(Path(str(settings.get("model", ""))), None, capacity.vocab_size, capacity.max_model_len)
 
     def _learn_model(self, served: ServedModel, settings: Settings) -> None:
         """The model's name from the server; its sizes from its config, or else from the server."""
@@ -207,7 +207,7 @@ class LaunchedTarget(ProcessTarget):
         return super().version() or (package_version(program, module) if program and module else None)
 
     def server_info(self) -> ServerInfo:
-        """What the launch gave the server and what the server says of itself, in the shape of our own /server_info."""
+        """Returns what the launch gave the server and what it says of itself, in the shape of our own /server_info."""
         preset, version, cores, capacity = self.preset, self.version(), self.bound_cores(), self._capacity()
         pages = {} if capacity.page_size is None else {"page_size": capacity.page_size}
         try:
@@ -245,19 +245,19 @@ class LaunchedTarget(ProcessTarget):
         except MeasurementError:
             sample = None
         facts = sample.facts.items() if sample else ()
-        told = {name: int(value) for name, value in facts if name in _CAPACITY}
+        sizes = {name: int(value) for name, value in facts if name in _CAPACITY}
         if (pattern := self.preset.kv_log_pattern) is None:
-            return KVRoom(**told)
+            return KVRoom(**sizes)
         log = self._log.read_bytes()[: self._logged_at_start].decode("utf-8", "replace")
         if not (caches := list(re.finditer(pattern, log))):
-            return KVRoom(**told)
+            return KVRoom(**sizes)
         types = dict.fromkeys(kind for cache in caches for kind in (cache["K"], cache["V"]))
         logged = KVRoom(
             capacity_tokens=max(int(cache["tokens"]) for cache in caches),  # layers with a window have fewer
             kv_bytes=round(sum(float(cache["MiB"]) for cache in caches) * 2**20),
             kv_type=" and ".join(types),
         )
-        return logged.model_copy(update=told)
+        return logged.model_copy(update=sizes)
 
     def _model_name(self) -> str:
         """The model's name in the workload, not that of its exported folder; else the server's name."""

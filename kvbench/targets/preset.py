@@ -1,4 +1,4 @@
-"""What kvbench knows of one kind of server: its launch command, its API, its metrics and what it cannot do.
+"""The facts about one kind of server: its launch command, its API, its metrics and what it cannot do.
 
 A ``Preset`` is data, with a function only where a value depends on others. If a server cannot have a setting or a value
 of it, the preset says why, and the configuration is skipped with this reason.
@@ -25,7 +25,7 @@ CAPACITY_TOLERANCE = 0.02  # between the KV of two servers with one budget
 
 @dataclass(frozen=True)
 class Context:
-    """What the words of a setting may depend on.
+    """The things that the words of a setting may depend on.
 
     ``capacity``: our own arithmetic for ``settings``. ``max_in_flight``: the most requests that the workload has in
     flight, None without a limit. ``program``: the Python or the program that is launched.
@@ -53,7 +53,7 @@ class Context:
 
 @dataclass(frozen=True)
 class Setting:
-    """How a server takes one setting of ours.
+    """The way in which a server takes one setting of ours.
 
     ``words``: of the command line, ``{}`` is the value. ``values``: the only values it can have, with their words;
     others are refused with ``why``. ``variable``: an environment variable that gets the value. ``refuse``: a reason

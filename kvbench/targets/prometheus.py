@@ -1,4 +1,4 @@
-"""What a target's /metrics says: parsing, polling during a load, and the counters of one load.
+"""A target's /metrics: parsing, polling during a load, and the counters of one load.
 
 Names lose their prefix (``kvbench:``, ``vllm:`` ...) and become ours where a server has others (``MetricNames``);
 labelled counters become ``name_label``; histograms keep ``_sum`` and ``_count`` only (percentiles come from the
@@ -30,7 +30,7 @@ _SOURCES = {"model_name", "engine", "engine_type", "le", "pid", "tp_rank", "pp_r
 
 @dataclass(frozen=True)
 class MetricNames:
-    """How one kind of server names its metrics. Our units: tokens, seconds, shares from 0 to 1.
+    """The names that one kind of server has for its metrics. Our units: tokens, seconds, shares from 0 to 1.
 
     ``names``: its name without the prefix -> our name or names; of a histogram without ``_sum`` and ``_count``. A
     renamed metric is summed over its labels; others keep their name.

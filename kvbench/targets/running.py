@@ -215,7 +215,7 @@ class OpenAITarget(Target):
         return ModelRow(id=name)
 
     def server_info(self) -> ServerInfo:
-        """What the server says of itself; of a known kind of server what its preset and its version tell."""
+        """Returns the server's facts by itself; of a known kind of server what its preset and its version tell."""
         if self.preset in (GENERIC, BUILT_IN):
             info = super().server_info()
             server = info.server.model_copy(update={"notes": self.notes})

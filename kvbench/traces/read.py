@@ -28,7 +28,7 @@ Paths = str | Path | Sequence[str | Path]
 
 
 def check_format(name: str) -> str:
-    """``name`` again. ValueError when it is no format of traces."""
+    """Returns ``name`` again. ValueError when it is no format of traces."""
     if name not in ("auto", *FORMATS):
         raise ValueError(f"{name!r} is not a format of traces; write auto or one of {', '.join(FORMATS)}")
     return name
@@ -53,7 +53,7 @@ def read_trace(paths: Paths, format: str = "auto", page_size: int | None = None)
 
 
 def read_page_ids(paths: Paths, format: str = "auto", page_size: int | None = None) -> Trace:
-    """``read_trace`` for callers that need page ids and the order of the requests, but no times.
+    """Reads a trace for callers that need page ids and the order of the requests, but no times.
 
     ValueError when the trace has no page ids. Times may be in any unit.
     """

@@ -49,7 +49,7 @@ def read_yaml(path: Path) -> Data:
 
 
 def parse_yaml(text: str, path: Path) -> Any:
-    """``text`` of the file ``path`` as plain data. Raises UsageError, also for a key that stands twice."""
+    """Reads ``text`` of the file ``path`` as plain data. Raises UsageError, also for a key that stands twice."""
     try:
         return parsing.parse_yaml(text)
     except ValueError as error:
@@ -75,7 +75,7 @@ def _apply_profile(data: Data, profile: str, source: Path, *, by_user: bool) -> 
 
 
 def _merge(base: Data, over: Data) -> Data:
-    """``base`` with the values of ``over``: mappings merge, everything else replaces.
+    """Puts the values of ``over`` into ``base``: mappings merge, everything else replaces.
 
     A mapping with another ``kind``, or with ``config`` in place of ``path`` or the reverse, replaces too.
     """
@@ -315,7 +315,7 @@ def resolve(data: Data, *, profile: str, source: Path | None, where: str = "the 
 
 
 def default_profile() -> str:
-    """``gpu`` when an NVIDIA driver answers, else ``cpu``; without importing torch."""
+    """Returns ``gpu`` when an NVIDIA driver answers, else ``cpu``; without importing torch."""
     return "gpu" if shutil.which("nvidia-smi") and Path("/dev/nvidiactl").exists() else "cpu"
 
 

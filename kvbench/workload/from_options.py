@@ -123,7 +123,7 @@ def _yaml(value: Any) -> str:
 
 
 def changes_of_file(answers: Answers) -> list[str]:
-    """``KEY=VALUE`` for a workload file: what the options vary in place of its sweep. UsageError for other answers."""
+    """Returns ``KEY=VALUE`` of what the options vary in place of a file's sweep. UsageError for other answers."""
     names = [answer.name for answer in fields(Answers) if getattr(answers, answer.name)]
     others = [name for name in names if name not in ("vary", "design")]
     if others:
@@ -137,7 +137,7 @@ def changes_of_file(answers: Answers) -> list[str]:
 
 
 def parse_vary(words: Sequence[str]) -> dict[str, list[Any]]:
-    """``page_size=16,32`` as {"page_size": [16, 32]}. Raises UsageError."""
+    """Reads ``page_size=16,32`` as {"page_size": [16, 32]}. Raises UsageError."""
     swept: dict[str, list[Any]] = {}
     for word in words:
         key, sign, text = word.partition("=")

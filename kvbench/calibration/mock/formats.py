@@ -230,7 +230,7 @@ class Responses(_Blocks):
         return {"type": f"response.{kind}", **fields, "sequence_number": self._number}
 
     def _place(self, name: str) -> Event:
-        """Where the open item is, and in it the only part."""
+        """Returns the place of the open item, and of its only part."""
         number, holder = len(self._blocks), _ITEMS[name][1]
         return {"item_id": f"item_{number}", "output_index": number} | ({f"{holder}_index": 0} if holder else {})
 

@@ -159,7 +159,7 @@ def response(status: str, body: Any) -> bytes:
 
 @dataclass
 class MockState:
-    """What all connections share. ``api_key``: requests without it are answered 401; None: none is needed."""
+    """The state that all connections share. ``api_key``: requests without it are answered 401; None: none is needed."""
 
     settings: MockSettings
     api_key: str | None = None

@@ -112,7 +112,7 @@ def _arguments(words: str, place: int, places: int) -> str:
 
 @dataclass
 class Stamp:
-    """What the mock notes of a request: receipt, sends and dues of its chunks, and its end, all [s, perf_counter]."""
+    """The mock's notes on a request: receipt, sends and dues of its chunks, and its end, all [s, perf_counter]."""
 
     number: int
     prompt: str | list[int]
@@ -195,7 +195,7 @@ class MockSettings:
 
 
 def _struck(number: int, rate: float, seed: int) -> bool:
-    """Whether request ``number`` is one of the share ``rate``: every 1/rate-th, from a place drawn from the seed."""
+    """Tests whether request ``number`` is one of the share ``rate``: every 1/rate-th, from a place drawn by seed."""
     offset = random.Random(seed).random()
     return int((number + 1) * rate + offset) > int(number * rate + offset)
 

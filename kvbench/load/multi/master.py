@@ -85,7 +85,7 @@ class GuardedMaster(MasterRunner):
                 logging.getLogger(__name__).debug("a message that cannot be read was dropped: %r", error)
 
     def handle_message(self, client_id: str, msg: Message) -> None:
-        """``client_id``: the sender as the socket knows it; ``msg.node_id``: the sender's own claim."""
+        """Takes a message of ``client_id`` (as the socket knows it) that says it is of ``msg.node_id``."""
         if client_id == msg.node_id and (client_id in self.members or msg.type in ("client_ready", messages.JOIN)):
             super().handle_message(client_id, msg)
 
@@ -233,16 +233,16 @@ class SharedLoad:
         name: str,
         data: Callable[[Member], Data] = lambda member: {},
         *,
-        of: Sequence[Member] | None = None,
+        to: Sequence[Member] | None = None,
         limit_s: float = _ANSWER_S,
         needed: bool = True,
     ) -> None:
-        """Sends a message to ``of`` (None: all workers) and waits for their answers; one without an answer is lost.
+        """Sends a message ``to`` some (None: all workers) and waits for their answers; one without an answer is lost.
 
         ``needed``: raises LoadNotBegun for the first that is lost or answers with an error, and when the load is
         stopped.
         """
-        members = [m for m in (self.members if of is None else of) if m.lost is None]
+        members = [m for m in (self.members if to is None else to) if m.lost is None]
         self._send(name, data, members)
         due = time.monotonic() + limit_s
         while waiting := [m for m in members if m.lost is None and name not in m.answers]:
@@ -288,7 +288,7 @@ class SharedLoad:
             readings = []
             while member.lost is None and len(readings) < _EXCHANGES:
                 sent = time.perf_counter()
-                self._ask(messages.CLOCK, of=[member], limit_s=_QUICK_S, needed=needed)
+                self._ask(messages.CLOCK, to=[member], limit_s=_QUICK_S, needed=needed)
                 if member.lost is None:
                     answer = member.answers[messages.CLOCK]
                     readings.append(exchange(sent, answer["t2"], answer["t3"], answer["received"]))

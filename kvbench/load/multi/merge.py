@@ -61,7 +61,7 @@ class ClockMap:
     same_clock: bool
 
     def with_reading(self, new: Reading) -> ClockMap:
-        """The same clock, read once more."""
+        """Returns the clock with one more reading."""
         agrees = abs(new.offset) <= new.error + _ROUNDING_S
         return ClockMap((*self.readings, new), self.same_clock and agrees)
 
@@ -187,7 +187,7 @@ def samples_from_bytes(
 
 
 def in_slices(rows: Sequence[Any]) -> Iterator[Any]:
-    """``rows``, with pauses in which heartbeats are answered: a process that misses them for seconds counts as lost."""
+    """Yields ``rows`` with pauses for heartbeats: a process that misses them for seconds counts as lost."""
     for k, row in enumerate(rows):
         if k % _ROWS_BETWEEN_PAUSES == 0:
             gevent.sleep(0)

@@ -68,16 +68,16 @@ def _texts(value: Any, what: str) -> list[str]:
 
 
 def _sharegpt(rows: Rows, row: Row, where: Any) -> None:
-    said: tuple[str, ...] = ()
+    texts: tuple[str, ...] = ()
     waiting = False  # whether the last text was the user's
     for speaker, words in _messages(row):
         if speaker in _MODELS and waiting:
-            rows.add(session=where, prompt=said, reply=words)
-        elif speaker in _MODELS and not said:
+            rows.add(session=where, prompt=texts, reply=words)
+        elif speaker in _MODELS and not texts:
             rows.left_out["replies without a question"] += 1
             continue
         waiting = speaker in _USERS
-        said = (*said, words)
+        texts = (*texts, words)
     if waiting:
         rows.left_out["questions without a reply"] += 1
 
@@ -121,24 +121,24 @@ def _turn(rows: Rows, row: Any, session: Any, before: tuple[str, ...] = ()) -> t
     for key in _MEDIA:
         if row[key]:
             raise ValueError(f"{key} {short(row[key])}: kvbench sends text only: remove the request")
-    said = (*before, *_texts(row["texts"] if row["text"] is None else [row["text"]], "texts"))
+    texts = (*before, *_texts(row["texts"] if row["text"] is None else [row["text"]], "texts"))
     rows.add(
         output_tokens=tokens(row, "output_length", UNKNOWN),
         time_s=seconds(row, "timestamp", 1e-3),
         session=session,
         think_s=seconds(row, "delay", 1e-3),
-        prompt=said,
+        prompt=texts,
     )
-    return said
+    return texts
 
 
 def _multi_turn(rows: Rows, row: Row, where: Any) -> None:
     turns = row["turns"]
     if not isinstance(turns, list) or not turns:
         raise ValueError(f"turns {short(turns)} is no list of turns: mend or remove the session")
-    said: tuple[str, ...] = ()
+    texts: tuple[str, ...] = ()
     for turn in turns:
-        said = _turn(rows, turn, where, said)
+        texts = _turn(rows, turn, where, texts)
 
 
 def _turns(source: Source) -> list[Any]:
