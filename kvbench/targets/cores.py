@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -13,7 +14,6 @@ from kvbench.common.text import listing
 
 _CPUS = Path("/sys/devices/system/cpu")
 _NODES = Path("/sys/devices/system/node")
-_PROC = Path("/proc")
 
 
 def cores_for(threads: int | None) -> list[int]:
@@ -44,25 +44,12 @@ def bound_cores(pid: int) -> list[int]:
         family = [root, *root.children(recursive=True)]
     except psutil.Error:
         return []
-    allowed = (cores for process in family for cores in _allowed(process.pid))
-    return sorted(set().union(*(cores for cores in allowed if cores < everywhere)))
-
-
-def _allowed(pid: int) -> Iterator[set[int]]:
-    for path in (_PROC / str(pid) / "task").glob("*/status"):
-        try:
-            lines = path.read_text().splitlines()
-        except OSError:  # it has ended
-            continue
-        for line in lines:
-            if line.startswith("Cpus_allowed_list:"):
-                yield _parse(line.split(":")[1])
-
-
-def _parse(text: str) -> set[int]:
-    """Reads ``0-2,7`` as {0, 1, 2, 7}."""
-    ends = (part.split("-") for part in text.strip().split(","))
-    return {core for first, *last in ends for core in range(int(first), int((last or [first])[0]) + 1)}
+    bound = set[int]()
+    for thread in (path.name for process in family for path in Path(f"/proc/{process.pid}/task").glob("*")):
+        with contextlib.suppress(OSError):  # it has ended
+            cores = os.sched_getaffinity(int(thread))
+            bound |= cores if cores < everywhere else set()
+    return sorted(bound)
 
 
 def core_words(cores: Sequence[int]) -> str:
