@@ -176,24 +176,23 @@ def read_choices(event: Fields, stream: Stream) -> None:
         return
     try:
         for choice in choices:
-            field = choice.get  # looked up once for all: this runs for every token
-            text, delta = field("text"), field("delta") or {}
+            text, delta = choice.get("text"), choice.get("delta") or {}
             if text is None:
                 text = delta.get("content")
                 if isinstance(text, list):  # Mistral's parts
                     thoughts = [part for part in text if json_at(part, "type") == "thinking"]
                     text = "".join(part["text"] for part in text if json_at(part, "type") == "text")
                     delta = {**delta, "reasoning_details": thoughts}
-            ids, reason = field("token_ids"), field("finish_reason")
+            ids, reason = choice.get("token_ids"), choice.get("finish_reason")
             if not (isinstance(text, _STRING) and isinstance(ids, _IDS) and isinstance(reason, _STRING)):
                 raise UnreadableEvent("a choice of {} has a field of another type than the API's")
-            if isinstance(field("message"), dict):  # in place of a delta
+            if isinstance(choice.get("message"), dict):  # in place of a delta
                 stream.fail("not_streamed", NOT_STREAMED)
-            number = field("index") or 0
+            number = choice.get("index") or 0
             kind = _kind(delta) if delta else TEXT
             filled = bool(text or ids) or kind is CALL or kind is THOUGHT
             stream.chunk(number, text or "", ids, kind, filled, reason)
-            if isinstance(facts := field("kv_facts"), dict):
+            if isinstance(facts := choice.get("kv_facts"), dict):
                 stream.kv_facts.append((number, json.dumps(facts)))
     except (AttributeError, KeyError, TypeError, RecursionError):
         raise UnreadableEvent("{} has no readable choice") from None
