@@ -53,7 +53,7 @@ def counters(workload: Path, lock: Path, only: tuple[str, ...], output_dir: Path
     """
     from kvbench.common.files import check_output_dir
     from kvbench.common.git import git_state
-    from kvbench.gate.counters.judge import Commands, judge
+    from kvbench.gate.counters.judge import GateCommands, judge
     from kvbench.gate.counters.lock import read_lock
     from kvbench.gate.counters.replay import replay_twice
     from kvbench.gate.verdict.outputs import report_verdict
@@ -68,7 +68,7 @@ def counters(workload: Path, lock: Path, only: tuple[str, ...], output_dir: Path
     first, second = replay_twice(chosen) if known is not None and chosen.scenarios else ({}, {})
     state = git_state()
     name = f"{state['short_sha']}{' and changes' if state['dirty'] else ''}"
-    commands = Commands(workload, lock, only)
+    commands = GateCommands(workload, lock, only)
     return report_verdict(judge(chosen, known, first, second, commands, {"name": name, **state}), output_dir)
 
 

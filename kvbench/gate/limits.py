@@ -25,7 +25,7 @@ from pathlib import Path
 
 from kvbench.common.errors import UsageError
 from kvbench.common.text import and_more, plural
-from kvbench.gate.policy import WITHIN, Limit, Policy, matches
+from kvbench.gate.policy import WITHIN, GateLimit, Policy, matches
 from kvbench.gate.verdict.outputs import Benchmark
 from kvbench.gate.verdict.verdict import EMPTY, FAIL, INVALID, PASS, Finding, Verdict, worst
 from kvbench.gate.verdict.wording import number, quantity
@@ -97,7 +97,7 @@ def judge_sweep(results: Path, policy: Policy, *, force: bool = False) -> Verdic
 
 
 def judge_limits(
-    run: Run, limits: Sequence[Limit], quality: QualityResult | None = None, doubt: str | None = None
+    run: Run, limits: Sequence[GateLimit], quality: QualityResult | None = None, doubt: str | None = None
 ) -> tuple[Finding, ...]:
     """A finding for each cell, pair of cells or configuration that a limit names.
 
@@ -184,12 +184,12 @@ def _judge_completeness(run: Run) -> list[Finding]:
     return [Finding(name, SUITE, title, INVALID, sentence, details=tuple(run.problems))]
 
 
-def _judge_metric(run: Run, limit: Limit) -> list[Finding]:
+def _judge_metric(run: Run, limit: GateLimit) -> list[Finding]:
     cells = [cell for cell in run.cells if matches(_name(run, cell), limit.cells)]
     return [_judge_cell(run, cell, limit) for cell in cells] or [_no_cell(run, limit)]
 
 
-def _judge_cell(run: Run, cell: MeasuredCell, limit: Limit) -> Finding:
+def _judge_cell(run: Run, cell: MeasuredCell, limit: GateLimit) -> Finding:
     measured = metric_names.measured(cell, limit.what)
     where = _name(run, cell)
     if not measured.values:
@@ -208,7 +208,7 @@ def _judge_cell(run: Run, cell: MeasuredCell, limit: Limit) -> Finding:
     return _invalid(limit, where, _reasons(cell))
 
 
-def _judge_ratio(run: Run, limit: Limit) -> list[Finding]:
+def _judge_ratio(run: Run, limit: GateLimit) -> list[Finding]:
     """Judges ``limit.of`` over ``limit.to``, or paged over contiguous, at each load that has both."""
     what = "a paged and a contiguous cell at one load"
     names = None if limit.of else paging_pair(run)
@@ -225,7 +225,7 @@ def _judge_ratio(run: Run, limit: Limit) -> list[Finding]:
     return [_judge_pair(run, limit, *pair) for pair in pairs]
 
 
-def _judge_pair(run: Run, limit: Limit, a: MeasuredCell, b: MeasuredCell) -> Finding:
+def _judge_pair(run: Run, limit: GateLimit, a: MeasuredCell, b: MeasuredCell) -> Finding:
     where = f"{_name(run, a)} over {b.config_id}"
     left, right = values = [metric_names.measured(cell, limit.what, a, b).values for cell in (a, b)]
     for cell, known in zip((a, b), values, strict=True):
@@ -256,7 +256,7 @@ def _judge_pair(run: Run, limit: Limit, a: MeasuredCell, b: MeasuredCell) -> Fin
     )
 
 
-def _judge_quality(run: Run, limit: Limit, quality: QualityResult | None, doubt: str | None) -> list[Finding]:
+def _judge_quality(run: Run, limit: GateLimit, quality: QualityResult | None, doubt: str | None) -> list[Finding]:
     """A finding for each configuration with a cell that the limit names."""
     cells = [cell for cell in run.cells if matches(_name(run, cell), limit.cells)]
     found = []
@@ -289,11 +289,11 @@ def _quality_figure(figures: ConfigurationFigures, what: str) -> float | None:
     return figures.value(_PATHS.get(what, what))
 
 
-def _quality_unit(limit: Limit) -> str:
+def _quality_unit(limit: GateLimit) -> str:
     return "share" if limit.what in _SHARES else "nats" if limit.kind == "kld" else ""
 
 
-def _within(limit: Limit, where: str, outside: Sequence[str], details: Sequence[str]) -> Finding:
+def _within(limit: GateLimit, where: str, outside: Sequence[str], details: Sequence[str]) -> Finding:
     """Judges whether a configuration breaks any of the limits in quality.json."""
     about, broken = _about(limit, where), and_more([each.rstrip(".") for each in outside], _MOST_REASONS, "; ")
     return Finding(
@@ -330,7 +330,7 @@ def _code_difference(run: Run, quality: QualityResult) -> str | None:
 
 
 def _hold(
-    limit: Limit,
+    limit: GateLimit,
     where: str,
     values: Sequence[float],
     unit: str,
@@ -364,12 +364,12 @@ def _hold(
     )
 
 
-def _invalid(limit: Limit, where: str, why: str) -> Finding:
+def _invalid(limit: GateLimit, where: str, why: str) -> Finding:
     about = _about(limit, where)
     return Finding(f"{SUITE}/{where}/{limit.label}", SUITE, about, INVALID, f"{about}: {why}", metric=limit.what)
 
 
-def _no_cell(run: Run, limit: Limit) -> Finding:
+def _no_cell(run: Run, limit: GateLimit) -> Finding:
     globs, cells = ", ".join(limit.cells), ", ".join(cell.cell_id for cell in run.cells)
     why = f"no cell of this run fits {globs}; correct the globs or remove the limit: it has {cells}"
     return _invalid(limit, f"{run.workload} ({globs})", why)
@@ -396,7 +396,7 @@ def _name(run: Run, cell: MeasuredCell) -> str:
     return f"{run.workload}/{cell.cell_id}"
 
 
-def _about(limit: Limit, where: str) -> str:
+def _about(limit: GateLimit, where: str) -> str:
     return f"{limit.name}: {where}" if limit.name else f"{limit.label} of {where}"
 
 

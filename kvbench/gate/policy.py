@@ -46,7 +46,7 @@ _DIGEST_LENGTH = 12  # hexadecimal digits
 
 
 @dataclass(frozen=True)
-class Limit:
+class GateLimit:
     """One entry of ``limits:``.
 
     ``what``: a metric, the statistic of a KLD, or one of ``QUALITY_FIGURES``, of which WITHIN has no bounds.
@@ -97,7 +97,7 @@ class Policy:
     """The rules and limits of the gates. ``source``: the file, None for kvbench's own rules."""
 
     timing: TimingRules
-    limits: tuple[Limit, ...] = ()
+    limits: tuple[GateLimit, ...] = ()
     source: Path | None = None
 
     @property
@@ -279,13 +279,13 @@ class _LimitEntry(StrictModel):
             raise ValueError("of and to go together; give both, or neither for paged against contiguous.")
         return self
 
-    def limit(self) -> Limit:
+    def limit(self) -> GateLimit:
         cells = tuple(self.cells)
         if self.slo is not None:
-            return Limit("metric", "goodput_share", self.slo, None, cells, self.every, name=self.name)
+            return GateLimit("metric", "goodput_share", self.slo, None, cells, self.every, name=self.name)
         kind = next(kind for kind in KINDS if getattr(self, kind) is not None)
         what, of, to = getattr(self, kind), tuple(self.of or ()), tuple(self.to or ())
-        return Limit(kind, what, self.min, self.max, cells, self.every, of, to, self.name)
+        return GateLimit(kind, what, self.min, self.max, cells, self.every, of, to, self.name)
 
 
 class _PolicyFile(StrictModel):

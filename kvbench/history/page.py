@@ -10,7 +10,8 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from kvbench.common import text as words
-from kvbench.history.drift import DRIFTED, UNCLEAR, WITHIN
+from kvbench.effects.comparison import Call
+from kvbench.history.drift import WORDS
 from kvbench.history.runs import INCOMPLETE, VALID, StoredRun, TrendPoint, title_of
 from kvbench.history.show import NARROWEST, Trend, View, change_text, value_text
 from kvbench.metrics.definitions import HIGHER, LOWER, Figure
@@ -24,44 +25,37 @@ _DRIFT_NOTE = (
     "Change: ratio of the geometric means over the repeats. The interval is Welch's over the repeats; differences "
     "between two days on one machine are not in it: `kvbench compare` of the two commits measures both on one day."
 )
-_DRIFT_TITLES = {
-    DRIFTED: "Worse than the release by more than the margin",
-    UNCLEAR: "Unclear: too few repeats, or too much variance",
-    WITHIN: "Within the margin",
-}
 
 
 def page(view: View) -> str:
     """The whole page: drift since the release, then a figure for every metric."""
     drawn = [(group[0].series.key, _drawings(group, f"g{index}")) for index, group in enumerate(view.groups)]
-    return render(
-        "history.html.j2",
-        [drawing for _, some in drawn for drawing in some],
-        title=words.listing(sorted({first.workload for first, _ in drawn})),
-        headline=view.drift_sentence,
-        context=[_runs_shown(view), *view.notes],
-        drifts=_drift_tables(view),
-        drift_heads=_DRIFT_HEADS,
-        drift_note=_DRIFT_NOTE,
-        groups=[(f"{first.workload} on {first.machine}", some) for first, some in drawn],
-    )
-
-
-def _runs_shown(view: View) -> str:
     shown = {point.run for trend in view.trends for point in trend.series.points}
     first, last = (pick(run.started for run in shown) for pick in (min, max))
     incomplete = sum(not run.complete for run in shown)
-    return f"{words.plural(len(shown), 'run')} ({incomplete} incomplete), {first:%Y-%m-%d} to {last:%Y-%m-%d}."
+    runs_shown = f"{words.plural(len(shown), 'run')} ({incomplete} incomplete), {first:%Y-%m-%d} to {last:%Y-%m-%d}."
+    return render(
+        "history.html.j2",
+        [drawing for _, some in drawn for drawing in some],
+        title=words.listing(sorted({key.workload for key, _ in drawn})),
+        headline=view.drift_sentence,
+        context=[runs_shown, *view.notes],
+        drifts=_drift_tables(view),
+        drift_heads=_DRIFT_HEADS,
+        drift_note=_DRIFT_NOTE,
+        groups=[(f"{key.workload} on {key.machine}", some) for key, some in drawn],
+    )
 
 
 def _drift_tables(view: View) -> list[tuple[str, bool, list[tuple[str, ...]]]]:
     """(title, whether it is open, rows) for each outcome that there is, the largest change for the worse first."""
     tables = []
-    for outcome, title in _DRIFT_TITLES.items():
-        some = [trend for trend in view.trends if trend.drift and trend.drift.outcome == outcome]
+    for call, call_words in WORDS.items():
+        some = [trend for trend in view.trends if trend.drift and trend.drift.comparison.call == call]
         some.sort(key=lambda trend: trend.drift.change * (1 if trend.series.figure.higher_is_better else -1))
         if some:
-            tables.append((f"{title}: {len(some)}", outcome == DRIFTED, [_drift_row(trend) for trend in some]))
+            title = f"{call_words.title}: {len(some)}"
+            tables.append((title, call == Call.WORSE, [_drift_row(trend) for trend in some]))
     return tables
 
 
@@ -133,8 +127,8 @@ def _drawing(panels: Sequence[Trend], runs: Sequence[StoredRun], key: str) -> Dr
 
 def _traces(trend: Trend, at: dict[StoredRun, float]) -> list[go.Scatter]:
     """A bar from the lowest to the highest repeat of each run, the release's level and margin, and the runs."""
-    series, release, drift = trend.series, trend.release, trend.drift
-    colour = CONTIGUOUS if drift is not None and drift.outcome == DRIFTED else PAGED
+    series, release = trend.series, trend.release
+    colour = CONTIGUOUS if trend.is_worse else PAGED
     few = len(at) <= _FULL_MARKS
     traces = []
 
@@ -188,9 +182,7 @@ def _range(trend: Trend) -> list[float]:
 
 
 def _panel_title(trend: Trend) -> str:
-    drift = trend.drift
-    mark = f" · {change_text(drift.change)} since the release" if drift and drift.outcome == DRIFTED else ""
-    return safe(trend.cell) + mark
+    return safe(trend.cell) + (f" · {change_text(trend.drift.change)} since the release" if trend.is_worse else "")
 
 
 def _hover(shown: Figure, point: TrendPoint) -> str:

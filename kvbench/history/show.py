@@ -15,16 +15,8 @@ from rich.text import Text
 
 from kvbench.common.console import make_table
 from kvbench.common.errors import UsageError
-from kvbench.history.drift import (
-    DRIFTED,
-    UNCLEAR,
-    WITHIN,
-    Drift,
-    Releases,
-    drift_sentence,
-    find_drift,
-    find_releases,
-)
+from kvbench.effects.comparison import Call
+from kvbench.history.drift import WORDS, Drift, Releases, drift_sentence, find_drift, find_releases
 from kvbench.history.runs import (
     VALID,
     Series,
@@ -84,6 +76,11 @@ class Trend:
     cell: str
     release: TrendPoint | None
     drift: Drift | None
+
+    @property
+    def is_worse(self) -> bool:
+        """Tests whether it is worse than the release by more than the margin."""
+        return self.drift is not None and self.drift.comparison.call == Call.WORSE
 
 
 @dataclass(frozen=True)
@@ -163,7 +160,6 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 GAP = "·"  # a run that does not count
 FLAT = "▄"  # all values are equal
 WIDTH = 16  # runs of a sparkline
-_MARKS = {DRIFTED: " !", UNCLEAR: " ?", WITHIN: ""}
 
 
 def sparkline(points: Sequence[TrendPoint]) -> str:
@@ -191,13 +187,13 @@ def table(group: Sequence[Trend]) -> Table:
         for trend in cell:
             series, drift = trend.series, trend.drift
             counted = series.counted
-            since = change_text(drift.change) + _MARKS[drift.outcome] if drift else "–"
+            since = change_text(drift.change) + drift.words.mark if drift else "–"
             made.add_row(
                 Text(f"  {title_of(series.figure)}"),
                 Text(sparkline(series.points)),
                 Text(value_text(series.figure, counted[-1].value) if counted else "none valid"),
                 Text(change_text(series.change)),
-                Text(since, style="bold red" if drift and drift.outcome == DRIFTED else ""),
+                Text(since, style="bold red" if trend.is_worse else ""),
                 Text(str(len(counted))),
             )
         made.add_section()
@@ -207,13 +203,9 @@ def table(group: Sequence[Trend]) -> Table:
 def legend(view: View) -> list[str]:
     """What the marks in the tables mean."""
     states = {point.state for trend in view.trends for point in trend.series.points}
-    outcomes = {drift.outcome for drift in view.drifts}
-    lines = (
-        (states - {VALID}, f"{GAP} a run that does not count: invalid cell, or incomplete run"),
-        (DRIFTED in outcomes, "! worse than the release by more than the margin"),
-        (UNCLEAR in outcomes, "? too few repeats, or too much variance, to exclude a drift beyond the margin"),
-    )
-    return [line for shown, line in lines if shown]
+    calls = {drift.comparison.call for drift in view.drifts}
+    lines = [f"{GAP} a run that does not count: invalid cell, or incomplete run"] if states - {VALID} else []
+    return lines + [words.legend for call, words in WORDS.items() if call in calls and words.legend]
 
 
 def as_dict(view: View) -> dict[str, Any]:
@@ -245,7 +237,8 @@ def _as_dict(trend: Trend) -> dict[str, Any]:
             "release": drift.release_name,
             "release_run": drift.release.run.name,
             "run": drift.last.run.name,
-            **{name: getattr(drift, name) for name in ("change", "interval", "margin", "outcome")},
+            **{name: getattr(drift, name) for name in ("change", "interval", "margin")},
+            "outcome": drift.words.outcome,
         },
         "points": [
             {

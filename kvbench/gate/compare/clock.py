@@ -12,7 +12,7 @@ LAUNCH = "launch"  # the work of starting one server
 _SIDE = "{}: one side"  # of a configuration in a pair
 
 
-class OutOfTimeError(Exception):
+class DeadlineError(Exception):
     """--max-minutes are over, or would be before what is to begin had ended."""
 
 
@@ -39,13 +39,13 @@ class Clock:
         return self.deadline - monotonic()
 
     def check(self) -> None:
-        """Cuts work at hand. Raises OutOfTimeError."""
+        """Cuts work at hand. Raises DeadlineError."""
         self.require(0.0)
 
     def require(self, seconds: float) -> None:
-        """Raises OutOfTimeError where so much time is not left."""
+        """Raises DeadlineError where so much time is not left."""
         if seconds > self.left_s:
-            raise OutOfTimeError
+            raise DeadlineError
 
     def expected_s(self, work: str, unknown: float = 0.0) -> float:
         """The time that ``work`` takes, by those that it took before; ``unknown`` if it was never done."""

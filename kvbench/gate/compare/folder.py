@@ -25,7 +25,7 @@ from pydantic import ConfigDict
 from kvbench.common.errors import UsageError
 from kvbench.common.files import read_json
 from kvbench.common.records import Record, read_record, write_record
-from kvbench.gate.compare.request import CompareRequest
+from kvbench.gate.compare.request import StoredRequest
 from kvbench.gate.policy import StoredPolicy
 from kvbench.gate.timing.plan import CANDIDATE, SIDES, Match, PairedCell
 from kvbench.runs.folder import DONE, MANIFEST, RunFolder, move_numbered
@@ -168,7 +168,7 @@ class CompareManifest(Record):
     cells: tuple[PairedCell, ...]
     order_seed: int
     order: Mapping[str, Mapping[str, str]] = {}
-    options: CompareRequest = CompareRequest()
+    options: StoredRequest = StoredRequest()
     policy: StoredPolicy | None = None
     stored: Mapping[str, Path] = {}
     servers: Mapping[str, Mapping[str, ServerInfo]] = {}

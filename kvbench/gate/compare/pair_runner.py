@@ -68,7 +68,7 @@ class LaunchedPairs:
     clock: Clock = field(default_factory=Clock)
 
     def measure(self, turn: Turn, sides: Sequence[str], pair: int) -> dict[str, list[Failure]]:
-        """Raises OutOfTimeError before a side that would not end in time."""
+        """Raises DeadlineError before a side that would not end in time."""
         failures = {}
         for side in sides:
             runner = self.runners[side, turn.match.workload]
@@ -99,7 +99,7 @@ class PairRunner:
     def run(self, turns: Sequence[Turn], pair: int) -> FailedAttempt | None:
         """Measures what is missing of the pair; returns the last attempt at a part that it gave up.
 
-        Raises OutOfTimeError.
+        Raises DeadlineError.
         """
         for turn in turns:
             if self.folder.is_whole(turn.match.paired_cells, pair):

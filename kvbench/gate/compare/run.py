@@ -25,7 +25,7 @@ from kvbench.common.files import utc_now
 from kvbench.common.git import git_state
 from kvbench.common.text import clock, plural
 from kvbench.gate.compare.builds import Builds
-from kvbench.gate.compare.clock import Clock, OutOfTimeError, longest
+from kvbench.gate.compare.clock import Clock, DeadlineError, longest
 from kvbench.gate.compare.conclude import conclude, finished_verdict, look_points, pair_line, write_pairs
 from kvbench.gate.compare.folder import (
     KIND,
@@ -45,7 +45,7 @@ from kvbench.gate.compare.pair_runner import LaunchedPairs, MeasurePair, PairRun
 from kvbench.gate.compare.request import CompareRequest
 from kvbench.gate.compare.runner_noise import noise_notes, store_noise
 from kvbench.gate.compare.served_check import ServedCheck
-from kvbench.gate.compare.sides import RUN, PairedWorkload, Side, open_workloads, parse_side
+from kvbench.gate.compare.sides import RUN, PairedWorkload, PairSide, open_workloads, parse_side
 from kvbench.gate.policy import Policy, load_policy
 from kvbench.gate.timing.noise import FEWEST_PAIRS
 from kvbench.gate.timing.plan import BASE, SIDES, Match, Turn, turns
@@ -79,7 +79,7 @@ class _Plan:
     subcommand: str
     request: CompareRequest
     policy: Policy
-    sides: Mapping[str, Side]
+    sides: Mapping[str, PairSide]
     workloads: Sequence[Workload]
     folder: CompareFolder | None = None
 
@@ -130,11 +130,11 @@ def _make_plan(request: CompareRequest, subcommand: str, held: ExitStack) -> _Pl
     return _Plan(subcommand, begun, Policy.of(manifest.policy), _sides(begun), workloads, folder)
 
 
-def _sides(request: CompareRequest) -> dict[str, Side]:
+def _sides(request: CompareRequest) -> dict[str, PairSide]:
     return {side: parse_side(getattr(request, side), request.repository) for side in SIDES}
 
 
-def _workloads(request: CompareRequest, base: Side) -> list[Workload]:
+def _workloads(request: CompareRequest, base: PairSide) -> list[Workload]:
     """The files of --workload, or the workload of a stored run. Raises UsageError."""
     if base.kind == RUN:
         if request.workloads:
@@ -319,7 +319,7 @@ class ComparisonRun:
         try:
             for each in self.workloads:
                 each.compile(self.folder.path, self._say, self.show, self._check_time, self.clock)
-        except OutOfTimeError:
+        except DeadlineError:
             pair = self.folder.whole_pairs(self.manifest.cells) + 1
             return f"{self._over(pair)}: servers were still being launched for the first time"
         return None
@@ -413,11 +413,11 @@ class ComparisonRun:
             self._require_time_for_a_verdict(pair - 1, known_s)
         try:
             self.clock.require(self._pair_s())
-        except OutOfTimeError:
+        except DeadlineError:
             return self._over(pair)
         try:
             given_up = runner.run(turns(self.matches, pair, manifest.order_seed), pair)
-        except OutOfTimeError:
+        except DeadlineError:
             return f"{self._over(pair)}: pair {pair} was cut"
         if given_up:
             manifest.void = GivenUp(pair, given_up.turn)

@@ -78,7 +78,7 @@ _FREE = ("engine", "sweep", "description")  # of the workload: what two stored r
 
 
 @dataclass(frozen=True)
-class Side:
+class PairSide:
     """BASE or CANDIDATE as it was given: ``kind``, ``text`` without its prefix, ``given`` with it."""
 
     kind: str
@@ -103,20 +103,20 @@ class Side:
         return SideFacts(kind=self.kind, text=self.text, name=self.name, settings=self.settings, **more)
 
 
-def parse_side(text: str, repo: Path = REPOSITORY) -> Side:
+def parse_side(text: str, repo: Path = REPOSITORY) -> PairSide:
     """The side that ``text`` names; refs are looked for in ``repo``. Raises UsageError if it names none, or two."""
     if not text.strip():
         raise UsageError(f"a side of the comparison is empty: {_CHOICES}")
     prefix, _, rest = text.partition(":")
     if prefix in _TITLES:
-        return _checked(Side(prefix, rest.strip(), text), repo)
+        return _checked(PairSide(prefix, rest.strip(), text), repo)
     kinds = _possible_kinds(text, repo)
     if not kinds:
         raise UsageError(f"{text!r} is {_why_nothing(text, repo)}: {_CHOICES}")
     if len(kinds) > 1:
         titles = " and ".join(_TITLES[kind] for kind in kinds)
         raise UsageError(f"{text!r} could be {titles}: write {' or '.join(f'{kind}:{text}' for kind in kinds)}")
-    return _checked(Side(kinds[0], text, text), repo)
+    return _checked(PairSide(kinds[0], text, text), repo)
 
 
 def _possible_kinds(text: str, repo: Path) -> list[str]:
@@ -132,7 +132,7 @@ def _possible_kinds(text: str, repo: Path) -> list[str]:
     return [kind for kind, fits in possible.items() if fits]
 
 
-def _checked(side: Side, repo: Path) -> Side:
+def _checked(side: PairSide, repo: Path) -> PairSide:
     """The side, checked to be what its kind says. Raises UsageError."""
     text = side.text
     if not text:
@@ -206,7 +206,7 @@ class OpenSide:
     ``facts``: for the manifest. ``build``: of a ref. ``stored``: the folder of a stored run.
     """
 
-    side: Side
+    side: PairSide
     choice: ChosenTarget
     facts: SideFacts
     build: Build | None = None
@@ -231,7 +231,7 @@ class OpenSide:
         return f"{self.side.name} ({commit.sha[:7]}{' with changes' if commit.changes else ''})"
 
 
-def open_side(side: Side, workload: Workload, request: CompareRequest, builds: Builds | None = None) -> OpenSide:
+def open_side(side: PairSide, workload: Workload, request: CompareRequest, builds: Builds | None = None) -> OpenSide:
     """Chooses or builds what is launched. Raises UsageError, and MeasurementError where a build fails.
 
     Options that do not apply to this side are ignored; ``require_used`` refuses those that apply to neither.
@@ -255,7 +255,7 @@ def open_side(side: Side, workload: Workload, request: CompareRequest, builds: B
     return OpenSide(side, choice, side.facts(**more), build)
 
 
-def _target_options(side: Side, request: CompareRequest) -> TargetOptions:
+def _target_options(side: PairSide, request: CompareRequest) -> TargetOptions:
     """The options that apply to a side."""
     kind = _target_kind(side, request)
     names = [name for name, kinds in KINDS_OF.items() if kind in kinds and name in CompareRequest.model_fields]
@@ -263,7 +263,7 @@ def _target_options(side: Side, request: CompareRequest) -> TargetOptions:
     return TargetOptions(**{name: getattr(request, name) for name in names})
 
 
-def require_used(sides: Sequence[Side], request: CompareRequest) -> None:
+def require_used(sides: Sequence[PairSide], request: CompareRequest) -> None:
     """Raises UsageError for an option that applies to neither side, and for sides that cannot be measured in pairs."""
     kinds = {side.kind for side in sides}
     if RUN in kinds and len(kinds) > 1:
@@ -283,7 +283,7 @@ def require_used(sides: Sequence[Side], request: CompareRequest) -> None:
             raise UsageError(f"--{name.replace('_', '-')} goes with a side that is {what}: leave it out")
 
 
-def _target_kind(side: Side, request: CompareRequest) -> str:
+def _target_kind(side: PairSide, request: CompareRequest) -> str:
     if side.kind == RUN:
         return _TITLES[RUN]
     if side.kind == URL:
@@ -294,7 +294,7 @@ def _target_kind(side: Side, request: CompareRequest) -> str:
     return kind_of(request.target if side.kind == SET else None, command)
 
 
-def _with_settings(side: Side, workload: Workload, options: TargetOptions) -> ChosenTarget:
+def _with_settings(side: PairSide, workload: Workload, options: TargetOptions) -> ChosenTarget:
     """The target for the workload with the side's settings.
 
     Raises UsageError for a setting that is swept, unknown, or that the target does not have.
@@ -378,7 +378,7 @@ def _command(choice: ChosenTarget, build: Build | None = None) -> str | None:
     return choice.manifest.get("target")
 
 
-def _open_run(side: Side, workload: Workload) -> OpenSide:
+def _open_run(side: PairSide, workload: Workload) -> OpenSide:
     """A stored run. Raises UsageError if it is incomplete or of another workload."""
     run = RunFolder(Path(side.text).expanduser())
     manifest = run.manifest()
@@ -427,7 +427,7 @@ class PairedWorkload:
 
         A launch that fails is only reported: the pairs show whether the server ever starts. ``show``: gets what is
         being done; ``check``: may raise to end it. Raises UsageError for a command that does not take the settings, and
-        OutOfTimeError.
+        DeadlineError.
         """
         for side, opened in self.sides.items():
             if opened.choice.runs_already or (opened.build is not None and not opened.build.fresh):
@@ -476,7 +476,7 @@ def require_same_clock(base: OpenSide, candidate: OpenSide) -> None:
 
 
 def open_workloads(
-    sides: Mapping[str, Side],
+    sides: Mapping[str, PairSide],
     workloads: Sequence[Workload],
     request: CompareRequest,
     builds: Builds,

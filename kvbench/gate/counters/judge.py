@@ -34,7 +34,7 @@ _NOTES = 5
 
 
 @dataclass(frozen=True)
-class Commands:
+class GateCommands:
     """The commands that a verdict names, without files that are the default."""
 
     workload: Path = WORKLOAD
@@ -161,7 +161,7 @@ def judge(
     lock: CounterLock | None,
     first: Mapping[str, Replayed],
     second: Mapping[str, Replayed],
-    commands: Commands,
+    commands: GateCommands,
     candidate: Mapping[str, object],
 ) -> Verdict:
     """The verdict on all scenarios of ``workload`` and those that only the lock has.
@@ -210,7 +210,7 @@ def judge(
     )
 
 
-def _no_scenario(workload: CounterWorkload, commands: Commands) -> str:
+def _no_scenario(workload: CounterWorkload, commands: GateCommands) -> str:
     if not commands.only:
         return f"no scenario of {commands.workload} is in {commands.lock}"
     groups = Counter(name.partition("/")[0] for name in workload.names)
@@ -255,7 +255,7 @@ def _finding(name: str, outcome: str, *reasons: str) -> Finding:
     return Finding(f"{SUITE}/{name}", SUITE, name, outcome, f"{name}: {'; '.join(reasons)}")
 
 
-def _with_commands(result: ScenarioResult, commands: Commands) -> Finding:
+def _with_commands(result: ScenarioResult, commands: GateCommands) -> Finding:
     finding = result.finding
     if finding.outcome == PASS:
         return finding
@@ -318,7 +318,7 @@ def accept(workload: CounterWorkload, runs: Mapping[str, Replayed], path: Path, 
     Raises UsageError for a lock file that cannot be read: overwriting it would lose its log of reasons.
     """
     known = read_lock(path)
-    verdict = judge(workload, known, runs, runs, Commands(workload.path, path), {})
+    verdict = judge(workload, known, runs, runs, GateCommands(workload.path, path), {})
     same = (workload.name, workload.digest, list(COUNTERS))
     if known and verdict.outcome == PASS and (known.workload, known.workload_digest, known.counters) == same:
         return [f"nothing to accept: {path} says what this code counts"]

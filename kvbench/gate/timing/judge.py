@@ -30,7 +30,7 @@ import numpy as np
 
 from kvbench.common.stats import t_interval
 from kvbench.common.text import plural
-from kvbench.gate.timing.pairs import Hypotheses, Hypothesis, OneSided, PairTable, hypotheses
+from kvbench.gate.timing.pairs import HarmHypothesis, Hypotheses, OneSided, PairTable, hypotheses
 from kvbench.gate.timing.plan import BASE, CANDIDATE
 from kvbench.gate.timing.power import MOST_USEFUL, pairs_to_settle, seen_by
 from kvbench.gate.timing.rules import CELL, Look, TimingRules
@@ -59,6 +59,7 @@ class Judgement:
         return [finding for finding in self.findings if finding.change is not None]
 
 
+@np.errstate(over="ignore")  # a change beyond e^709 is infinite
 def judge(table: PairTable, rules: TimingRules, look_index: int) -> Judgement:
     """The verdict at look ``look_index`` (from 0). Raises ValueError for the pairs of another look."""
     look = rules.looks[look_index]
@@ -79,11 +80,11 @@ def _lost(one_sided: OneSided, table: PairTable, look: Look) -> Finding:
     having = CANDIDATE if lacking == BASE else BASE
     lost = f"{lacking} has no {metric.title} of {where}, {having} has"
     text = wording.sentence("lost", lost=lost, pairs="the one pair" if table.pairs == 1 else f"all {table.pairs} pairs")
-    hypothesis = Hypothesis(CELL, where, metric, one_sided.metric, (one_sided.cell,), (CELL,))
+    hypothesis = HarmHypothesis(CELL, where, metric, one_sided.metric, (one_sided.cell,), (CELL,))
     return replace(_finding(hypothesis, outcome, table), sentence=text)
 
 
-def _finding(hypothesis: Hypothesis, outcome: str, table: PairTable) -> Finding:
+def _finding(hypothesis: HarmHypothesis, outcome: str, table: PairTable) -> Finding:
     metric = hypothesis.metric
     return Finding(
         id=hypothesis.id,

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import numpy as np
+from pydantic import Field
 from scipy import stats
 
 from kvbench.common.records import Record
@@ -30,6 +31,7 @@ FEWEST_PAIRS = 4
 _SURE = 0.01  # a bias this improbable, over all hypotheses of the table, is one
 _LEVELS = {OVERALL: "over all cells", CLASS: "of a class", CELL: "of a cell"}
 
+Level = Literal["overall", "class", "cell"]
 ByLook = Mapping[int, float | None]
 """Pairs of a look -> a relative change for the worse; None where so few pairs show nothing."""
 
@@ -46,8 +48,8 @@ class Noise:
     """
 
     metric: str
-    level: str
-    stands_for: tuple[str, ...]
+    level: Level
+    stands_for: tuple[Level, ...]
     hypotheses: int
     sd: float
     worst: float
@@ -60,6 +62,11 @@ class Noise:
     margin: ByLook
     worst_margin: ByLook
 
+    def __post_init__(self) -> None:
+        looks = (self.detectable, self.worst_detectable, self.margin, self.worst_margin)
+        if not self.stands_for or any(each.keys() != self.detectable.keys() for each in looks):
+            raise ValueError("it has no level, or not the same looks for detectable and margin")
+
 
 class RunnerNoise(Record):
     """The noise of a runner, from ``pairs`` A/A pairs of ``cells`` cells, and how it was measured.
@@ -69,7 +76,7 @@ class RunnerNoise(Record):
 
     FORMAT: ClassVar[str] = "kvbench-noise/2"
 
-    pairs: int
+    pairs: int = Field(ge=1)
     cells: int
     each: tuple[Noise, ...]
     runner_class: str = ""

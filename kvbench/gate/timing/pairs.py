@@ -103,7 +103,7 @@ class PairTable:
 
 
 @dataclass(frozen=True)
-class Hypothesis:
+class HarmHypothesis:
     """The hypothesis that a metric became worse at a level, over ``cells`` (indices in the table).
 
     where: the name of the cell or the class, empty for overall
@@ -159,7 +159,7 @@ class Hypotheses:
     notes: what was left out
     """
 
-    each: tuple[Hypothesis, ...]
+    each: tuple[HarmHypothesis, ...]
     harm: np.ndarray
     notes: tuple[str, ...] = ()
 
@@ -175,7 +175,7 @@ def hypotheses(table: PairTable) -> Hypotheses:
     The hypothesis that remains then has the tightest of their margins, so that one cell is judged as strictly as the
     whole.
     """
-    made: list[Hypothesis] = []
+    made: list[HarmHypothesis] = []
     notes: list[str] = []
     one_sided = {(each.cell, each.metric) for each in table.one_sided}
     for index, metric in enumerate(table.metrics):
@@ -188,12 +188,12 @@ def hypotheses(table: PairTable) -> Hypotheses:
         cells = tuple(sorted(c for group in groups.values() for c in group))
         if len(cells) > 1:
             stands_for = (OVERALL, CLASS) if len(groups) == 1 else (OVERALL,)
-            made.append(Hypothesis(OVERALL, "", metric, index, cells, stands_for))
+            made.append(HarmHypothesis(OVERALL, "", metric, index, cells, stands_for))
         for name, group in groups.items():
             if len(groups) > 1 and len(group) > 1:
-                made.append(Hypothesis(CLASS, name, metric, index, tuple(group), (CLASS,)))
+                made.append(HarmHypothesis(CLASS, name, metric, index, tuple(group), (CLASS,)))
             stands_for = LEVELS if len(cells) == 1 else (CLASS, CELL) if len(group) == 1 else (CELL,)
-            made += [Hypothesis(CELL, table.cells[c], metric, index, (c,), stands_for) for c in group]
+            made += [HarmHypothesis(CELL, table.cells[c], metric, index, (c,), stands_for) for c in group]
     made.sort(key=lambda h: (LEVELS.index(h.level), h.metric_index, h.cells))
     harm = np.empty((table.pairs, len(made)))
     for i, h in enumerate(made):

@@ -17,6 +17,7 @@ from kvbench.gate.verdict.wording import is_number
 
 ROWS = 80  # of one panel, the worst
 _LABELS, _PLOT, _NUMBERS, _ROW, _HEAD, _FOOT = 300, 640, 230, 34, 26, 30  # px
+_FARTHEST = 1e12  # the largest change that has a place of its own
 _NAME, _LINES, _LINE = 42, 5, 16  # of a row's name: characters a line, lines at most, px a line
 _DOTS = {
     "pair": "A dot is one pair of fresh servers: the candidate against the base.",
@@ -52,13 +53,13 @@ class _Axis:
         for finding in findings:
             limits = (at for _, at in _thresholds(finding))
             values += filter(is_number, (*finding.series, *(finding.interval or ()), finding.change, *limits))
-        low, high = min(values), max(values)
+        low, high = (min(max(end, -_FARTHEST), _FARTHEST) for end in (min(values), max(values)))
         low, high = (low, high) if high - low > 1e-9 else (-0.001, 0.001)
         room = (high - low) * 0.04
         self.low, self.high, self.worse = low - room, high + room, wording.worse_sign(findings[0])
 
     def x(self, change: float) -> float:
-        share = (change - self.low) / (self.high - self.low)
+        share = (min(max(change, self.low), self.high) - self.low) / (self.high - self.low)
         return round(_LABELS + _PLOT * (share if self.worse > 0 else 1 - share), 1)
 
     def ticks(self) -> list[float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Iterable, Sequence
 
 from kvbench.common.text import data_size
@@ -68,6 +69,7 @@ SENTENCES = {
 }  # fmt: skip
 """Every sentence of the timing gate, as a template."""
 
+_IN_DIGITS, _LARGEST = 1e15, sys.float_info.max  # larger numbers are written with an exponent
 _SUITES = ("overall", "class", "cell")  # the wider first; others after them, as they came
 # What XML 1.0 cannot hold, escaped or not (https://www.w3.org/TR/xml/#charsets): control characters, lone surrogates.
 # C1 controls are left out too: a terminal may act on them.
@@ -106,9 +108,9 @@ def number(value: float | None) -> str:
     """Three significant figures, and all figures of a whole number: 0.00123, 12.3, 1,235."""
     if not is_number(value):
         return NONE
-    if float(value).is_integer() and abs(value) < 1e15:
+    if float(value).is_integer() and abs(value) < _IN_DIGITS:
         return f"{value:,.0f}"
-    if not 1e-4 <= abs(value) < 1e15:
+    if not 1e-4 <= abs(value) < _IN_DIGITS:
         return f"{value:.2e}"
     decimals = 2 - math.floor(math.log10(float(f"{abs(value):.2e}")))
     return f"{value:,.{max(0, decimals)}f}"
@@ -129,7 +131,9 @@ def percent(fraction: float | None, signed: bool = True, sign: str = " %") -> st
     """0.1012 -> +10.1 %: at most three significant figures, two decimals."""
     if not is_number(fraction):
         return NONE
-    hundredths = fraction * 100
+    hundredths = max(-_LARGEST, min(fraction * 100, _LARGEST))
+    if abs(hundredths) >= _IN_DIGITS:
+        return f"{hundredths:{'+' if signed else ''}.2e}{sign}"
     decimals = 0 if abs(hundredths) >= 99.95 else 1 if abs(hundredths) >= 9.995 else 2
     words = f"{hundredths:{'+' if signed else ''},.{decimals}f}"
     return (words.lstrip("+-") if float(words.replace(",", "")) == 0 else words) + sign

@@ -10,7 +10,7 @@ import pytest
 from kvbench.cli.gate import gate
 from kvbench.cli.run_guarded import guarded
 from kvbench.gate.limits import judge_canaries, judge_limits
-from kvbench.gate.policy import Limit
+from kvbench.gate.policy import GateLimit
 from kvbench.gate.verdict.verdict import FAIL, INVALID, PASS
 from kvbench.metrics.model import CanaryCounts
 from kvbench.runs.quality import QualityResult
@@ -93,7 +93,7 @@ def test_a_quantised_kv_whose_offline_rate_is_not_known_cannot_be_judged(quality
 
 def test_a_cell_without_canaries_has_no_finding_and_other_limits_on_a_wrong_one_say_why():
     assert judge(cell()) == ()
-    (finding,) = judge_limits(run(wrong(), workload={"name": "m"}), [Limit("metric", "p95_ttft_ms", high=1e6)])
+    (finding,) = judge_limits(run(wrong(), workload={"name": "m"}), [GateLimit("metric", "p95_ttft_ms", high=1e6)])
     assert finding.outcome == INVALID and "passkey-7" in finding.sentence
 
 
