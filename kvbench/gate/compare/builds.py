@@ -429,8 +429,7 @@ def _variables(folder: Path, how: str, *, importable: bool = True) -> dict[str, 
 def installed_versions(folder: Path, how: str) -> dict[str, str]:
     """The versions in the environment of the build in ``folder``.
 
-    Raises MeasurementError when its Python does not start, or would import our packages from elsewhere than its source:
-    then something else would be measured.
+    Raises MeasurementError when its Python does not start, or would import our packages from elsewhere than its source.
     """
     python, source = folder / "env" / "bin" / "python", folder / "source"
     env = {k: v for k, v in {**os.environ, **_variables(folder, how)}.items() if v is not None}

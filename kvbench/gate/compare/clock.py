@@ -20,13 +20,12 @@ class DeadlineError(Exception):
 class Clock:
     """The time that is left. ``began``, ``deadline`` [s, time.monotonic]; ``took`` [s]: by kind of work, each time."""
 
-    began: float = field(default_factory=lambda: monotonic())
+    began: float = field(default_factory=monotonic)
     deadline: float = math.inf
     took: dict[str, list[float]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, max_minutes: float | None) -> Clock:
-        """Begins now."""
         now = monotonic()
         return cls(now, math.inf if max_minutes is None else now + 60 * max_minutes)
 
@@ -38,11 +37,7 @@ class Clock:
     def left_s(self) -> float:
         return self.deadline - monotonic()
 
-    def check(self) -> None:
-        """Cuts work at hand. Raises DeadlineError."""
-        self.require(0.0)
-
-    def require(self, seconds: float) -> None:
+    def require(self, seconds: float = 0.0) -> None:
         """Raises DeadlineError where so much time is not left."""
         if seconds > self.left_s:
             raise DeadlineError

@@ -35,7 +35,6 @@ from kvbench.runs.server_info import ServerInfo
 KIND = "compare"
 LOCKSTEP, LAUNCHED, STORED_RUNS = "lockstep", "launched", "stored runs"
 TWINS = "twins"  # of older comparisons: they are judged, and not gone on with
-_Section = Mapping[str, Any] | None
 _WAY_OUT = "use the kvbench that measured it, or measure again"
 
 
@@ -123,7 +122,6 @@ class Gpu(Record):
     """A GPU, as ``kvbench.common.machine.gpus`` tells it."""
 
     model_config = ConfigDict(extra="allow")
-
     name: str
 
 
@@ -131,7 +129,6 @@ class Resumed(Record):
     """A time that measuring went on, the environment then, and what differed from before."""
 
     model_config = ConfigDict(extra="allow")
-
     at: str
     forced: bool = False
     differences: tuple[str, ...] = ()
@@ -212,18 +209,14 @@ class CompareFolder:
         """The comparison in ``path``. Raises UsageError."""
         return cls(path, cls(path).manifest().stored)
 
-    @property
-    def manifest_path(self) -> Path:
-        return self.path / MANIFEST
-
     def manifest(self) -> CompareManifest:
         """Raises UsageError when it is not of a comparison, cannot be read, or has another format."""
-        if self.manifest_path.is_file() and not is_comparison(self.path):
+        if (self.path / MANIFEST).is_file() and not is_comparison(self.path):
             raise UsageError(f"{self.path} is not the folder of a comparison: give one such as results/compare/<time>")
-        return read_record(CompareManifest, self.manifest_path, _WAY_OUT)
+        return read_record(CompareManifest, self.path / MANIFEST, _WAY_OUT)
 
     def write(self, manifest: CompareManifest) -> None:
-        write_record(self.manifest_path, manifest)
+        write_record(self.path / MANIFEST, manifest)
 
     def resume_command(self, subcommand: str) -> str:
         """The command that goes on with it, from the current folder."""

@@ -34,6 +34,9 @@ from kvbench.runs.resume import environment_differences
 from kvbench.runs.server_info import ServerInfo
 from kvbench.workload.file import Workload
 
+_EMPTY_AT_FIRST = (  # stored from the beginning
+    "order", "resumed", "voids", "void", "seconds", "pair_s", "pairs", "early_looks", "apart", "stopped", "ended",
+)  # fmt: skip
 _OF_A_BUILD = ("sha", "changes", "build", "environment")
 _NOT_RANDOM = (
     "stored runs, whose order was not random: the stated probabilities hold only if nothing but the candidate changed "
@@ -66,8 +69,6 @@ def new_comparison(
 ) -> CompareFolder:
     """A new folder with its manifest; ``given``: the workloads before the sides' own settings.
 
-    ``method``: how pairs are measured.
-
     Raises UsageError where it cannot be made, or stored runs are not comparable.
     """
     sides = workloads[0].sides
@@ -77,6 +78,9 @@ def new_comparison(
         raise UsageError(f"base and candidate differ: {'; '.join(differences)}; --force compares them all the same")
     running = any(side.choice.runs_already for each in workloads for side in each.sides.values())
     folder = CompareFolder(create_run(request.output_dir, KIND, git_state()["short_sha"]).path, stored)
+    resolved = {w.name: {side: dict(w.sides[side].choice.workload.resolved) for side in SIDES} for w in workloads}
+    named = {side: sides[side].facts.model_copy(update={"name": sides[side].name}) for side in SIDES}
+    empty = {name: CompareManifest.model_fields[name].default for name in _EMPTY_AT_FIRST}
     manifest = CompareManifest(
         kind=KIND,
         status="incomplete",
@@ -84,34 +88,21 @@ def new_comparison(
         method=method,
         command=["kvbench", *sys.argv[1:]],
         reproduce=reproduce_command(request, sides, subcommand),
-        base=sides["base"].facts.model_copy(update={"name": sides["base"].name}),
-        candidate=sides["candidate"].facts.model_copy(update={"name": sides["candidate"].name}),
-        workloads={
-            each.name: {side: dict(each.sides[side].choice.workload.resolved) for side in SIDES} for each in workloads
-        },
+        **named,
+        workloads=resolved,
         given=tuple(GivenWorkload(workload=dict(each.resolved), profile=each.profile) for each in given),
         cells=_cells(workloads),
         order_seed=secrets.randbits(32) if request.order_seed is None else request.order_seed,
-        order={},
-        options=request.for_any_folder(pinned(sides["base"]), pinned(sides["candidate"])),
+        options=request.for_any_folder(*(pinned(sides[side]) for side in SIDES)),
         policy=policy.stored(),
         stored={side: path.resolve() for side, path in stored.items()},
         servers={side: {} for side in SIDES},
         differences=tuple(differences),
         notes=(*notes, *(note for each in workloads for note in each.notes)),
         doubt=_NOT_RANDOM if stored else _ONE_LAUNCH if running else None,
-        resumed=(),
-        voids=(),
-        void=None,
-        seconds=(),
-        pair_s=0.0,
-        pairs=0,
-        early_looks=(),
-        apart={},
         lockstep=LockstepFacts() if method == LOCKSTEP else None,
-        stopped=None,
         started=utc_now(),
-        ended=None,
+        **empty,
         **environment(),
     )
     folder.write(manifest)
@@ -172,10 +163,8 @@ def stored_differences(stored: Mapping[str, Path], workloads: Sequence[PairedWor
     then, now = (RunFolder(stored[side]).manifest() for side in SIDES)
     found, _ = environment_differences({**then.to_json(), "git": {}}, now.to_json())
     for match in (match for each in workloads for match in each.matches):
-        base, candidate = (
-            manifest.servers.get(match.of(side).config_id, ServerInfo())
-            for side, manifest in zip(SIDES, (then, now), strict=True)
-        )
+        base = then.servers.get(match.base.config_id, ServerInfo())
+        candidate = now.servers.get(match.candidate.config_id, ServerInfo())
         found += server_differences(base, candidate, varied_settings(match))
     folder, cells = CompareFolder(Path(), stored), _cells(workloads)
     for repeat in range(1, folder.whole_pairs(cells) + 1):
@@ -234,13 +223,12 @@ def record_server(
 
 def request_differences(folder: CompareFolder, cells: Sequence[PairedCell], pair: int) -> list[str]:
     """The cells whose two loads of a pair had different requests."""
-    found = []
+    different = []
     for cell in cells:
         loads = [folder.done(cell, side, pair) for side in SIDES]
-        given = {load.requests_sha256 for load in loads if load and load.requests_sha256}
-        if len(given) > 1:
-            found.append(f"requests of {cell.name}")
-    return found
+        if len({load.requests_sha256 for load in loads if load and load.requests_sha256}) > 1:
+            different.append(f"requests of {cell.name}")
+    return different
 
 
 def require_same_requests(folder: CompareFolder, manifest: CompareManifest, pair: int, *, force: bool) -> None:

@@ -99,7 +99,6 @@ class PairSide:
         return parse_settings(self.text) if self.kind == SET else {}
 
     def facts(self, **more: Any) -> SideFacts:
-        """The facts for a manifest, with ``more`` that is known of it."""
         return SideFacts(kind=self.kind, text=self.text, name=self.name, settings=self.settings, **more)
 
 
@@ -177,8 +176,7 @@ def _why_nothing(text: str, repo: Path) -> str:
     if (top := top_folder(repo)) is None:
         return f"not a git ref, since {repo} is no git repository (--repo PATH names one)"
     refs = git(top, "for-each-ref", "--format=%(refname:short)", "refs/heads", "refs/remotes", "refs/tags").split()
-    near = nearest(text, refs)
-    return f"no git ref of {top}" + (f" (did you mean {near[0]}?)" if near else "")
+    return f"no git ref of {top}" + "".join(f" (did you mean {near}?)" for near in nearest(text, refs)[:1])
 
 
 def parse_settings(text: str) -> Settings:
@@ -201,10 +199,7 @@ def parse_settings(text: str) -> Settings:
 
 @dataclass(frozen=True)
 class OpenSide:
-    """A side with what is launched for it.
-
-    ``facts``: for the manifest. ``build``: of a ref. ``stored``: the folder of a stored run.
-    """
+    """A side with what is launched for it; ``build``: of a ref; ``stored``: the folder of a stored run."""
 
     side: PairSide
     choice: ChosenTarget
@@ -238,8 +233,10 @@ def open_side(side: PairSide, workload: Workload, request: CompareRequest, build
     """
     if side.kind == RUN:
         return _open_run(side, workload)
-    options = _target_options(side, request)
-    build = None
+    kind = _target_kind(side, request)
+    names = [name for name, kinds in KINDS_OF.items() if kind in kinds and name in CompareRequest.model_fields]
+    names += [name for name in ("target", "serve_cmd") if side.kind in _KINDS_OF[name]]
+    options, build = TargetOptions(**{name: getattr(request, name) for name in names}), None
     if side.kind == REF:
         build = (builds or Builds()).build(find_commit(request.repository, side.text))
         choice = _of_build(build, workload, options)
@@ -248,19 +245,12 @@ def open_side(side: PairSide, workload: Workload, request: CompareRequest, build
     else:
         named = {"target" if side.kind == URL else "serve_cmd": side.text}
         choice = choose_target(workload, dataclasses.replace(options, **named))
-    more = build.facts() if build else {}
-    more |= {"command": _command(choice, build), "target": dict(choice.manifest)}
-    if build is None and _is_builtin(choice):
+    more = {"command": _command(choice, build), "target": dict(choice.manifest)}
+    if build is not None:
+        more |= build.facts()
+    elif _is_builtin(choice):
         more |= {"git": git_state(REPOSITORY), "versions": versions()}
     return OpenSide(side, choice, side.facts(**more), build)
-
-
-def _target_options(side: PairSide, request: CompareRequest) -> TargetOptions:
-    """The options that apply to a side."""
-    kind = _target_kind(side, request)
-    names = [name for name, kinds in KINDS_OF.items() if kind in kinds and name in CompareRequest.model_fields]
-    names += [name for name in ("target", "serve_cmd") if side.kind in _KINDS_OF[name]]
-    return TargetOptions(**{name: getattr(request, name) for name in names})
 
 
 def require_used(sides: Sequence[PairSide], request: CompareRequest) -> None:
@@ -331,14 +321,12 @@ def _of_build(build: Build, workload: Workload, options: TargetOptions) -> Chose
             f"{build.commit.repo} is not kvbench's own engine, so how it is launched has to be said: --serve-cmd with "
             "{python} or {worktree} for what was built, and {port}"
         )
-    launched = (str(build.python), *_SERVER)
-    limit_s = options.start_timeout or _START_S
-    return ChosenTarget(
-        workload,
-        lambda: BuiltinTarget(command=launched, start_timeout_s=limit_s, env=build.env, form=workload.load.form),
-        check_configuration,
-        TargetOptions().manifest("kvbench", shared=True),
-    )
+    launched, limit_s = (str(build.python), *_SERVER), options.start_timeout or _START_S
+
+    def make() -> Target:
+        return BuiltinTarget(command=launched, start_timeout_s=limit_s, env=build.env, form=workload.load.form)
+
+    return ChosenTarget(workload, make, check_configuration, TargetOptions().manifest("kvbench", shared=True))
 
 
 def _is_builtin(choice: ChosenTarget) -> bool:
@@ -367,7 +355,7 @@ def _env_words(build: Build) -> str:
     return shlex.join(["env", *gone, *(f"{name}={value}" for name, value in build.env.items() if value is not None)])
 
 
-def _command(choice: ChosenTarget, build: Build | None = None) -> str | None:
+def _command(choice: ChosenTarget, build: Build | None) -> str | None:
     """The launch command without the engine's flags, for the manifest."""
     if command := choice.manifest.get("serve_cmd"):
         return str(command)
@@ -416,12 +404,7 @@ class PairedWorkload:
         return [*found, same] if same else found
 
     def compile(
-        self,
-        folder: Path,
-        say: Callable[[str], None],
-        show: Callable[[str], None],
-        check: Callable[[], None],
-        clock: Clock,
+        self, folder: Path, say: Callable[..., None], show: Callable[..., None], check: Callable[[], None], clock: Clock
     ) -> None:
         """Launches each configuration of a side that may compile at its first launch, so that no pair includes that.
 
@@ -465,58 +448,46 @@ def same_sides(base: OpenSide, candidate: OpenSide) -> str | None:
     return f"{what}: this is an A/A comparison, and any difference is noise" if same else None
 
 
-def require_same_clock(base: OpenSide, candidate: OpenSide) -> None:
-    """Raises UsageError where only one of two stored runs is simulated: a prediction is no baseline."""
-    simulated = [side.name for side in (base, candidate) if side.facts.simulated]
-    if len(simulated) == 1:
-        raise UsageError(
-            f"{simulated[0]} is simulated and the other run was measured: compare two simulated runs or two measured "
-            "ones (`kvbench report A B` puts a prediction beside a measurement)"
-        )
-
-
 def open_workloads(
-    sides: Mapping[str, PairSide],
-    workloads: Sequence[Workload],
-    request: CompareRequest,
-    builds: Builds,
-    held: ExitStack,
+    sides: Mapping[str, PairSide], given: Sequence[Workload], request: CompareRequest, builds: Builds, held: ExitStack
 ) -> tuple[PairedWorkload, ...]:
     """Opens both sides of every workload and pairs their cells; ``held`` closes them.
 
     Raises UsageError, and MeasurementError where a build fails.
     """
     require_used(list(sides.values()), request)
-    names = [workload.name for workload in workloads]
+    names = [workload.name for workload in given]
     if doubled := sorted({name for name in names if names.count(name) > 1}):
         raise UsageError(
             f"two workloads are called {doubled[0]!r}: they need different names, so change `name:` in one"
         )
     paired = []
-    for workload in workloads:
+    for workload in given:
         opened, designs, capacity = {}, {}, {}
         for name in SIDES:
             # Its own copy: what one side's target settles must not reach the other's.
             own = dataclasses.replace(workload, resolved=copy.deepcopy(dict(workload.resolved)))
             opened[name] = open_side(sides[name], own, request, builds)
             held.callback(opened[name].choice.close)
-        require_same_clock(*(opened[name] for name in SIDES))
+        simulated = [side.name for side in opened.values() if side.facts.simulated]
+        if len(simulated) == 1:  # a prediction is no baseline
+            raise UsageError(
+                f"{simulated[0]} is simulated and the other run was measured: compare two simulated runs or two "
+                "measured ones (`kvbench report A B` puts a prediction beside a measurement)"
+            )
         for name, side in opened.items():
-            designs[name], capacity[name] = _design(side, request.only)
+            choice = side.choice
+            if side.stored is not None:
+                measured = measured_design(RunFolder(side.stored), choice.workload)
+                designs[name], capacity[name] = select(measured, request.only), {}
+            else:
+                designs[name], _ = choice.plan(request.only)
+                capacity[name] = preflight(choice.workload, designs[name], choice.check).capacity
         matches = match_designs(workload.name, designs[BASE], designs[CANDIDATE])
         paired.append(PairedWorkload(workload.name, opened, matches, capacity))
     if not any(each.matches for each in paired):
         raise UsageError(f"{' and '.join(names)}: there is no cell to compare")
     return tuple(paired)
-
-
-def _design(side: OpenSide, only: Sequence[str]) -> tuple[Design, Mapping[str, Capacity]]:
-    """The side's cells, and the capacity of each configuration. Raises UsageError for one that cannot be launched."""
-    choice = side.choice
-    if side.stored is not None:
-        return select(measured_design(RunFolder(side.stored), choice.workload), only), {}
-    design, _ = choice.plan(only)
-    return design, preflight(choice.workload, design, choice.check).capacity
 
 
 def measured_design(run: RunFolder, workload: Workload) -> Design:
@@ -532,10 +503,9 @@ def measured_design(run: RunFolder, workload: Workload) -> Design:
     cells: list[Cell] = []
     for config_id in sorted(planned, key=lambda each: ids.index(each) if each in ids else len(ids)):
         path = run.cell(min(planned[config_id])) / "summary.json"
-        summary = read_record(CellSummary, path, "measure the run again") if path.is_file() else CellSummary()
-        configuration = Configuration(
-            config_id, summary.label or config_id, summary.settings, summary.varied, summary.is_baseline
-        )
+        stored = read_record(CellSummary, path, "measure the run again") if path.is_file() else CellSummary()
+        label = stored.label or config_id
+        configuration = Configuration(config_id, label, stored.settings, stored.varied, stored.is_baseline)
         made = [Cell(f"{config_id}-{load.load_id}", configuration, load) for load in workload.load_points]
         cells += [cell for cell in made if cell.cell_id in planned[config_id]]
     return Design(tuple({cell.configuration.config_id: cell.configuration for cell in cells}.values()), tuple(cells))
