@@ -71,10 +71,16 @@ def judge_sweep(results: Path, policy: Policy, *, force: bool = False) -> Verdic
     if not run.cells:
         why = f"nothing was compared: {run.folder} has no finished cell; go on with `{_resume(run)}`"
         return _verdict(run, policy, EMPTY, why, ())
-    doubt = None if quality is None or force else _code_difference(run, quality)
+    doubt = None
+    if quality is not None and not force and (different := quality.differs_from(run.manifest)):
+        doubt = (
+            f"measured with other code, versions or weights than the run ({'; '.join(different)}): run "
+            f"`kvbench quality {run.folder}` with what the run has, measure the run again with what is here, or add "
+            "--force to take it"
+        )
     findings = (
         *_judge_completeness(run),
-        *judge_canaries(run, quality, doubt),
+        *(judge_canaries(run, cell, quality, doubt) for cell in run.cells if cell.canaries.sent),
         *judge_limits(run, policy.limits, quality, doubt),
     )
     outcome = worst([finding.outcome for finding in findings])
@@ -103,23 +109,29 @@ def judge_limits(
 
     ``quality``: of this run; ``doubt``: why it does not belong to it.
     """
-    judges = {"metric": _judge_metric, "ratio": _judge_ratio}
-    found, seen = [], Counter[str]()
+    findings, seen = [], Counter[str]()
     for limit in limits:
-        made = judges[limit.kind](run, limit) if limit.kind in judges else _judge_quality(run, limit, quality, doubt)
+        cells = [cell for cell in run.cells if matches(_name(run, cell), limit.cells)]
+        if limit.kind == "ratio":
+            made = _judge_ratio(run, limit)
+        elif limit.kind == "metric":
+            made = [_judge_cell(run, cell, limit) for cell in cells]
+        else:
+            configurations = dict.fromkeys(cell.config_id for cell in cells)
+            made = [_judge_quality(run, limit, config_id, quality, doubt) for config_id in configurations]
+        if not made:
+            globs, ids = ", ".join(limit.cells), ", ".join(cell.cell_id for cell in run.cells)
+            why = f"no cell of this run fits {globs}; correct the globs or remove the limit: it has {ids}"
+            made = [_invalid(limit, f"{run.workload} ({globs})", why)]
         for finding in made:
             seen[finding.id] += 1
             same = seen[finding.id]
-            found.append(finding if same == 1 else replace(finding, id=f"{finding.id} ({same})"))
-    return tuple(found)
+            findings.append(finding if same == 1 else replace(finding, id=f"{finding.id} ({same})"))
+    return tuple(findings)
 
 
-def judge_canaries(run: Run, quality: QualityResult | None, doubt: str | None) -> tuple[Finding, ...]:
-    """Judges each cell that had canaries. ``quality``: of this run; ``doubt``: why it does not belong to it."""
-    return tuple(_judge_canaries_of(run, cell, quality, doubt) for cell in run.cells if cell.canaries.sent)
-
-
-def _judge_canaries_of(run: Run, cell: MeasuredCell, quality: QualityResult | None, doubt: str | None) -> Finding:
+def judge_canaries(run: Run, cell: MeasuredCell, quality: QualityResult | None, doubt: str | None) -> Finding:
+    """Judges a cell that had canaries. ``quality``: of this run; ``doubt``: why it does not belong to it."""
     counts, where = cell.canaries, _name(run, cell)
     if cell.wrong_answers:
         outcome, sentence = FAIL, and_more(cell.wrong_answers, _MOST_REASONS, "; ")
@@ -168,9 +180,8 @@ def _judge_completeness(run: Run) -> list[Finding]:
     """A finding where the run is incomplete or could not be read whole."""
     wrong = []
     if run.missing:
-        wrong.append(
-            f"{plural(len(run.missing), 'cell')} without a finished load ({and_more(run.missing, _MOST_NAMED)})"
-        )
+        cells = plural(len(run.missing), "cell")
+        wrong.append(f"{cells} without a finished load ({and_more(run.missing, _MOST_NAMED)})")
     if run.short:
         wrong.append(f"too few repeats ({and_more(run.short, _MOST_NAMED)})")
     if not wrong and run.status != "complete":
@@ -182,11 +193,6 @@ def _judge_completeness(run: Run) -> list[Finding]:
         what, sentence = "complete run", f"the run is incomplete: {' and '.join(wrong)}; go on with `{_resume(run)}`"
     name, title = f"{SUITE}/{run.workload}/{what}", f"{what} of {run.workload}"
     return [Finding(name, SUITE, title, INVALID, sentence, details=tuple(run.problems))]
-
-
-def _judge_metric(run: Run, limit: GateLimit) -> list[Finding]:
-    cells = [cell for cell in run.cells if matches(_name(run, cell), limit.cells)]
-    return [_judge_cell(run, cell, limit) for cell in cells] or [_no_cell(run, limit)]
 
 
 def _judge_cell(run: Run, cell: MeasuredCell, limit: GateLimit) -> Finding:
@@ -246,37 +252,30 @@ def _judge_pair(run: Run, limit: GateLimit, a: MeasuredCell, b: MeasuredCell) ->
         "repeat, not that of these two",
     ]
     window = metric_names.window_of(limit.what, a, b)
-    found = _hold(limit, where, ratios, "", details, of=" of the paired ratios", window=window)
-    assert found.candidate is not None
-    return replace(
-        found,
-        change=found.candidate - 1,
-        figures={f"{name}_ratio": bound for name, bound in found.figures.items()},
-        series=tuple(value - 1 for value in ratios),
-    )
+    held = _hold(limit, where, ratios, "", details, window)
+    bounds = {f"{name}_ratio": bound for name, bound in held.figures.items()}
+    series = tuple(value - 1 for value in ratios)
+    return replace(held, change=held.candidate - 1, figures=bounds, series=series)
 
 
-def _judge_quality(run: Run, limit: GateLimit, quality: QualityResult | None, doubt: str | None) -> list[Finding]:
-    """A finding for each configuration with a cell that the limit names."""
-    cells = [cell for cell in run.cells if matches(_name(run, cell), limit.cells)]
-    found = []
-    for config_id in dict.fromkeys(cell.config_id for cell in cells):
-        where = f"{run.workload}/{config_id}"
-        figures = quality.configurations.get(config_id) if quality is not None else None
-        value = _quality_figure(figures, limit.what) if figures else None
-        if quality is None or figures is None or value is None:
-            found.append(_invalid(limit, where, _no_quality(run)))
-        elif doubt:
-            found.append(_invalid(limit, where, doubt))
-        elif limit.what == WITHIN and quality.random_weights:
-            found.append(_invalid(limit, where, quality.note))
-        else:
-            details = [f"over {figures.positions or 0:,} positions; weights: {quality.weights}"]
-            if limit.what == WITHIN:
-                found.append(_within(limit, where, figures.outside, details))
-            else:
-                found.append(_hold(limit, where, [value], _quality_unit(limit), details))
-    return found or [_no_cell(run, limit)]
+def _judge_quality(
+    run: Run, limit: GateLimit, config_id: str, quality: QualityResult | None, doubt: str | None
+) -> Finding:
+    where = f"{run.workload}/{config_id}"
+    figures = quality.configurations.get(config_id) if quality is not None else None
+    value = _quality_figure(figures, limit.what) if figures else None
+    if quality is None or figures is None or value is None:
+        code = run.manifest.git.short_sha or run.manifest.git.sha
+        which = f" with the code of the run (commit {code}; other code needs --force here)" if code else ""
+        why = f"not measured: run `kvbench quality {run.folder}`{which}; it takes minutes on a CPU"
+        return _invalid(limit, where, why)
+    if doubt or (limit.what == WITHIN and quality.random_weights):
+        return _invalid(limit, where, doubt or quality.note)
+    details = [f"over {figures.positions or 0:,} positions; weights: {quality.weights}"]
+    if limit.what == WITHIN:
+        return _within(limit, where, figures.outside, details)
+    unit = "share" if limit.what in _SHARES else "nats" if limit.kind == "kld" else ""
+    return _hold(limit, where, [value], unit, details)
 
 
 def _quality_figure(figures: ConfigurationFigures, what: str) -> float | None:
@@ -287,10 +286,6 @@ def _quality_figure(figures: ConfigurationFigures, what: str) -> float | None:
         pool = figures.full_pool
         return float(pool.passkey_asked - pool.passkey_right) if pool else None
     return figures.value(_PATHS.get(what, what))
-
-
-def _quality_unit(limit: GateLimit) -> str:
-    return "share" if limit.what in _SHARES else "nats" if limit.kind == "kld" else ""
 
 
 def _within(limit: GateLimit, where: str, outside: Sequence[str], details: Sequence[str]) -> Finding:
@@ -311,37 +306,14 @@ def _within(limit: GateLimit, where: str, outside: Sequence[str], details: Seque
     )
 
 
-def _no_quality(run: Run) -> str:
-    code = run.manifest.git.short_sha or run.manifest.git.sha
-    which = f" with the code of the run (commit {code}; other code needs --force here)" if code else ""
-    return f"not measured: run `kvbench quality {run.folder}`{which}; it takes minutes on a CPU"
-
-
-def _code_difference(run: Run, quality: QualityResult) -> str | None:
-    """Says why a quality does not belong to the run: it was measured with other code, versions or weights."""
-    different = quality.differs_from(run.manifest)
-    if not different:
-        return None
-    return (
-        f"measured with other code, versions or weights than the run ({'; '.join(different)}): run "
-        f"`kvbench quality {run.folder}` with what the run has, measure the run again with what is here, or add "
-        "--force to take it"
-    )
-
-
 def _hold(
-    limit: GateLimit,
-    where: str,
-    values: Sequence[float],
-    unit: str,
-    details: Sequence[str],
-    of: str = "",
-    window: str = "",
+    limit: GateLimit, where: str, values: Sequence[float], unit: str, details: Sequence[str], window: str = ""
 ) -> Finding:
     """The finding on the median of ``values``, or on the worst if each is limited.
 
-    ``of``: what they are; ``window``: which part of the loads they are of, where that is not the usual one.
+    ``window``: which part of the loads they are of, where that is not the usual one.
     """
+    of = " of the paired ratios" if limit.kind == "ratio" else ""
     judged = max(values, key=limit.excess) if limit.every else statistics.median(values)
     broken = limit.excess(judged) > 0
     which = ("the worst repeat has " if limit.every else f"the median{of} is ") if len(values) > 1 else ""
@@ -367,12 +339,6 @@ def _hold(
 def _invalid(limit: GateLimit, where: str, why: str) -> Finding:
     about = _about(limit, where)
     return Finding(f"{SUITE}/{where}/{limit.label}", SUITE, about, INVALID, f"{about}: {why}", metric=limit.what)
-
-
-def _no_cell(run: Run, limit: GateLimit) -> Finding:
-    globs, cells = ", ".join(limit.cells), ", ".join(cell.cell_id for cell in run.cells)
-    why = f"no cell of this run fits {globs}; correct the globs or remove the limit: it has {cells}"
-    return _invalid(limit, f"{run.workload} ({globs})", why)
 
 
 def _unmeasured(cell: MeasuredCell, what: str) -> str:
@@ -424,16 +390,11 @@ def _verdict(
         sentence = f"simulated: {sentence}"
         facts |= {"workload": title(run), "simulated": on_what(run)}
     words = ["kvbench", "gate", str(run.folder), *(["--policy", str(policy.source)] if policy.source else [])]
-    return Verdict(
-        "limits",
-        outcome,
-        sentence,
-        tuple(findings),
-        candidate={"name": f"{run.workload}/{run.folder.name}", "sha": manifest.git.sha, "command": command},
-        reproduce=shlex.join(words),
-        notes=tuple(notes),
-        facts={key: value for key, value in facts.items() if value is not None},
-    )
+    facts = {key: value for key, value in facts.items() if value is not None}
+    judged = {"name": f"{run.workload}/{run.folder.name}", "sha": manifest.git.sha, "command": command}
+    reproduce = shlex.join(words)
+    told = {"candidate": judged, "reproduce": reproduce, "notes": tuple(notes), "facts": facts}
+    return Verdict("limits", outcome, sentence, tuple(findings), **told)
 
 
 def sweep_benchmarks(summary_csv: Path, workload: str) -> list[Benchmark]:

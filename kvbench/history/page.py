@@ -48,7 +48,7 @@ def page(view: View) -> str:
 
 
 def _drift_tables(view: View) -> list[tuple[str, bool, list[tuple[str, ...]]]]:
-    """(title, whether it is open, rows) for each outcome that there is, the largest change for the worse first."""
+    """Makes (title, whether it is open, rows) of each call that there is, the largest change for the worse first."""
     tables = []
     for call, call_words in WORDS.items():
         some = [trend for trend in view.trends if trend.drift and trend.drift.comparison.call == call]
@@ -84,11 +84,10 @@ _TICKS = 4
 def _drawings(group: Sequence[Trend], key: str) -> list[Drawing]:
     """A figure for every metric of one workload on one machine; ``key`` makes their names unique on the page."""
     runs = sorted({p.run for t in group for p in t.series.points}, key=lambda run: (run.started, run.name))
-    figures = dict.fromkeys(trend.series.figure for trend in group)
-    return [
-        _drawing([trend for trend in group if trend.series.figure == shown], runs, f"{key}-{shown.name}")
-        for shown in figures
-    ]
+    panels: dict[Figure, list[Trend]] = {}
+    for trend in group:
+        panels.setdefault(trend.series.figure, []).append(trend)
+    return [_drawing(trends, runs, f"{key}-{shown.name}") for shown, trends in panels.items()]
 
 
 def _drawing(panels: Sequence[Trend], runs: Sequence[StoredRun], key: str) -> Drawing:
@@ -96,9 +95,13 @@ def _drawing(panels: Sequence[Trend], runs: Sequence[StoredRun], key: str) -> Dr
     shown, columns = panels[0].series.figure, min(_COLUMNS, len(panels))
     rows = -(-len(panels) // columns)
     height = rows * _PANEL + _AROUND
+    titles = [safe(trend.cell) for trend in panels]
+    for index, trend in enumerate(panels):
+        if trend.is_worse:
+            titles[index] += f" · {change_text(trend.drift.change)} since the release"
     figure = make_subplots(
         rows=rows, cols=columns, horizontal_spacing=0.07, vertical_spacing=_BETWEEN / height if rows > 1 else 0,
-        subplot_titles=[_panel_title(trend) for trend in panels],
+        subplot_titles=titles,
     )  # fmt: skip
     at = {run: float(index) for index, run in enumerate(runs)}
     in_legend: set[str] = set()
@@ -179,10 +182,6 @@ def _range(trend: Trend) -> list[float]:
     span = max((high - low) * 1.16, 2 * NARROWEST * abs(statistics.median(values))) or 1.0
     middle = (low + high) / 2
     return [middle - span / 2, middle + span / 2]
-
-
-def _panel_title(trend: Trend) -> str:
-    return safe(trend.cell) + (f" · {change_text(trend.drift.change)} since the release" if trend.is_worse else "")
 
 
 def _hover(shown: Figure, point: TrendPoint) -> str:

@@ -112,8 +112,7 @@ def view(paths: Sequence[Path], selection: Selection) -> View:
     releases = find_releases(runs, selection.release) if runs else Releases()
     chosen = [series for series in all_series(runs) if selection.selects(series.key)]
     definitions: dict[tuple[object, ...], set[str]] = {}
-    for series in chosen:
-        key = series.key
+    for key in (series.key for series in chosen):
         definitions.setdefault((key.workload, key.place, key.cell), set()).add(key.definition)
     trends: dict[SeriesKey, Trend] = {}
     for series in chosen:
@@ -139,16 +138,14 @@ def view(paths: Sequence[Path], selection: Selection) -> View:
 def _compare_one_window(trends: dict[SeriesKey, Trend]) -> None:
     """Keeps the drift of the steady window if release and newest run have one, else that of the whole run of both."""
     for key, whole in trends.items():
-        steady = trends.get(key.of_steady())
-        if steady is None or steady is whole or not (steady.drift and whole.drift):
-            continue
-        ends = [(drift.release.run, drift.last.run) for drift in (steady.drift, whole.drift)]
-        left_out = whole if ends[0] == ends[1] else steady
-        trends[left_out.series.key] = dataclasses.replace(left_out, drift=None)
+        steady = trends.get(key.of_steady(), whole)
+        if steady is not whole and steady.drift and whole.drift:
+            first, second = ((drift.release.run, drift.last.run) for drift in (steady.drift, whole.drift))
+            left_out = whole if first == second else steady
+            trends[left_out.series.key] = dataclasses.replace(left_out, drift=None)
 
 
 def value_text(shown: Figure, value: float) -> str:
-    """The value with its unit."""
     return shown.text(value) + (" tok/s" if shown.unit == "tokens/s" else "")
 
 
@@ -210,13 +207,8 @@ def legend(view: View) -> list[str]:
 
 def as_dict(view: View) -> dict[str, Any]:
     """Everything shown, for programs."""
-    return {
-        "format": "kvbench-history/2",
-        "runs": len(view.runs),
-        "series": [_as_dict(trend) for trend in view.trends],
-        "drift": view.drift_sentence,
-        "notes": list(view.notes),
-    }
+    shown = {"series": [_as_dict(trend) for trend in view.trends], "drift": view.drift_sentence}
+    return {"format": "kvbench-history/2", "runs": len(view.runs), **shown, "notes": list(view.notes)}
 
 
 def _as_dict(trend: Trend) -> dict[str, Any]:

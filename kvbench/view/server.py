@@ -119,7 +119,7 @@ def _runs_page(workspace: Workspace, request: Request, error: str = "") -> str:
 
 
 def _found(find: Callable):
-    """What ``find`` returns; its UsageError as an answer with status 404."""
+    """Returns what ``find`` does; its UsageError becomes an answer with status 404."""
     try:
         return find()
     except UsageError as error:

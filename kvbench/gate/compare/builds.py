@@ -110,16 +110,13 @@ class Build:
 
     @property
     def env(self) -> dict[str, str | None]:
-        """Environment variables for a server of this build (None: unset)."""
         return _variables(self.folder, self.how)
 
     @property
     def digest(self) -> str:
-        """A digest of the installed versions."""
         return _sha256(sorted(self.versions.items()))[:16]
 
     def facts(self) -> dict[str, object]:
-        """What a manifest keeps of it."""
         return asdict(self.commit) | {
             "repo": str(self.commit.repo),
             "short_sha": self.commit.sha[:7],

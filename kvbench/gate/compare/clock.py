@@ -20,7 +20,7 @@ class DeadlineError(Exception):
 class Clock:
     """The time that is left. ``began``, ``deadline`` [s, time.monotonic]; ``took`` [s]: by kind of work, each time."""
 
-    began: float = field(default_factory=monotonic)
+    began: float = field(default_factory=lambda: monotonic())
     deadline: float = math.inf
     took: dict[str, list[float]] = field(default_factory=dict)
 

@@ -50,7 +50,6 @@ def read_values(
 def read_table(
     folder: CompareFolder, cells: Sequence[PairedCell], rules: TimingRules, pairs: Sequence[int]
 ) -> PairTable:
-    """Reads pairs as a table. Raises ValueError where they cannot be compared."""
     values, names = read_values(folder, cells, rules.metrics, pairs), [cell.name for cell in cells]
     classes = [rules.class_of(name) for name in names]
     return PairTable.from_values(values[BASE], values[CANDIDATE], names, classes, rules.metrics)
@@ -193,7 +192,6 @@ def _end_notes(folder: CompareFolder, manifest: CompareManifest, pairs: int, *, 
 
 
 def _with_full_titles(rules: TimingRules, manifest: CompareManifest) -> TimingRules:
-    """Adds the clock of times to the titles of metrics, and whether a throughput is of the whole run."""
     metrics, clock = [], _CLOCK_NAMES.get(manifest.method, "")
     for metric in rules.metrics:
         window = f" ({words})" if (words := window_of(metric.name)) else ""

@@ -192,7 +192,6 @@ class CompareManifest(Record):
 
 
 def is_comparison(path: Path) -> bool:
-    """Tests whether the folder is of a comparison."""
     manifest = read_json(path / MANIFEST) if (path / MANIFEST).is_file() else None
     return isinstance(manifest, dict) and manifest.get("kind") == KIND
 
@@ -238,7 +237,6 @@ class CompareFolder:
         return read_record(LoadResult, self.load(cell, side, pair) / DONE, _WAY_OUT) if is_done else None
 
     def counters(self, cell: PairedCell, side: str, pair: int) -> Mapping[str, float | None]:
-        """The server's counters over a load. Raises UsageError."""
         path = self.load(cell, side, pair) / "counters.json"
         return read_record(ServerCounters, path, _WAY_OUT).model_extra or {}
 

@@ -60,7 +60,6 @@ class CompareRequest(Record):
 
     @property
     def repository(self) -> Path:
-        """The repository that git refs are looked for in."""
         return self.repo or REPOSITORY
 
     def for_any_folder(self, base: str, candidate: str) -> StoredRequest:
@@ -70,7 +69,6 @@ class CompareRequest(Record):
         return StoredRequest(**self.fields() | paths | {"workloads": workloads, "base": base, "candidate": candidate})
 
     def words(self, subcommand: str, sides: Sequence[str]) -> list[str]:
-        """The command that asks for it, with ``sides`` as its arguments."""
         words = ["kvbench", subcommand, *sides]
         for name in _REPEATED:
             value, flag = getattr(self, name), _FLAGS.get(name, f"--{name.replace('_', '-')}")

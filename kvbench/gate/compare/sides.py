@@ -350,7 +350,6 @@ def built_command(text: str, build: Build) -> str:
 
 
 def _env_words(build: Build) -> str:
-    """The ``env`` command that sets the build's variables."""
     gone = [word for name, value in build.env.items() if value is None for word in ("-u", name)]
     return shlex.join(["env", *gone, *(f"{name}={value}" for name, value in build.env.items() if value is not None)])
 

@@ -147,20 +147,20 @@ def moved_between(counters: ByCell, findings: Sequence[Finding] = ()) -> tuple[M
     What differs in every pair comes first, then what explains most of the latency's difference. Empty for fewer than
     two pairs.
     """
-    found = []
-    judged = _judged(findings)
+    rows, judged = [], _judged(findings)
     for cell in _cells(counters, findings):
         paired = _paired(counters[cell])
         differences = {p.figure.name: p.difference for p in paired if p.figure.name in judged and p.moved(0.0)}
         for p in paired:
             if p.always or p.moved(FLOOR):
-                whole, figure = differences.get(p.figure.part_of or ""), p.figure
-                share = p.difference / whole if whole else None
-                row = Moved(
-                    figure.name, figure.title, cell, figure.unit, p.base, p.candidate, p.change, p.interval, share
+                whole, what = (
+                    differences.get(p.figure.part_of or ""),
+                    (p.figure.name, p.figure.title, cell, p.figure.unit),
                 )
-                found.append((not p.always, -(share or 0.0), -_size(row), cell, figure.name, row))
-    return tuple(row for *_, row in sorted(found, key=lambda each: each[:-1]))
+                share = p.difference / whole if whole else None
+                row = Moved(*what, p.base, p.candidate, p.change, p.interval, share)
+                rows.append((not p.always, -(share or 0.0), -_size(row), cell, p.figure.name, row))
+    return tuple(row for *_, row in sorted(rows, key=lambda entry: entry[:-1]))
 
 
 def where_it_went(moved: Sequence[Moved], findings: Sequence[Finding], counters: ByCell) -> str:
@@ -206,21 +206,19 @@ def _cells(counters: ByCell, findings: Sequence[Finding]) -> list[str]:
 
 def _judged(findings: Sequence[Finding]) -> list[str]:
     """The latencies to explain: those that failed, both for a throughput."""
-    failed = [f.metric or "" for f in findings if f.outcome == FAIL] or ["itl", "ttft"]
-    found = [ITL] if any("itl" in m or "tpot" in m for m in failed) else []
-    found += [TTFT] if any("ttft" in m for m in failed) else []
-    return found or [ITL, TTFT]
+    failed = " ".join(f.metric or "" for f in findings if f.outcome == FAIL)
+    judged = [ITL] if "itl" in failed or "tpot" in failed else []
+    return judged + ([TTFT] if "ttft" in failed else []) or [ITL, TTFT]
 
 
 def _paired(loads: Mapping[str, Sequence[Counters]]) -> list[_Paired]:
-    """Every figure that both sides report in at least two pairs."""
-    found = []
+    paired = []
     for figure in _FIGURES:
         values = [(figure.value(b), figure.value(c)) for b, c in zip(loads[BASE], loads[CANDIDATE], strict=True)]
         known = [pair for pair in values if None not in pair]
         if len(known) >= 2:
-            found.append(_Paired(figure, *np.array(known, dtype=np.float64).T))
-    return found
+            paired.append(_Paired(figure, *np.array(known, dtype=np.float64).T))
+    return paired
 
 
 def _size(moved: Moved) -> float:

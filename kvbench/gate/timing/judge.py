@@ -85,18 +85,9 @@ def _lost(one_sided: OneSided, table: PairTable, look: Look) -> Finding:
 
 
 def _finding(hypothesis: HarmHypothesis, outcome: str, table: PairTable) -> Finding:
-    metric = hypothesis.metric
-    return Finding(
-        id=hypothesis.id,
-        suite=hypothesis.level,
-        title=hypothesis.title,
-        outcome=outcome,
-        sentence="",
-        metric=metric.name,
-        unit=metric.unit,
-        higher_is_better=metric.higher_is_better,
-        **table.means(hypothesis.cells, hypothesis.metric_index),
-    )
+    h, metric, means = hypothesis, hypothesis.metric, table.means(hypothesis.cells, hypothesis.metric_index)
+    of_metric = (metric.name, metric.unit, metric.higher_is_better)
+    return Finding(h.id, h.level, h.title, outcome, "", *of_metric, **means)
 
 
 def _findings(tested: Hypotheses, table: PairTable, look: Look, rules: TimingRules) -> list[Finding]:
@@ -179,7 +170,9 @@ def sentence(judgement: Judgement) -> str:
         key, alone, first = "some fail", len(chosen) == 1, min(chosen, key=_surest)
     else:
         key, alone = "some undecided", len(compared) == 1
-        first = max(chosen, key=_least_known)
+        detectable = [finding.figures["smallest_detectable"] for finding in chosen]
+        least_known = max(range(len(chosen)), key=lambda i: np.inf if detectable[i] is None else detectable[i])
+        first = chosen[least_known]
     if alone:
         return first.sentence
     return wording.sentence(key, worst=first.sentence, count=len(chosen), tests=len(compared))
@@ -190,8 +183,3 @@ def _surest(finding: Finding) -> tuple[float, float]:
     y = np.log1p(finding.series)
     sd = y.std(ddof=1)
     return finding.p, -abs(y.mean()) / sd if sd else -np.inf
-
-
-def _least_known(finding: Finding) -> float:
-    detectable = finding.figures["smallest_detectable"]
-    return np.inf if detectable is None else detectable

@@ -87,7 +87,6 @@ class RunnerNoise(Record):
     method: str = "launched"
 
     def of(self, metric: str, level: str | None = None) -> tuple[Noise, ...]:
-        """The lines of a metric, at one level or all."""
         return tuple(each for each in self.each if each.metric == metric and level in (None, each.level))
 
 

@@ -89,7 +89,6 @@ class PairTable:
         return len(self.log_ratio)
 
     def first(self, pairs: int) -> PairTable:
-        """The table of the first so many pairs."""
         base, candidate = (None if x is None else x[:pairs] for x in (self.base, self.candidate))
         return replace(self, log_ratio=self.log_ratio[:pairs], base=base, candidate=candidate)
 
@@ -133,7 +132,6 @@ class HarmHypothesis:
 
     @property
     def floor(self) -> float:
-        """The floor as a log ratio."""
         return self.metric.harm_of(self.metric.floor)
 
     @property
@@ -143,12 +141,10 @@ class HarmHypothesis:
 
     @property
     def margin(self) -> float:
-        """The margin as a log ratio."""
         return self.metric.harm_of(self.margin_share)
 
 
 def in_words(level: str, where: str) -> str:
-    """The place of a hypothesis in words: ``over all cells``, ``of class mixed``."""
     return {CELL: f"of {where}", CLASS: f"of class {where}", OVERALL: "over all cells"}[level]
 
 

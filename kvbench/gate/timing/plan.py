@@ -49,7 +49,6 @@ class Match:
 
     @property
     def key(self) -> str:
-        """Its name in a manifest."""
         return f"{self.workload}/{self.base.config_id}"
 
     def of(self, side: str) -> Configuration:

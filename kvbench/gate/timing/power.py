@@ -79,7 +79,7 @@ def smallest_margin(sd: np.ndarray, pairs: int, alpha_pass: float) -> np.ndarray
 
 
 def unbiased(pairs: int) -> float:
-    """Mean sd of so many normal values over the true sd (c4 of control charts): 0.965 for 8."""
+    """The mean sd of so many normal values over the true sd (c4 of control charts): 0.965 for 8."""
     half = pairs / 2
     return float(np.sqrt(1 / (half - 0.5)) * np.exp(special.gammaln(half) - special.gammaln(half - 0.5)))
 

@@ -27,29 +27,24 @@ MESSAGE = 1_000
 def junit(verdict: Verdict) -> str:
     """The whole file. A verdict that is not a pass always has a failure, an error or a skipped case."""
     suites: dict[str, list[Finding]] = {}
-    for finding in (*verdict.findings, *_whole(verdict)):
+    outcome, findings = verdict.outcome, list(verdict.findings)
+    if outcome == PASS and not findings:
+        outcome = EMPTY
+    if outcome != PASS and not verdict.of(outcome):  # of none of its findings, such as an empty comparison
+        shown, text = INVALID if outcome == EMPTY else outcome, verdict.sentence or "nothing was compared"
+        findings.append(Finding("verdict", "verdict", "The verdict", shown, text, details=verdict.notes))
+    for finding in findings:
         suites.setdefault(wording.line(finding.suite) or "findings", []).append(finding)
     root = ElementTree.Element("testsuites", name=f"kvbench {verdict.kind}", time="0")
-    for name, findings in suites.items():
-        _suite(root, f"kvbench.{verdict.kind}.{name}", findings, verdict)
+    for name, of_suite in suites.items():
+        _suite(root, f"kvbench.{verdict.kind}.{name}", of_suite, verdict)
     for key, tag in (("tests", "testcase"), ("failures", "failure"), ("errors", "error")):  # junit-10 has no skipped
         root.set(key, str(len(root.findall(f".//{tag}"))))
     ElementTree.indent(root, " ")
     return '<?xml version="1.0" encoding="UTF-8"?>\n' + ElementTree.tostring(root, encoding="unicode") + "\n"
 
 
-def _whole(verdict: Verdict) -> list[Finding]:
-    """A finding for a verdict whose outcome none of its findings has, such as an empty comparison."""
-    outcome = EMPTY if verdict.outcome == PASS and not verdict.findings else verdict.outcome
-    if outcome == PASS or verdict.of(outcome):
-        return []
-    shown = INVALID if outcome == EMPTY else outcome
-    sentence = verdict.sentence or "nothing was compared"
-    return [Finding("verdict", "verdict", "The verdict", shown, sentence, details=verdict.notes)]
-
-
 def _suite(root: ElementTree.Element, name: str, findings: list[Finding], verdict: Verdict) -> None:
-    """The test suite with its counts, properties and cases."""
     suite = ElementTree.SubElement(root, "testsuite", name=name, tests=str(len(findings)), time="0")
     for outcome, (_, _, count) in _ELEMENTS.items():
         suite.set(count, str(sum(finding.outcome == outcome for finding in findings)))

@@ -70,7 +70,6 @@ class _Axis:
 
 
 def pair_page(verdict: Verdict) -> str | None:
-    """The page; None where no finding has pairs."""
     drawn = [finding for finding in wording.worst_first(verdict.findings) if any(map(is_number, finding.series))]
     if not drawn:
         return None
@@ -79,7 +78,9 @@ def pair_page(verdict: Verdict) -> str | None:
     panels: dict[tuple[str, bool | None], list[Finding]] = {}
     for finding in drawn:
         panels.setdefault((finding.metric or finding.title, finding.higher_is_better), []).append(finding)
-    dots = {metric: _dot(verdict, findings) for (metric, _), findings in panels.items()}
+    dots = {metric: "round" if findings[0].suite == "served" else "pair" for (metric, _), findings in panels.items()}
+    if verdict.kind == "limits":
+        dots = dict.fromkeys(dots, "repeat")
     marks = {name for finding in drawn for name, _ in _thresholds(finding)}
     effect = "The diamond is what is judged: their median, or the worst of them where each is held."
     if any(finding.interval for finding in drawn):
@@ -101,24 +102,17 @@ def pair_page(verdict: Verdict) -> str | None:
     )
 
 
-def _dot(verdict: Verdict, findings: Sequence[Finding]) -> str:
-    """Names what a dot of these findings is."""
-    return "repeat" if verdict.kind == "limits" else "round" if findings[0].suite == "served" else "pair"
-
-
 def _panel(metric: str, findings: Sequence[Finding], dot: str) -> dict[str, Any]:
-    """One metric's rows on one scale, in px."""
     shown = findings[:ROWS]
     axis = _Axis(shown)
-    x = axis.x
-    names = [_name(finding) for finding in shown]
+    x, names = axis.x, [_name(finding) for finding in shown]
     height = max(_ROW, max(map(len, names)) * _LINE + 8)
     rows = []
     for i, (finding, name) in enumerate(zip(shown, names, strict=True)):
         middle = _HEAD + height * (i + 0.5)
         first = middle + 4.5 - (len(name) - 1) * _LINE / 2
         ends = [end for end in finding.interval or () if is_number(end)]
-        numbers = wording.change(finding)
+        numbers = f"{wording.percent(finding.change)} {wording.interval(finding.interval)}".strip()
         if bounds := wording.bounds(finding):
             numbers = f"{wording.number(finding.candidate)} ({numbers}), {bounds}"
         rows.append({

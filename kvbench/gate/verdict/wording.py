@@ -149,11 +149,6 @@ def interval(ends: tuple[float, float] | None) -> str:
     return "" if ends is None else "[" + ", ".join(percent(end, sign="") for end in ends) + "]"
 
 
-def change(found: Finding | Moved) -> str:
-    """+10.1 % [+9.20, +11.0]"""
-    return f"{percent(found.change)} {interval(found.interval)}".strip()
-
-
 def probability(p: float | None) -> str:
     """0.0039; below 0.0001 only that, since a p value is never 0."""
     return NONE if not is_number(p) else "< 0.0001" if p < 0.0001 else f"{p:.2g}"
@@ -184,7 +179,6 @@ def spaced(name: str) -> str:
 
 
 def finding_row(finding: Finding) -> tuple[str, ...]:
-    """The entries of a table with `FINDING_HEADS`."""
     return (
         line(finding.title or finding.id, 200),
         *(quantity(value, finding.unit) for value in (finding.base, finding.candidate)),
@@ -197,7 +191,6 @@ def finding_row(finding: Finding) -> tuple[str, ...]:
 
 
 def moved_row(moved: Moved) -> tuple[str, ...]:
-    """The entries of a table with `MOVED_HEADS`."""
     return (
         line(moved.title or moved.name, 200),
         line(moved.where, 200),
@@ -209,13 +202,11 @@ def moved_row(moved: Moved) -> tuple[str, ...]:
 
 
 def used_columns(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[list[str], list[list[str]]]:
-    """Heads and rows without the columns that are empty throughout."""
     used = [i for i in range(len(heads)) if any(row[i] not in ("", NONE) for row in rows)]
     return [heads[i] for i in used], [[row[i] for i in used] for row in rows]
 
 
 def worse_sign(finding: Finding) -> int:
-    """+1 where more is worse, -1 where less is."""
     return -1 if finding.higher_is_better else 1
 
 

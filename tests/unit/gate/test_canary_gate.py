@@ -36,7 +36,7 @@ def offline(of, asked: int | None = 100, right: int = 100, **changes) -> Quality
 
 
 def judge(of, quality=None, doubt=None):
-    return judge_canaries(run(of, workload={"name": "mixed"}), quality, doubt)
+    return (judge_canaries(run(of, workload={"name": "mixed"}), of, quality, doubt),) if of.canaries.sent else ()
 
 
 def test_one_wrong_answer_in_full_precision_fails_whatever_is_known_of_its_quality():
