@@ -181,16 +181,11 @@ def server_differences(left: ServerInfo, right: ServerInfo, varied: frozenset[st
     compared = [(key, left.fact(section, key), right.fact(section, key)) for section, key in facts]
     fingerprints = [server.fact("model", "weights_fingerprint") for server in (left, right)]
     if not all(fingerprints) and "model" not in varied:
-        compared.append(("model", _model_name(left), _model_name(right)))
+        paths = [each.fact("model", "name") or each.fact("served_model", "name") for each in (left, right)]
+        compared.append(("model", *(PurePosixPath(str(path)).name if path else None for path in paths)))
     names = sorted(left.versions)
     compared += [(f"version of {n}", *(server.fact("versions", n) for server in (left, right))) for n in names]
     return [f"{name} ({a} and {b})" for name, a, b in compared if None not in (a, b) and a != b]
-
-
-def _model_name(server: ServerInfo) -> str | None:
-    """The model's name without folders."""
-    name = server.fact("model", "name") or server.fact("served_model", "name")
-    return PurePosixPath(str(name)).name if name else None
 
 
 def varied_settings(match: Match) -> frozenset[str]:

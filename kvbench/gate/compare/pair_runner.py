@@ -60,23 +60,21 @@ must swap the measured values and no more.
 """
 
 
-@dataclass(frozen=True)
-class LaunchedPairs:
-    """One side after the other, each on a new server. ``runners``: by side and workload."""
+def measure_launched(
+    runners: Mapping[tuple[str, str], BlockRunner], clock: Clock, turn: Turn, sides: Sequence[str], pair: int
+) -> dict[str, list[Failure]]:
+    """Measures one side after the other, each on a new server. ``runners``: by side and workload.
 
-    runners: Mapping[tuple[str, str], BlockRunner]
-    clock: Clock = field(default_factory=Clock)
-
-    def measure(self, turn: Turn, sides: Sequence[str], pair: int) -> dict[str, list[Failure]]:
-        """Raises DeadlineError before a side that would not end in time."""
-        failures = {}
-        for side in sides:
-            runner = self.runners[side, turn.match.workload]
-            before = len(runner.failures)
-            with self.clock.side(turn.match.key):
-                runner.run_block(turn.match.block(side, pair, turn.order))
-            failures[side] = runner.failures[before:]
-        return failures
+    Raises DeadlineError before a side that would not end in time.
+    """
+    failures = {}
+    for side in sides:
+        runner = runners[side, turn.match.workload]
+        before = len(runner.failures)
+        with clock.side(turn.match.key):
+            runner.run_block(turn.match.block(side, pair, turn.order))
+        failures[side] = runner.failures[before:]
+    return failures
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ from kvbench.gate.compare.folder import (
 )
 from kvbench.gate.compare.lockstep_pairs import LockstepPairs, why_not_lockstep
 from kvbench.gate.compare.manifest import new_comparison, record_server, require_same_requests, resume
-from kvbench.gate.compare.pair_runner import LaunchedPairs, MeasurePair, PairRunner
+from kvbench.gate.compare.pair_runner import MeasurePair, PairRunner, measure_launched
 from kvbench.gate.compare.request import CompareRequest
 from kvbench.gate.compare.runner_noise import noise_notes, store_noise
 from kvbench.gate.compare.served_check import ServedCheck
@@ -464,7 +464,7 @@ class ComparisonRun:
 
     def _way_to_measure(self) -> MeasurePair:
         if self.manifest.method != LOCKSTEP:
-            return LaunchedPairs(self._runners(), self.clock).measure
+            return partial(measure_launched, self._runners(), self.clock)
         facts = self.manifest.lockstep = self.manifest.lockstep or LockstepFacts()
         workloads = {each.name: each for each in self.workloads}
         limit, seed = self.request.start_timeout or OPEN_LIMIT_S, self.manifest.order_seed

@@ -109,18 +109,6 @@ def parse_side(text: str, repo: Path = REPOSITORY) -> PairSide:
     prefix, _, rest = text.partition(":")
     if prefix in _TITLES:
         return _checked(PairSide(prefix, rest.strip(), text), repo)
-    kinds = _possible_kinds(text, repo)
-    if not kinds:
-        raise UsageError(f"{text!r} is {_why_nothing(text, repo)}: {_CHOICES}")
-    if len(kinds) > 1:
-        titles = " and ".join(_TITLES[kind] for kind in kinds)
-        raise UsageError(f"{text!r} could be {titles}: write {' or '.join(f'{kind}:{text}' for kind in kinds)}")
-    return _checked(PairSide(kinds[0], text, text), repo)
-
-
-def _possible_kinds(text: str, repo: Path) -> list[str]:
-    if re.match(r"https?://\S+$", text, re.IGNORECASE):
-        return [URL]
     program = _program(text) if re.search(r"\s", text.strip()) else None
     possible = {
         REF: _is_ref(text, repo),
@@ -128,7 +116,14 @@ def _possible_kinds(text: str, repo: Path) -> list[str]:
         SET: re.match(_SETTING, text.strip()),
         CMD: "{port}" in text or (program and shutil.which(program)),
     }
-    return [kind for kind, fits in possible.items() if fits]
+    is_url = re.match(r"https?://\S+$", text, re.IGNORECASE)
+    kinds = [URL] if is_url else [kind for kind, fits in possible.items() if fits]
+    if not kinds:
+        raise UsageError(f"{text!r} is {_why_nothing(text, repo)}: {_CHOICES}")
+    if len(kinds) > 1:
+        titles = " and ".join(_TITLES[kind] for kind in kinds)
+        raise UsageError(f"{text!r} could be {titles}: write {' or '.join(f'{kind}:{text}' for kind in kinds)}")
+    return _checked(PairSide(kinds[0], text, text), repo)
 
 
 def _checked(side: PairSide, repo: Path) -> PairSide:
@@ -263,7 +258,7 @@ def require_used(sides: Sequence[PairSide], request: CompareRequest) -> None:
         )
     commands = [side.text for side in sides if side.kind == CMD]
     bare = [text for text in commands if not is_template(text) and _SERVER[-1] not in text.split()]
-    if bare and any(is_template(text) for text in commands):
+    if bare and any(map(is_template, commands)):
         raise UsageError(f"{bare[0]!r} has no {{port}}, which must be in it. {_NO_PORT}")
     targets = [_target_kind(side, request) for side in sides]
     check_target_options(targets, [name for name in KINDS_OF if getattr(request, name, None)])
@@ -368,21 +363,19 @@ def _command(choice: ChosenTarget, build: Build | None) -> str | None:
 def _open_run(side: PairSide, workload: Workload) -> OpenSide:
     """A stored run. Raises UsageError if it is incomplete or of another workload."""
     run = RunFolder(Path(side.text).expanduser())
-    manifest = run.manifest()
-    if not manifest.complete:
+    if not (manifest := run.manifest()).complete:
         raise UsageError(f"{side.text} is not complete: go on with it first (kvbench sweep --resume {side.text})")
     now = as_stored(workload.resolved)
     if keys := [key for key in differing_keys(manifest.workload, now) if key.split(".")[0] not in _FREE]:
         raise UsageError(f"{side.text} was measured with another workload: it differs in {', '.join(keys[:5])}")
-    stored = stored_workload(manifest)
+
+    def no_target() -> Target:
+        raise UsageError("a stored run cannot be measured again: give the ref or the command that it was made with")
+
     kept = {key: value for key, value in manifest.to_json().items() if key in _FACTS_OF_A_RUN and value is not None}
     target = {key: getattr(manifest, key, None) for key in STORED}
-    choice = ChosenTarget(stored, _no_target, lambda settings: Capacity(), target)
+    choice = ChosenTarget(stored_workload(manifest), no_target, lambda settings: Capacity(), target)
     return OpenSide(side, choice, side.facts(folder=str(run.path), **kept), stored=run.path)
-
-
-def _no_target() -> Target:
-    raise UsageError("a stored run cannot be measured again: give the ref or the command that it was made with")
 
 
 @dataclass(frozen=True)
@@ -396,11 +389,11 @@ class PairedWorkload:
 
     @property
     def notes(self) -> list[str]:
-        found = [f"{self.name}, {side}: {note}" for side in SIDES for note in self.sides[side].choice.notes]
-        same = same_sides(*(self.sides[side] for side in SIDES))
-        simulated = all(self.sides[side].facts.simulated for side in SIDES)
-        found += [f"{self.name}: both sides are simulated, nothing was measured"] if simulated else []
-        return [*found, same] if same else found
+        sides = [self.sides[side] for side in SIDES]
+        notes = [f"{self.name}, {name}: {note}" for name in SIDES for note in self.sides[name].choice.notes]
+        if all(side.facts.simulated for side in sides):
+            notes.append(f"{self.name}: both sides are simulated, nothing was measured")
+        return [*notes, *filter(None, [same_sides(*sides)])]
 
     def compile(
         self, folder: Path, say: Callable[..., None], show: Callable[..., None], check: Callable[[], None], clock: Clock

@@ -126,14 +126,13 @@ def first_difference(was: Mapping[str, Sequence[int]], now: Mapping[str, Sequenc
     def at(history: Mapping[str, Sequence[int]], index: int) -> dict[str, int]:
         return {name: history[name][index] if name in history else 0 for name in names} if index >= 0 else {}
 
-    for index in range(min(old, new)):
+    both = min(old, new)
+    for index in range(both):
         left, right = at(was, index), at(now, index)
         if left != right:
             changes = tuple(Change(name, left[name], right[name]) for name in names if left[name] != right[name])
             return FirstDifference(index + 1, changes, at(now, index - 1))
-    if old == new:
-        return None
-    return FirstDifference(min(old, new) + 1, (), at(now, min(old, new) - 1), longer=new > old)
+    return None if old == new else FirstDifference(both + 1, (), at(now, both - 1), longer=new > old)
 
 
 @dataclass(frozen=True)
