@@ -313,7 +313,7 @@ def _place(manifest: Manifest) -> tuple[tuple[str, str], ...]:
         facts = {
             "cpu": cpu.model,
             "cores": f"{cpu.cores} cores" if cpu.cores else None,
-            "gpu": " + ".join(str(gpu["name"]) for gpu in manifest.gpus),
+            "gpu": " + ".join(str(gpu.name) for gpu in manifest.gpus),
             "device": manifest.device if manifest.device != cpu.model else None,
             "backend": manifest.backend if manifest.backend != "kvbench" else None,
             "model": model,

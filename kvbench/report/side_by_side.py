@@ -214,8 +214,8 @@ def _machine(manifest: Manifest) -> dict[str, Any]:
     return {
         "processor": f"{cpu.model}{cores}" if cpu.model or cores else None,
         "memory": words.data_size(manifest.memory_bytes),
-        "GPUs": " + ".join(str(gpu.get("name")) for gpu in gpus),
-        "GPU driver": ", ".join(sorted({str(gpu.get("driver_version")) for gpu in gpus})),
+        "GPUs": " + ".join(str(gpu.name) for gpu in gpus),
+        "GPU driver": ", ".join(sorted({str(gpu.driver_version) for gpu in gpus})),
         "operating system": manifest.os,
     }
 

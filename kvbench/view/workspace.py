@@ -146,9 +146,7 @@ class Workspace:
             for folder in folders:
                 if progress:
                     progress(len(rows), len(folders))
-                first = f"{slug(folder.parent.name)}-{slug(folder.name)}"[
-                    :_LONGEST_SLUG
-                ]  # a good file name
+                first = f"{slug(folder.parent.name)}-{slug(folder.name)}"[:_LONGEST_SLUG]  # a good file name
                 numbered = itertools.chain([first], (f"{first}-{number}" for number in itertools.count(2)))
                 name = next(each for each in numbered if each not in slugs)
                 slugs.add(name)

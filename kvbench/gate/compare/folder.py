@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from pydantic import ConfigDict
+from pydantic import ConfigDict, model_validator
 
 from kvbench.common.errors import UsageError
 from kvbench.common.files import read_json
@@ -29,7 +29,7 @@ from kvbench.gate.compare.request import StoredRequest
 from kvbench.gate.policy import StoredPolicy
 from kvbench.gate.timing.plan import CANDIDATE, SIDES, Match, PairedCell
 from kvbench.runs.folder import DONE, MANIFEST, RunFolder, move_numbered
-from kvbench.runs.results import LoadResult, Processor
+from kvbench.runs.results import Environment, LoadResult, Resumed
 from kvbench.runs.server_info import ServerInfo
 
 KIND = "compare"
@@ -96,12 +96,21 @@ class GivenUp:
     turn: str
 
 
-@dataclass
-class LockstepFacts:
-    """The steps of a turn by match, and by cell how often a pair computes its load; alike in all pairs."""
+class LockstepFacts(Record):
+    """The steps of a turn by match, and by cell how often a pair computes its load; alike in all pairs.
 
-    turn_lengths: dict[str, int] = field(default_factory=dict)
-    times: dict[str, int] = field(default_factory=dict)
+    turn_steps: of all matches, in a comparison of an older version
+    """
+
+    turn_lengths: dict[str, int]
+    times: dict[str, int]
+    turn_steps: int | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _whole(cls, stored: Any) -> Any:
+        """What pairs add to later is stored with the rest."""
+        return {"turn_lengths": {}, "times": {}} | stored if isinstance(stored, dict) else stored
 
 
 class ServerCounters(Record):
@@ -118,24 +127,7 @@ class GivenWorkload(Record):
     profile: str | None = None
 
 
-class Gpu(Record):
-    """A GPU, as ``kvbench.common.machine.gpus`` tells it."""
-
-    model_config = ConfigDict(extra="allow")
-    name: str
-
-
-class Resumed(Record):
-    """A time that measuring went on, the environment then, and what differed from before."""
-
-    model_config = ConfigDict(extra="allow")
-    at: str
-    forced: bool = False
-    differences: tuple[str, ...] = ()
-    remarks: tuple[str, ...] = ()
-
-
-class CompareManifest(Record):
+class CompareManifest(Environment):
     """The manifest of a comparison; what ``kvbench.common.machine.environment`` tells stands in it too.
 
     given: the workloads before the sides' own settings
@@ -182,8 +174,6 @@ class CompareManifest(Record):
     apart: Mapping[str, tuple[str, ...]] = {}
     lockstep: LockstepFacts | None = None
     stopped: str | None = None
-    cpu: Processor = Processor()
-    gpus: tuple[Gpu, ...] = ()
     started: str | None = None
     ended: str | None = None
 

@@ -36,7 +36,7 @@ from kvbench.gate.compare.request import CompareRequest
 from kvbench.gate.timing.plan import BASE, CANDIDATE, SIDES, Match, match_designs
 from kvbench.gate.verdict.wording import shortened
 from kvbench.runs.folder import MANIFEST, RunFolder
-from kvbench.runs.results import Capacity, CellSummary
+from kvbench.runs.results import Capacity, CellSummary, MeasuredTarget
 from kvbench.runs.resume import stored_workload
 from kvbench.sweep.plan import preflight
 from kvbench.targets.base import Target
@@ -210,7 +210,7 @@ class OpenSide:
     def has_own_engine(self) -> bool:
         """Tests whether it is kvbench's own engine, launched by its own command."""
         launched = not self.stored and not self.choice.runs_already
-        return launched and _is_builtin(self.choice) and not self.choice.manifest.get("serve_cmd")
+        return launched and self.choice.manifest.is_built_in
 
     @property
     def name(self) -> str:
@@ -240,7 +240,7 @@ def open_side(side: PairSide, workload: Workload, request: CompareRequest, build
     else:
         named = {"target" if side.kind == URL else "serve_cmd": side.text}
         choice = choose_target(workload, dataclasses.replace(options, **named))
-    more = {"command": _command(choice, build), "target": dict(choice.manifest)}
+    more = {"command": _command(choice, build), "target": choice.manifest.to_json()}
     if build is not None:
         more |= build.facts()
     elif _is_builtin(choice):
@@ -325,7 +325,7 @@ def _of_build(build: Build, workload: Workload, options: TargetOptions) -> Chose
 
 
 def _is_builtin(choice: ChosenTarget) -> bool:
-    return choice.manifest.get("backend") == "kvbench"
+    return choice.manifest.backend == "kvbench"
 
 
 def built_command(text: str, build: Build) -> str:
@@ -351,13 +351,13 @@ def _env_words(build: Build) -> str:
 
 def _command(choice: ChosenTarget, build: Build | None) -> str | None:
     """The launch command without the engine's flags, for the manifest."""
-    if command := choice.manifest.get("serve_cmd"):
+    if command := choice.manifest.serve_cmd:
         return str(command)
     if build is not None:
         return f"{_env_words(build)} {shlex.join([str(build.python), *_SERVER])}"
     if _is_builtin(choice):
         return shlex.join(BUILTIN_COMMAND)
-    return choice.manifest.get("target")
+    return choice.manifest.target
 
 
 def _open_run(side: PairSide, workload: Workload) -> OpenSide:
@@ -373,7 +373,7 @@ def _open_run(side: PairSide, workload: Workload) -> OpenSide:
         raise UsageError("a stored run cannot be measured again: give the ref or the command that it was made with")
 
     kept = {key: value for key, value in manifest.to_json().items() if key in _FACTS_OF_A_RUN and value is not None}
-    target = {key: getattr(manifest, key, None) for key in STORED}
+    target = MeasuredTarget(**{key: getattr(manifest, key) for key in STORED})
     choice = ChosenTarget(stored_workload(manifest), no_target, lambda settings: Capacity(), target)
     return OpenSide(side, choice, side.facts(folder=str(run.path), **kept), stored=run.path)
 

@@ -220,9 +220,11 @@ def _result(scenario: Scenario, lock: CounterLock, run: Replayed, second: Replay
     reasons.append(f"{len(changes)} of {len(COUNTERS)} counters differ: {and_more(changes)}".removesuffix(": "))
     reasons += ["the output tokens differ"] if other_tokens else []
     finding = _finding(name, FAIL, *reasons, *([f"first difference at {difference}"] if difference else []))
-    new = dict.fromkeys(set(COUNTERS) - set(lock.counters), ", which was not counted when this was accepted")
-    remarks = new | dict.fromkeys(set(lock.counters) - set(COUNTERS), ", which is not counted any more")
-    details = [f"{change}{remarks.get(change.name, '')}" for change in changes]
+    details = []
+    for change in changes:
+        gone = "" if change.name in COUNTERS else ", which is not counted any more"
+        new = "" if change.name in lock.counters else ", which was not counted when this was accepted"
+        details.append(f"{change}{new or gone}")
     step, before = 0, []
     if difference:
         step, cause = difference.step, cause or difference.cause
