@@ -61,15 +61,15 @@ def counters(workload: Path, lock: Path, only: tuple[str, ...], output_dir: Path
     if output_dir is not None:  # before the replay, which takes seconds
         check_output_dir(output_dir)
     chosen = _read(workload, only)
-    known = read_lock(lock)
-    if known is not None and only:
-        known = known.model_copy(update={"scenarios": _matching(known.scenarios, only)})
+    accepted = read_lock(lock)
+    if accepted is not None and only:
+        accepted = accepted.model_copy(update={"scenarios": _matching(accepted.scenarios, only)})
     # without a lock or a scenario there is nothing to compare, and nothing to wait for
-    first, second = replay_twice(chosen) if known is not None and chosen.scenarios else ({}, {})
+    first, second = replay_twice(chosen) if accepted is not None and chosen.scenarios else ({}, {})
     state = git_state()
     name = f"{state['short_sha']}{' and changes' if state['dirty'] else ''}"
     commands = GateCommands(workload, lock, only)
-    return report_verdict(judge(chosen, known, first, second, commands, {"name": name, **state}), output_dir)
+    return report_verdict(judge(chosen, accepted, first, second, commands, {"name": name, **state}), output_dir)
 
 
 @click.group()

@@ -206,11 +206,11 @@ def _judge_cell(run: Run, cell: MeasuredCell, limit: GateLimit) -> Finding:
     details = [f"in each repeat: {', '.join(quantity(value, unit) for value in values)}"] if len(values) > 1 else []
     if measured.uncertain:
         details.append("it rests on fewer samples than such a percentile needs: send more requests for a firm one")
-    found = _hold(limit, where, values, unit, details, window=metric_names.window_of(limit.what, cell))
+    finding = _hold(limit, where, values, unit, details, window=metric_names.window_of(limit.what, cell))
     if limit.what in _FAILURES and (why := failure_words(cell.failure_messages, cell.sent)):
-        found = replace(found, sentence=f"{found.sentence}; {why}")
-    if cell.valid or (limit.what in _CAUSE_INVALIDITY and (found.outcome == FAIL or cell.doubt == "refused")):
-        return found
+        finding = replace(finding, sentence=f"{finding.sentence}; {why}")
+    if cell.valid or (limit.what in _CAUSE_INVALIDITY and (finding.outcome == FAIL or cell.doubt == "refused")):
+        return finding
     return _invalid(limit, where, _reasons(cell))
 
 
@@ -234,8 +234,8 @@ def _judge_ratio(run: Run, limit: GateLimit) -> list[Finding]:
 def _judge_pair(run: Run, limit: GateLimit, a: MeasuredCell, b: MeasuredCell) -> Finding:
     where = f"{_name(run, a)} over {b.config_id}"
     left, right = values = [metric_names.measured(cell, limit.what, a, b).values for cell in (a, b)]
-    for cell, known in zip((a, b), values, strict=True):
-        if not cell.valid or not known:
+    for cell, measured in zip((a, b), values, strict=True):
+        if not cell.valid or not measured:
             why = _unmeasured(cell, limit.what) if cell.valid else _reasons(cell)
             return _invalid(limit, where, f"{cell.cell_id}: {why}")
     both = sorted(left.keys() & right.keys(), key=lambda repeat: repeat or 0)
@@ -313,10 +313,10 @@ def _hold(
 
     ``window``: which part of the loads they are of, where that is not the usual one.
     """
-    of = " of the paired ratios" if limit.kind == "ratio" else ""
+    sample = " of the paired ratios" if limit.kind == "ratio" else ""
     judged = max(values, key=limit.excess) if limit.every else statistics.median(values)
     broken = limit.excess(judged) > 0
-    which = ("the worst repeat has " if limit.every else f"the median{of} is ") if len(values) > 1 else ""
+    which = ("the worst repeat has " if limit.every else f"the median{sample} is ") if len(values) > 1 else ""
     ends = {name: end for name, end in (("min", limit.low), ("max", limit.high)) if end is not None}
     words = {"min": "at least", "max": "at most"}
     bounds = " and ".join(f"{words[name]} {quantity(end, unit)}" for name, end in ends.items())
@@ -393,8 +393,8 @@ def _verdict(
     facts = {key: value for key, value in facts.items() if value is not None}
     judged = {"name": f"{run.workload}/{run.folder.name}", "sha": manifest.git.sha, "command": command}
     reproduce = shlex.join(words)
-    told = {"candidate": judged, "reproduce": reproduce, "notes": tuple(notes), "facts": facts}
-    return Verdict("limits", outcome, sentence, tuple(findings), **told)
+    given = {"candidate": judged, "reproduce": reproduce, "notes": tuple(notes), "facts": facts}
+    return Verdict("limits", outcome, sentence, tuple(findings), **given)
 
 
 def sweep_benchmarks(summary_csv: Path, workload: str) -> list[Benchmark]:

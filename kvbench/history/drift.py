@@ -27,7 +27,7 @@ _MIN_SHA = 7
 
 @dataclass(frozen=True)
 class DriftWords:
-    """What a call is named in JSON, on a page, beside a figure and in the legend, and how --fail-on-drift ends."""
+    """The words for a call in JSON, on a page, beside a figure and in the legend, and the code of --fail-on-drift."""
 
     outcome: str
     title: str
@@ -81,7 +81,7 @@ class Drift:
 
 @dataclass(frozen=True)
 class Releases:
-    """Which runs belong to a release.
+    """The releases, and which runs belong to them.
 
     ``tags``: (name, full sha), newest first. ``chosen``: the only release that counts; without one, runs that are
     marked as a release come before git tags.

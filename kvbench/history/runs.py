@@ -106,7 +106,7 @@ class TrendPoint:
 
 @dataclass(frozen=True)
 class SeriesKey:
-    """What a series is of."""
+    """The identity of a series."""
 
     workload: str
     place: tuple[tuple[str, str], ...]
@@ -299,7 +299,7 @@ def _cell(data: Mapping[str, Any], requests: Mapping[str, Any]) -> StoredCell:
 
 
 def _place(manifest: Manifest) -> tuple[tuple[str, str], ...]:
-    """What runs of one series must share; not versions, which are what is compared."""
+    """The facts that runs of one series share; not versions, which are what is compared."""
     declared = manifest.workload.get("model") or {}
     model: Any = manifest.model or declared
     if isinstance(model, Mapping):

@@ -37,7 +37,7 @@ NARROWEST = 0.05  # of the middle value: a smaller spread is drawn within this r
 
 @dataclass(frozen=True)
 class Selection:
-    """Which series to show; an empty tuple selects all. ``last``: at most so many runs of a series."""
+    """A choice of series; an empty tuple selects all. ``last``: at most so many runs of a series."""
 
     workloads: tuple[str, ...] = ()
     cells: tuple[str, ...] = ()
@@ -85,7 +85,7 @@ class Trend:
 
 @dataclass(frozen=True)
 class View:
-    """What is shown. ``groups``: the trends of one workload on one machine each, by cell."""
+    """The trends that are shown. ``groups``: those of one workload on one machine each, by cell."""
 
     runs: Sequence[StoredRun]
     groups: Sequence[Sequence[Trend]]
@@ -198,7 +198,7 @@ def table(group: Sequence[Trend]) -> Table:
 
 
 def legend(view: View) -> list[str]:
-    """What the marks in the tables mean."""
+    """Explains the marks in the tables."""
     states = {point.state for trend in view.trends for point in trend.series.points}
     calls = {drift.comparison.call for drift in view.drifts}
     lines = [f"{GAP} a run that does not count: invalid cell, or incomplete run"] if states - {VALID} else []

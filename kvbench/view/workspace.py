@@ -70,7 +70,7 @@ class RunRow:
 
 @dataclass(frozen=True)
 class Filter:
-    """What the list is narrowed to; an empty value lets everything through."""
+    """A filter of the list; an empty value lets everything through."""
 
     text: str = ""
     workload: str = ""
@@ -78,7 +78,7 @@ class Filter:
     machine: str = ""
 
     def selects(self, row: RunRow) -> bool:
-        """Whether every word of ``text`` is in what is shown of the run, and the other values are its own."""
+        """Tests whether the run shows every word of ``text`` and has the other values."""
         every = (row.workload, row.name, row.sentence, row.model, row.machine, row.target, row.started)
         shown = " ".join(every).lower()
         return all(word in shown for word in self.text.lower().split()) and all(
@@ -102,7 +102,7 @@ class Workspace:
         return sorted(rows, key=lambda row: (row.started, row.name), reverse=True)
 
     def notes(self) -> list[str]:
-        """What is left out of the list, a sentence each."""
+        """Says what is left out of the list, a sentence each."""
         kinds = Counter(row.sentence for row in self._read() if row.state == OTHER)
         return [
             f"{words.plural(count, 'folder')} of {command_of(kind)} left out: this is a list of sweeps."
@@ -214,6 +214,6 @@ def _row(run: Run, name: str, stamp: Stamp) -> RunRow:
 
 
 def _reason(error: Exception, folder: Path) -> str:
-    """What is wrong with a folder, in a sentence: ours, or what Python said of it."""
+    """Says what is wrong with a folder in a sentence: ours, or Python's."""
     text = str(error) if isinstance(error, ValueError) else f"its files are damaged ({type(error).__name__}: {error})"
     return shorten(text.replace(str(folder), folder.name), _LONGEST_REASON, placeholder=" ...")

@@ -39,7 +39,7 @@ _WAY_OUT = "use the kvbench that measured it, or measure again"
 
 
 class SideFacts(Record):
-    """A side as it was given; of a git ref also its commit and build, of a stored run what its manifest says.
+    """A side as it was given, with the commit and build of a git ref, or what a stored run's manifest says.
 
     ``environment``: a digest of the installed versions; ``target``: as in a run's manifest.
     """

@@ -139,8 +139,8 @@ def resume(manifest: CompareManifest, workloads: Sequence[PairedWorkload], *, fo
     differences, remarks = environment_differences(manifest, now)
     for side in SIDES:
         then, here = manifest.of(side), workloads[0].sides[side].facts
-        known = [key for key in _OF_A_BUILD if key in then.model_fields_set]
-        changed = [key for key in known if getattr(then, key) != getattr(here, key)]
+        stored = [key for key in _OF_A_BUILD if key in then.model_fields_set]
+        changed = [key for key in stored if getattr(then, key) != getattr(here, key)]
         if "changes" in changed:
             differences.append(f"{side} is a working tree whose files have changed since")
         elif changed:
@@ -161,15 +161,15 @@ def resume(manifest: CompareManifest, workloads: Sequence[PairedWorkload], *, fo
 def stored_differences(stored: Mapping[str, Path], workloads: Sequence[PairedWorkload]) -> list[str]:
     """Lists what must be equal in two runs and is not: machine, versions, servers, requests; not their commits."""
     then, now = (RunFolder(stored[side]).manifest() for side in SIDES)
-    found, _ = environment_differences(then.model_copy(update={"git": GitState()}), now)
+    differences, _ = environment_differences(then.model_copy(update={"git": GitState()}), now)
     for match in (match for each in workloads for match in each.matches):
         base = then.servers.get(match.base.config_id, ServerInfo())
         candidate = now.servers.get(match.candidate.config_id, ServerInfo())
-        found += server_differences(base, candidate, varied_settings(match))
+        differences += server_differences(base, candidate, varied_settings(match))
     folder, cells = CompareFolder(Path(), stored), _cells(workloads)
     for repeat in range(1, folder.whole_pairs(cells) + 1):
-        found += request_differences(folder, cells, repeat)
-    return list(dict.fromkeys(found))
+        differences += request_differences(folder, cells, repeat)
+    return list(dict.fromkeys(differences))
 
 
 def server_differences(left: ServerInfo, right: ServerInfo, varied: frozenset[str] = frozenset()) -> list[str]:
@@ -212,8 +212,8 @@ def record_server(
         what = f"the server of {side} is not the one that was launched before for {names[side]}: {'; '.join(changed)}"
         _refuse_or_store(manifest, [what], "serve the same again, or start a new comparison", force=force)
     if None not in servers.values():
-        found = server_differences(*(servers[each] for each in SIDES), varied_settings(match))
-        _refuse_or_store(manifest, found, "make them the same", force=force)
+        differences = server_differences(*(servers[each] for each in SIDES), varied_settings(match))
+        _refuse_or_store(manifest, differences, "make them the same", force=force)
 
 
 def request_differences(folder: CompareFolder, cells: Sequence[PairedCell], pair: int) -> list[str]:
@@ -228,8 +228,8 @@ def request_differences(folder: CompareFolder, cells: Sequence[PairedCell], pair
 
 def require_same_requests(folder: CompareFolder, manifest: CompareManifest, pair: int, *, force: bool) -> None:
     """Raises UsageError where the loads of a pair had different requests, unless ``force``: the manifest says so."""
-    found = request_differences(folder, manifest.cells, pair)
-    _refuse_or_store(manifest, found, "give both the same vocabulary, length and kind of server", force=force)
+    differences = request_differences(folder, manifest.cells, pair)
+    _refuse_or_store(manifest, differences, "give both the same vocabulary, length and kind of server", force=force)
 
 
 def _refuse_or_store(manifest: CompareManifest, found: Sequence[str], way_out: str, *, force: bool) -> None:

@@ -173,8 +173,8 @@ def judge(
         why = f"no scenario of {commands.workload} is in {commands.lock}"
         if commands.only:
             groups = Counter(name.partition("/")[0] for name in workload.names)
-            known = and_more([f"'{group}/*' ({count})" for group, count in groups.items()], 20)
-            why = f"--only {' '.join(commands.only)} matches no scenario, there are {known}"
+            choices = and_more([f"'{group}/*' ({count})" for group, count in groups.items()], 20)
+            why = f"--only {' '.join(commands.only)} matches no scenario, there are {choices}"
         return Verdict(SUITE, EMPTY, f"nothing was compared: {why}", **common)
     results = [_result(scenario, lock, first[scenario.name], second[scenario.name]) for scenario in workload.scenarios]
     gone = "accepted, and no longer in the workload file: nothing guards it any more"
@@ -295,17 +295,17 @@ def accept(workload: CounterWorkload, runs: Mapping[str, Replayed], path: Path, 
 
     Raises UsageError for a lock file that cannot be read: overwriting it would lose its log of reasons.
     """
-    known = read_lock(path)
-    verdict = judge(workload, known, runs, runs, GateCommands(workload.path, path), {})
+    lock = read_lock(path)
+    verdict = judge(workload, lock, runs, runs, GateCommands(workload.path, path), {})
     same = (workload.name, workload.digest, list(COUNTERS))
-    if known and verdict.outcome == PASS and (known.workload, known.workload_digest, known.counters) == same:
+    if lock and verdict.outcome == PASS and (lock.workload, lock.workload_digest, lock.counters) == same:
         return [f"nothing to accept: {path} says what this code counts"]
-    changed = _changed(known, workload, verdict)
+    changed = _changed(lock, workload, verdict)
     state = git_state()
     commit = f"{state['sha'] or state['short_sha']}{'-dirty' if state['dirty'] else ''}"
     entry = Accepted(reason=reason, git=commit, date=utc_now(), changed=changed)
     try:
-        write_lock(path, workload, runs, [*(known.accepted if known else ()), entry])
+        write_lock(path, workload, runs, [*(lock.accepted if lock else ()), entry])
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror or error}") from None
     moved = and_more([f"{m.title} {m.base:,} -> {m.candidate:,} ({m.where})" for m in verdict.moved], 10)

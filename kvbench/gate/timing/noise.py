@@ -106,12 +106,12 @@ def noise_of(table: PairTable, rules: TimingRules) -> RunnerNoise:
 
 def _critical_t(harm: np.ndarray, pairs: int, alpha: float) -> float:
     """Takes it from the flips of the first ``pairs``; of fewer it is extrapolated by the effective number of tests."""
-    known = min(len(harm), pairs)
-    first = harm[:known] - harm[:known].mean(axis=0)
-    if known == pairs:
+    there = min(len(harm), pairs)
+    first = harm[:there] - harm[:there].mean(axis=0)
+    if there == pairs:
         return critical_t(first, alpha)
-    at = max(alpha, 2.0**-known)
-    tests = effective_tests(critical_t(first, at), known, at, harm.shape[1])
+    at = max(alpha, 2.0**-there)
+    tests = effective_tests(critical_t(first, at), there, at, harm.shape[1])
     return critical_t_of(tests, pairs, alpha)
 
 
@@ -155,25 +155,25 @@ def _noise(tested: Hypotheses, columns: Sequence[int], t_criticals: Mapping[int,
 def warnings_of(noise: RunnerNoise, rules: TimingRules) -> tuple[str, ...]:
     """Says where ``rules`` ask for more than this runner shows at their last look, and what is wrong with its pairs."""
     last = rules.looks[-1].pairs
-    found = []
+    notes = []
     if noise.pairs < ENOUGH_PAIRS:
-        found.append(sentence("few pairs", pairs=noise.pairs, enough=ENOUGH_PAIRS))
+        notes.append(sentence("few pairs", pairs=noise.pairs, enough=ENOUGH_PAIRS))
     if known := [sorted(line.detectable) for line in noise.each if last not in line.detectable]:
-        return (*found, sentence("other looks", known=known[0], last=last))
+        return (*notes, sentence("other looks", known=known[0], last=last))
     for metric in rules.metrics:
-        found += _limit_warnings(metric, noise.of(metric.name), last)
+        notes += _limit_warnings(metric, noise.of(metric.name), last)
         for line in noise.of(metric.name):
             level = _LEVELS[line.level]
             if line.bias_p <= _SURE:
-                found.append(sentence("bias", metric=metric.name, level=level, bias=line.bias * 100, p=line.bias_p))
+                notes.append(sentence("bias", metric=metric.name, level=level, bias=line.bias * 100, p=line.bias_p))
             elif line.level == OVERALL and abs(line.autocorrelation) > 3 / np.sqrt(noise.pairs):
-                found.append(sentence("autocorrelation", metric=metric.name, level=level, value=line.autocorrelation))
-    return tuple(found)
+                notes.append(sentence("autocorrelation", metric=metric.name, level=level, value=line.autocorrelation))
+    return tuple(notes)
 
 
 def _limit_warnings(metric: MetricRule, lines: Sequence[Noise], last: int) -> list[str]:
     """Warnings of a floor or margins below what the worst of this runner's hypotheses can show."""
-    low, narrow, found = [], [], []
+    low, narrow, notes = [], [], []
     for line in lines:
         where, margin = in_words(line.level, line.where), metric.margin_at(line.stands_for)
         detectable, least = line.worst_detectable[last], line.worst_margin[last]
@@ -182,7 +182,7 @@ def _limit_warnings(metric: MetricRule, lines: Sequence[Noise], last: int) -> li
         if least is None or least > margin:
             narrow.append(f"{share(margin)} {where}, where {share(least)} is the least")
     if low:
-        found.append(sentence("floor", metric=metric.name, floor=share(metric.floor), last=last, lines=", ".join(low)))
+        notes.append(sentence("floor", metric=metric.name, floor=share(metric.floor), last=last, lines=", ".join(low)))
     if narrow:
-        found.append(sentence("margin", metric=metric.name, last=last, lines="; ".join(narrow)))
-    return found
+        notes.append(sentence("margin", metric=metric.name, last=last, lines="; ".join(narrow)))
+    return notes

@@ -93,7 +93,7 @@ class PairTable:
         return replace(self, log_ratio=self.log_ratio[:pairs], base=base, candidate=candidate)
 
     def means(self, cells: Sequence[int], metric: int) -> dict[str, float]:
-        """By side, the geometric mean over the pairs and ``cells``; empty without values."""
+        """The geometric mean over the pairs and ``cells`` by side; empty without values."""
         if self.base is None or self.candidate is None:
             return {}
         values = {BASE: self.base, CANDIDATE: self.candidate}

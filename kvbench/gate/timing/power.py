@@ -112,7 +112,7 @@ def pairs_to_settle(
     needed: list[int | None] = [None] * len(mean)
     sd = np.maximum(sd, 1e-12)  # a constant harm just below its margin is settled by one pair more
     for more in range(pairs + 1, MOST_USEFUL + 1) if pairs > 1 else ():
-        if not (open_ := [i for i, known in enumerate(needed) if known is None]):
+        if not (open_ := [i for i, settled_at in enumerate(needed) if settled_at is None]):
             break
         look = rules.look_for(more)
         to_pass = power((margins - mean)[open_], sd[open_], more, critical_t_of(1, more, look.alpha_pass))

@@ -66,17 +66,17 @@ def _suite(root: ElementTree.Element, name: str, findings: list[Finding], verdic
 
 
 def _fill(case: ElementTree.Element, finding: Finding, numbers: list[str], verdict: Verdict) -> None:
-    said = [wording.line(finding.title), *numbers]
+    lines = [wording.line(finding.title), *numbers]
     if finding.outcome == PASS:
-        said.insert(1, wording.line(finding.sentence))
+        lines.insert(1, wording.line(finding.sentence))
     else:
         tag, kind, _ = _ELEMENTS[finding.outcome]
         message = wording.line(finding.sentence, MESSAGE) or wording.LABELS[finding.outcome]
         element = ElementTree.SubElement(case, tag, message=message, type=kind)
         element.text = _text([wording.clean(finding.sentence) or message, *map(wording.clean, finding.details)])
-        said += ["reproduce:", wording.clean(verdict.reproduce)] if verdict.reproduce else []
-        said += ["accept:", wording.clean(verdict.accept)] if verdict.accept and finding.outcome == FAIL else []
-    ElementTree.SubElement(case, "system-out").text = _text(said)
+        lines += ["reproduce:", wording.clean(verdict.reproduce)] if verdict.reproduce else []
+        lines += ["accept:", wording.clean(verdict.accept)] if verdict.accept and finding.outcome == FAIL else []
+    ElementTree.SubElement(case, "system-out").text = _text(lines)
 
 
 def _numbers(finding: Finding) -> list[tuple[str, float | None, str]]:

@@ -60,8 +60,8 @@ def _summary(verdict: Verdict, rows: int) -> str:
         lines += _folded(f"{len(passed):,} passed", [*table, *_more(len(passed) - rows, "that passed")])
     facts = [
         (f"{role} {wording.spaced(key)}".strip(), wording.line(wording.fact(value, key), _DETAIL))
-        for role, known in (("", verdict.facts), ("base", verdict.base), ("candidate", verdict.candidate))
-        for key, value in known.items()
+        for role, facts_of_role in (("", verdict.facts), ("base", verdict.base), ("candidate", verdict.candidate))
+        for key, value in facts_of_role.items()
         if value not in (None, "", [], {}, ())
     ]
     lines += _folded("The run", _table(("fact", "value"), facts[:60], 2)) if facts else []

@@ -64,8 +64,8 @@ def _plain(row: Sequence[str], unit: str | None, values: tuple[int, int]) -> lis
     unit = wording.line(unit or "", 24)
     if not unit or unit in ("bytes", "share", "count"):
         return list(row)
-    found = [entry.removesuffix(f" {unit}") if i in values else entry for i, entry in enumerate(row)]
-    return [found[0] if unit in found[0] else f"{found[0]} ({unit})", *found[1:]]
+    entries = [entry.removesuffix(f" {unit}") if i in values else entry for i, entry in enumerate(row)]
+    return [entries[0] if unit in entries[0] else f"{entries[0]} ({unit})", *entries[1:]]
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], numbers_from: int) -> Table:

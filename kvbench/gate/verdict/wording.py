@@ -169,7 +169,7 @@ def figure(name: str, finding: Finding) -> str:
 
 
 def bounds(finding: Finding) -> str:
-    """Its limits: ``>= 0.9``, ``<= 2 GiB``; empty without one."""
+    """Writes its limits: ``>= 0.9``, ``<= 2 GiB``; empty without one."""
     ends = (("min", ">="), ("min_ratio", ">="), ("max", "<="), ("max_ratio", "<="))
     return " and ".join(f"{s} {figure(name, finding)}" for name, s in ends if finding.figure(name) is not None)
 
@@ -231,12 +231,12 @@ def explained(findings: Sequence[Finding], most: int, said: str) -> list[tuple[s
     Sentences that ``said`` (the verdict's) contains are left out, and those of failures after the first, whose rows say
     the same. A finding with details is always included, by its title if its sentence is left out.
     """
-    found = []
+    sentences = []
     for i, finding in enumerate(findings):
-        known = line(finding.sentence) in line(said)
-        if finding.details or (not known and (i == 0 or finding.change is None or finding.outcome != FAIL)):
-            found.append(((finding.title or finding.id) if known else finding.sentence, finding))
-    return found[:most]
+        is_said = line(finding.sentence) in line(said)
+        if finding.details or (not is_said and (i == 0 or finding.change is None or finding.outcome != FAIL)):
+            sentences.append(((finding.title or finding.id) if is_said else finding.sentence, finding))
+    return sentences[:most]
 
 
 def counted(verdict: Verdict) -> str:
@@ -247,14 +247,14 @@ def counted(verdict: Verdict) -> str:
 
 def sides(verdict: Verdict) -> str:
     """Names both sides as far as known: ``base main (0123456789ab), candidate HEAD (...)``."""
-    found = []
+    names = []
     for role, side in (("base", verdict.base), ("candidate", verdict.candidate)):
         name, sha = (line(side.get(key) or "", 200) for key in ("name", "sha"))
         if name and sha and sha[:7] not in name and not sha.startswith(name):
             name = f"{name} ({sha[:12]})"
         if name or sha:
-            found.append(f"{role} {name or sha[:12]}")
-    return ", ".join(found)
+            names.append(f"{role} {name or sha[:12]}")
+    return ", ".join(names)
 
 
 def fact(value: object, name: str = "") -> str:
