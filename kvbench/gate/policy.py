@@ -198,7 +198,7 @@ class _TimingSection(StrictModel):
         if self.looks is not None:  # looks that do not say their own share the chance of a false pass evenly
             shared = MAX_ALPHA_PASS / max(1, len(self.looks))
             looks = tuple(
-                Look(each.pairs, each.alpha, each.alpha_pass or max(shared, 2.0**-each.pairs)) for each in self.looks
+                Look(look.pairs, look.alpha, look.alpha_pass or max(shared, 2.0**-look.pairs)) for look in self.looks
             )
         classes = {name: tuple(g if "/" in g else f"*/{g}" for g in globs) for name, globs in self.classes.items()}
         return TimingRules(tuple(entry.rule(rule) for entry, rule in entries if entry), looks, classes or None)

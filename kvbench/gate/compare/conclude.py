@@ -261,7 +261,7 @@ def _attempt_findings(manifest: CompareManifest) -> tuple[Finding, ...]:
     failing, given_up = _failing_servers(manifest.voids), manifest.void
     if given_up is None or (failing and failing[0].outcome == FAIL):
         return failing
-    attempts = [each for each in manifest.voids if (each.pair, each.turn) == (given_up.pair, given_up.turn)]
+    attempts = [attempt for attempt in manifest.voids if (attempt.pair, attempt.turn) == (given_up.pair, given_up.turn)]
     attempts = [each for each in attempts if each.resume == attempts[-1].resume]  # those that it was given up after
     turn, details = given_up.turn, tuple(map(_attempt_line, attempts))
     text = f"{turn} could not be measured in {plural(len(attempts), 'attempt')}: {attempts[-1]}"
@@ -270,7 +270,7 @@ def _attempt_findings(manifest: CompareManifest) -> tuple[Finding, ...]:
 
 def _failing_servers(attempts: Sequence[FailedAttempt]) -> tuple[Finding, ...]:
     """The finding on servers that failed while the other side's did not; empty if there are none."""
-    of_base, of_candidate = ([each for each in attempts if each.blamed == side] for side in SIDES)
+    of_base, of_candidate = ([attempt for attempt in attempts if attempt.blamed == side] for side in SIDES)
     base, candidate = len(of_base), len(of_candidate)
     if not base + candidate:
         return ()

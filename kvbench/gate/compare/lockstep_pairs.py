@@ -97,7 +97,7 @@ def _same_cores(
     settings: Sequence[Mapping[str, Any]], infos: Iterable[Mapping[str, Any]], rng: random.Random
 ) -> list[int]:
     """Draws as many cores as either engine has threads; none for engines that use them all, or a GPU."""
-    threads = max(each.get("num_threads") or sys.maxsize for each in settings)
+    threads = max(engine.get("num_threads") or sys.maxsize for engine in settings)
     cores = sorted(os.sched_getaffinity(0))
     if threads >= len(cores) or any(info["resolved"]["device"] != "cpu" for info in infos):
         return []

@@ -76,7 +76,7 @@ def new_comparison(
     differences = stored_differences(stored, workloads) if stored else []
     if differences and not request.force:
         raise UsageError(f"base and candidate differ: {'; '.join(differences)}; --force compares them all the same")
-    running = any(side.choice.runs_already for each in workloads for side in each.sides.values())
+    running = any(side.choice.runs_already for workload in workloads for side in workload.sides.values())
     folder = CompareFolder(create_run(request.output_dir, KIND, git_state()["short_sha"]).path, stored)
     resolved = {w.name: {side: dict(w.sides[side].choice.workload.resolved) for side in SIDES} for w in workloads}
     named = {side: sides[side].facts.model_copy(update={"name": sides[side].name}) for side in SIDES}
@@ -124,7 +124,7 @@ def pinned(side: OpenSide) -> str:
 
 
 def _cells(workloads: Sequence[PairedWorkload]) -> tuple[PairedCell, ...]:
-    return tuple(cell for each in workloads for match in each.matches for cell in match.paired_cells)
+    return tuple(cell for workload in workloads for match in workload.matches for cell in match.paired_cells)
 
 
 def resume(manifest: CompareManifest, workloads: Sequence[PairedWorkload], *, force: bool) -> list[str]:
@@ -153,7 +153,7 @@ def resume(manifest: CompareManifest, workloads: Sequence[PairedWorkload], *, fo
     manifest.options = manifest.options.model_copy(update={"force": manifest.options.force or force})
     entry = Resumed(at=utc_now(), **now.fields(), forced=force, differences=tuple(differences), remarks=tuple(remarks))
     manifest.resumed = (*manifest.resumed, entry)
-    mixed = [f"--force: pairs were measured under different conditions: {each}" for each in differences]
+    mixed = [f"--force: pairs were measured under different conditions: {difference}" for difference in differences]
     manifest.notes = tuple(dict.fromkeys([*manifest.notes, *mixed]))
     return remarks
 
@@ -162,7 +162,7 @@ def stored_differences(stored: Mapping[str, Path], workloads: Sequence[PairedWor
     """Lists what must be equal in two runs and is not: machine, versions, servers, requests; not their commits."""
     then, now = (RunFolder(stored[side]).manifest() for side in SIDES)
     differences, _ = environment_differences(then.model_copy(update={"git": GitState()}), now)
-    for match in (match for each in workloads for match in each.matches):
+    for match in (match for workload in workloads for match in workload.matches):
         base = then.servers.get(match.base.config_id, ServerInfo())
         candidate = now.servers.get(match.candidate.config_id, ServerInfo())
         differences += server_differences(base, candidate, varied_settings(match))

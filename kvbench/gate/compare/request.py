@@ -65,7 +65,7 @@ class CompareRequest(Record):
     def for_any_folder(self, base: str, candidate: str) -> StoredRequest:
         """The request with these sides and absolute paths: it may be resumed from another folder."""
         paths = {name: path.resolve() for name in _PATHS if (path := getattr(self, name))}
-        workloads = tuple(str(Path(each).resolve()) for each in self.workloads)
+        workloads = tuple(str(Path(workload).resolve()) for workload in self.workloads)
         return StoredRequest(**self.fields() | paths | {"workloads": workloads, "base": base, "candidate": candidate})
 
     def words(self, subcommand: str, sides: Sequence[str]) -> list[str]:

@@ -168,7 +168,7 @@ def _run(plan: _Plan, console: Console, held: ExitStack) -> tuple[CompareFolder,
         method, why = choose_method(request.method, workloads)
         notes = [why] if why else []
         if plan.subcommand == COMPARE:
-            names = [each.name for each in workloads]
+            names = [workload.name for workload in workloads]
             notes = [*noise_notes(request, names, method, plan.policy.timing), *notes]
         folder = new_comparison(request, plan.subcommand, method, plan.workloads, workloads, plan.policy, notes)
         held.enter_context(folder.locked())
@@ -193,7 +193,7 @@ def _run(plan: _Plan, console: Console, held: ExitStack) -> tuple[CompareFolder,
 
 def choose_method(wanted: str, workloads: Sequence[PairedWorkload]) -> tuple[str, str | None]:
     """Chooses how pairs are measured, with a note on its clock, or on why it is not the sharpest way. UsageError."""
-    if any(opened.stored for each in workloads for opened in each.sides.values()):
+    if any(opened.stored for workload in workloads for opened in workload.sides.values()):
         if wanted != AUTO:
             raise UsageError(f"--method {wanted} goes with what is measured, and stored runs are already: leave it out")
         return STORED_RUNS, None
@@ -288,7 +288,7 @@ class ComparisonRun:
 
     @property
     def matches(self) -> list[Match]:
-        return [match for each in self.workloads for match in each.matches]
+        return [match for workload in self.workloads for match in workload.matches]
 
     def execute(self) -> Verdict | None:
         """Measures what is missing and returns the verdict, None when it was interrupted."""
@@ -309,8 +309,8 @@ class ComparisonRun:
     def _compile(self) -> str | None:
         """The launches that may compile; why measuring cannot begin after them, None if it can."""
         try:
-            for each in self.workloads:
-                each.compile(self.folder.path, self._say, self.show, self._check_time, self.clock)
+            for workload in self.workloads:
+                workload.compile(self.folder.path, self._say, self.show, self._check_time, self.clock)
         except DeadlineError:
             pair = self.folder.whole_pairs(self.manifest.cells) + 1
             return f"{self._over(pair)}: servers were still being launched for the first time"
@@ -466,7 +466,7 @@ class ComparisonRun:
         if self.manifest.method != LOCKSTEP:
             return partial(measure_launched, self._runners(), self.clock)
         facts = self.manifest.lockstep = self.manifest.lockstep or LockstepFacts()
-        workloads = {each.name: each for each in self.workloads}
+        workloads = {workload.name: workload for workload in self.workloads}
         limit, seed = self.request.start_timeout or OPEN_LIMIT_S, self.manifest.order_seed
         pairs = LockstepPairs(self.folder, workloads, facts, seed, self._on_engine, limit, self.show, self._check_time)
         return pairs.measure

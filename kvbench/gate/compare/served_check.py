@@ -257,7 +257,7 @@ def _finding(key: str, name: str, judged: ServedJudgement, engine: Sequence[Find
         interval=(low / judged.base, high / judged.base),
         p=judged.p,
         figures=figures,
-        series=tuple(each / judged.base for each in judged.differences),
+        series=tuple(difference / judged.base for difference in judged.differences),
     )
 
 

@@ -179,7 +179,7 @@ def judge(
     results = [_result(scenario, lock, first[scenario.name], second[scenario.name]) for scenario in workload.scenarios]
     gone = "accepted, and no longer in the workload file: nothing guards it any more"
     results += [ScenarioResult(_finding(name, FAIL, gone), gone) for name in lock.scenarios if name not in present]
-    outcomes = [each.finding.outcome for each in results]
+    outcomes = [result.finding.outcome for result in results]
     outcome = INVALID if INVALID in outcomes else worst(outcomes)
     steps = sum(run.steps for run in first.values())
     moved = _moved(results)
@@ -279,7 +279,7 @@ def _causes(results: Sequence[ScenarioResult]) -> list[str]:
 
 def _moved(results: Sequence[ScenarioResult]) -> tuple[Moved, ...]:
     """Counters that differ, summed over the scenarios in which they do: the largest relative change first."""
-    changed = [change for each in results for change in each.changes]
+    changed = [change for result in results for change in result.changes]
     scenarios = Counter(change.name for change in changed)
     was, now = Counter(), Counter()
     for change in changed:

@@ -64,7 +64,7 @@ class Noise:
 
     def __post_init__(self) -> None:
         looks = (self.detectable, self.worst_detectable, self.margin, self.worst_margin)
-        if not self.stands_for or any(each.keys() != self.detectable.keys() for each in looks):
+        if not self.stands_for or any(look.keys() != self.detectable.keys() for look in looks):
             raise ValueError("it has no level, or not the same looks for detectable and margin")
 
 

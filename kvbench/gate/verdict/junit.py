@@ -94,5 +94,5 @@ def _numbers(finding: Finding) -> list[tuple[str, float | None, str]]:
 
 
 def _text(lines: list[str]) -> str:
-    text = "\n".join(each for each in lines if each)
+    text = "\n".join(line for line in lines if line)
     return text if len(text) <= TEXT else text[:TEXT] + f"\n… cut: {len(text) - TEXT:,} more characters in verdict.json"

@@ -101,7 +101,7 @@ def write_benchmarks(benchmarks: Sequence[Benchmark], folder: Path) -> list[Path
     """
     written = []
     for path, bigger in ((folder / BIGGER, True), (folder / SMALLER, False)):
-        if entries := [each.to_json() for each in benchmarks if each.higher_is_better == bigger]:
+        if entries := [benchmark.to_json() for benchmark in benchmarks if benchmark.higher_is_better == bigger]:
             write_json(path, entries)
             written.append(path)
         else:
