@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import monotonic
 
 LAUNCH = "launch"  # the work of starting one server
-_SIDE = "{}: one side"  # of a configuration in a pair
+ONE_SIDE = "{}: one side"  # of a configuration in a pair
 
 
 class DeadlineError(Exception):
@@ -48,13 +48,7 @@ class Clock:
 
     def attempt_s(self, key: str) -> float:
         """An attempt at both sides of the configuration ``key``: as earlier ones, else two sides, else two launches."""
-        return self.expected_s(key, 2 * self.expected_s(_SIDE.format(key), self.expected_s(LAUNCH)))
-
-    def attempt(self, key: str) -> AbstractContextManager[None]:
-        return self.spend(key, self.attempt_s(key))
-
-    def side(self, key: str) -> AbstractContextManager[None]:
-        return self.spend(_SIDE.format(key), self.expected_s(LAUNCH))
+        return self.expected_s(key, 2 * self.expected_s(ONE_SIDE.format(key), self.expected_s(LAUNCH)))
 
     @contextmanager
     def spend(self, work: str, unknown: float = 0.0) -> Iterator[None]:

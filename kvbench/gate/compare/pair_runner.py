@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvbench.gate.compare.clock import Clock
+from kvbench.gate.compare.clock import LAUNCH, ONE_SIDE, Clock
 from kvbench.gate.compare.folder import CompareFolder, FailedAttempt
 from kvbench.gate.timing.plan import CANDIDATE, SIDES, Turn
 from kvbench.gate.timing.rules import MetricRule
@@ -71,7 +71,7 @@ def measure_launched(
     for side in sides:
         runner = runners[side, turn.match.workload]
         before = len(runner.failures)
-        with clock.side(turn.match.key):
+        with clock.spend(ONE_SIDE.format(turn.match.key), clock.expected_s(LAUNCH)):
             runner.run_block(turn.match.block(side, pair, turn.order))
         failures[side] = runner.failures[before:]
     return failures
@@ -105,7 +105,7 @@ class PairRunner:
 
             def attempt(sides: Sequence[str], number: int, turn: Turn = turn) -> tuple[Reasons, Reasons]:
                 self.folder.set_aside(turn.match, pair)  # half a pair is none: its other half was at another time
-                with self.clock.attempt(turn.match.key):
+                with self.clock.spend(turn.match.key, self.clock.attempt_s(turn.match.key)):
                     failures = self.measure_pair(turn, sides, pair)
                 return self._judge(turn, pair, failures)
 

@@ -10,7 +10,7 @@ import pytest
 from kvbench.common.errors import UsageError
 from kvbench.gate.policy import GateLimit, Policy, StoredPolicy, load_policy, matches
 from kvbench.gate.timing.rules import DEFAULT_RULES
-from kvbench.gate.timing.served import SERVED_RULES
+from kvbench.gate.timing.served import ALPHA
 from kvbench.workload.design import design_of
 from kvbench.workload.file import load_workload
 
@@ -30,7 +30,7 @@ def read(tmp_path: Path):
 def test_the_shipped_policy_writes_out_the_default_rules():
     policy = load_policy(SHIPPED)
     assert (policy.timing, policy.source) == (DEFAULT_RULES, SHIPPED)
-    assert DEFAULT_RULES.alpha + SERVED_RULES.alpha == pytest.approx(0.01)
+    assert DEFAULT_RULES.alpha + ALPHA == pytest.approx(0.01)
     assert sum(look.alpha_pass for look in DEFAULT_RULES.looks) == pytest.approx(0.05)
     assert {limit.kind for limit in policy.limits} == {"metric", "ratio", "quality"}
 
