@@ -22,6 +22,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from kvbench.common.errors import UsageError
 from kvbench.common.text import and_more, plural
@@ -290,20 +291,10 @@ def _quality_figure(figures: ConfigurationFigures, what: str) -> float | None:
 
 def _within(limit: GateLimit, where: str, outside: Sequence[str], details: Sequence[str]) -> Finding:
     """Judges whether a configuration breaks any of the limits in quality.json."""
-    about, broken = _about(limit, where), and_more([each.rstrip(".") for each in outside], _MOST_REASONS, "; ")
-    return Finding(
-        id=f"{SUITE}/{where}/{limit.label}",
-        suite=SUITE,
-        title=about,
-        outcome=FAIL if outside else PASS,
-        sentence=f"{about}: {broken or 'all figures are within the limits of quality.json'}",
-        metric=limit.what,
-        unit="count",
-        higher_is_better=False,
-        candidate=float(len(outside)),
-        figures={"max": 0.0},
-        details=(*outside, *details),
-    )
+    broken = and_more([reason.rstrip(".") for reason in outside], _MOST_REASONS, "; ")
+    text = broken or "all figures are within the limits of quality.json"
+    numbers = {"unit": "count", "higher_is_better": False, "candidate": float(len(outside)), "figures": {"max": 0.0}}
+    return _finding(limit, where, FAIL if outside else PASS, text, details=(*outside, *details), **numbers)
 
 
 def _hold(
@@ -320,25 +311,24 @@ def _hold(
     ends = {name: end for name, end in (("min", limit.low), ("max", limit.high)) if end is not None}
     words = {"min": "at least", "max": "at most"}
     bounds = " and ".join(f"{words[name]} {quantity(end, unit)}" for name, end in ends.items())
-    about = _about(limit, where) + (f" ({window})" if window else "")
-    return Finding(
-        id=f"{SUITE}/{where}/{limit.label}",
-        suite=SUITE,
-        title=f"{about}, {bounds}",
-        outcome=FAIL if broken else PASS,
-        sentence=f"{about}: {which}{quantity(judged, unit)}, {'but the' if broken else 'the'} limit is {bounds}",
-        metric=limit.what,
-        unit=unit or None,
-        higher_is_better=None if len(ends) == 2 else "min" in ends,
-        candidate=judged,
-        figures=ends,
-        details=tuple(details),
-    )
+    text = f"{which}{quantity(judged, unit)}, {'but the' if broken else 'the'} limit is {bounds}"
+    higher = None if len(ends) == 2 else "min" in ends
+    numbers = {"unit": unit or None, "higher_is_better": higher, "candidate": judged, "figures": ends}
+    outcome, shown = FAIL if broken else PASS, f" ({window})" if window else ""
+    return _finding(limit, where, outcome, text, shown, f", {bounds}", details=tuple(details), **numbers)
 
 
 def _invalid(limit: GateLimit, where: str, why: str) -> Finding:
-    about = _about(limit, where)
-    return Finding(f"{SUITE}/{where}/{limit.label}", SUITE, about, INVALID, f"{about}: {why}", metric=limit.what)
+    return _finding(limit, where, INVALID, why)
+
+
+def _finding(
+    limit: GateLimit, where: str, outcome: str, text: str, window: str = "", bounds: str = "", **numbers: Any
+) -> Finding:
+    """The finding on a limit; ``window`` and ``bounds`` are added to its title."""
+    about = (f"{limit.name}: {where}" if limit.name else f"{limit.label} of {where}") + window
+    name, sentence = f"{SUITE}/{where}/{limit.label}", f"{about}: {text}"
+    return Finding(name, SUITE, f"{about}{bounds}", outcome, sentence, metric=limit.what, **numbers)
 
 
 def _unmeasured(cell: MeasuredCell, what: str) -> str:
@@ -360,10 +350,6 @@ def _reasons(cell: MeasuredCell) -> str:
 
 def _name(run: Run, cell: MeasuredCell) -> str:
     return f"{run.workload}/{cell.cell_id}"
-
-
-def _about(limit: GateLimit, where: str) -> str:
-    return f"{limit.name}: {where}" if limit.name else f"{limit.label} of {where}"
 
 
 def _resume(run: Run) -> str:
