@@ -16,27 +16,8 @@ import pandas as pd
 
 from kvbench.runs.model import MeasuredCell
 
-
-@dataclass(frozen=True)
-class KvUse:
-    """What bytes of the budget are used for; ``title`` and ``hint`` are for readers."""
-
-    key: str
-    title: str
-    hint: str
-
-
-USES = (
-    KvUse("tokens", "tokens", "hold the KV of a token of a running sequence, shared ones counted once"),
-    KvUse("waste", "reserved, empty", "reserved by a sequence and holding nothing yet: internal waste"),
-    KvUse("cached", "cached", "owned by nobody, kept for the prefix cache, given up when needed"),
-    KvUse("pinned", "pinned", "kept until a copy from them is done"),
-    KvUse("free", "free", "free and usable"),
-    KvUse("fragmented", "free, scattered", "free, enough for a request that waits, but not in one piece (contiguous)"),
-    KvUse("table", "page table", "the page table"),
-    KvUse("rest", "left over", "too little for another page"),
-)
-SLOT_USES = tuple(use.key for use in USES[:6])  # of the server: each slot is in one of them
+SLOT_USES = ("tokens", "waste", "cached", "pinned", "free", "fragmented")
+"""The uses that the server tells: each slot has one of them. ``waste``: reserved by a sequence, and empty."""
 _STEPS = "kv_slot_steps_total_"
 _MEANS = ("kv_budget_bytes", "kv_bytes_per_slot", "kv_scale_bytes_per_slot", "kv_slots_shared", "kv_slots_total")
 
@@ -45,7 +26,8 @@ _MEANS = ("kv_budget_bytes", "kv_bytes_per_slot", "kv_scale_bytes_per_slot", "kv
 class Ledger:
     """One cell's budget in bytes, mean over time and repeats.
 
-    ``parts``: use -> bytes; they add up to ``budget``. ``scales``: of the tokens' bytes, scales of a quantised KV.
+    ``parts``: bytes by use, SLOT_USES, the page ``table`` and the ``rest``; they add up to ``budget``.
+    ``scales``: of the tokens' bytes, scales of a quantised KV.
     ``saved``: bytes that sequences would have needed on top if nothing were shared; None if unknown.
     """
 
@@ -107,8 +89,8 @@ def _gauge_slots(polls: pd.DataFrame) -> pd.DataFrame:
 
 def observe(gauges: pd.DataFrame, means: Mapping[str, float], start: float, end: float) -> dict[str, float]:
     """What ``ledger`` needs of one repeat's polls, for ``Repeat.observed``: slots by use, and ``means`` of gauges."""
-    found = {f"use_{use}": slots for use, slots in mean_slots(gauges, start, end).items()}
-    return found | {name: means[name] for name in _MEANS if found and name in means}
+    slots = {f"use_{use}": mean for use, mean in mean_slots(gauges, start, end).items()}
+    return slots | {name: means[name] for name in _MEANS if slots and name in means}
 
 
 def bytes_per_slot(cell: MeasuredCell) -> float | None:
@@ -169,11 +151,10 @@ def accounting(cell: MeasuredCell) -> dict[str, float]:
 
     Parts of the budget are means over time and repeats, counters and swapped bytes are sums over the repeats.
     """
-    found = ledger(cell)
     flat: dict[str, float | None] = {}
-    if found is not None:
-        flat = {f"kv_{use}_bytes": size for use, size in found.parts.items()}
-        flat |= {"kv_scale_bytes": found.scales, "kv_budget_bytes": found.budget, "kv_saved_bytes": found.saved}
+    if (used := ledger(cell)) is not None:
+        flat = {f"kv_{use}_bytes": size for use, size in used.parts.items()}
+        flat |= {"kv_scale_bytes": used.scales, "kv_budget_bytes": used.budget, "kv_saved_bytes": used.saved}
     flat |= {f"swapped_{way}_bytes": swapped_bytes(cell, way) for way in ("out", "in")}
     flat |= {name: cell.counter(f"{name}_total") for name in _COUNTERS}
     return {name: value for name, value in flat.items() if value is not None}

@@ -6,6 +6,7 @@ What may be absent (a server without /metrics, a cell that never finished, a fie
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from kvbench.common.text import and_more
 from kvbench.metrics.definitions import SERVED, SIMULATED
 from kvbench.metrics.latency import SEVERAL_TOKENS, in_steady, most_frequent_failures
 from kvbench.metrics.model import (
@@ -21,29 +23,27 @@ from kvbench.metrics.model import (
     Distribution,
     FailureMessage,
     GroupLatencies,
-    LoadMetrics,
     PooledLatencies,
 )
 from kvbench.runs.engine_time import EngineTime
 from kvbench.runs.predictions import Predictions
 from kvbench.runs.quality import QualityResult
-from kvbench.runs.repeats import repeat_notes
 from kvbench.runs.results import (
     COMPLETE,
-    CacheBounds,
-    CacheCounts,
     Capacity,
-    MachineReport,
     Manifest,
+    RepeatSummary,
     prefix_hits,
 )
 from kvbench.runs.tables import GAUGES, REQUESTS, read_table
+from kvbench.workload.settings import Settings
 
 # Keys of a workload's load that are in each cell's own definition, or that do not change the requests.
 NOT_OF_REQUESTS = ("repeats", "slo", "concurrency", "request_rate", "num_requests", "timeout_s")
 _THROUGHPUT = "steady_output_throughput"
 WRONG = "wrong answers"
 DOUBTS = (WRONG, "invalid", "refused")  # the worst first
+_MOST_NAMED = 6  # repeats in a note
 _GAUGES = (
     "t", "repeat", "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "kv_slots_total",
     "kv_slots_reserved", "kv_slots_used", "kv_waste_slots", "page_table_bytes",
@@ -96,23 +96,10 @@ class MeasuredLoad:
         return "all" if self.value == math.inf else f"{self.value:g}/s"
 
 
-@dataclass(frozen=True)
-class Repeat:
-    """One load on one fresh server: what the client and the server measured.
+class Repeat(RepeatSummary):
+    """One load on one fresh server; ``observed``: statistics of the server's gauges in the steady window."""
 
-    server: the server's counters; observed: statistics of its gauges in the steady window
-    machine: how busy the machine was; cache, bounds: hits of the prefix cache, and the possible ones
-    requests_sha256: hash of the file of requests that was sent
-    """
-
-    repeat: int
-    metrics: LoadMetrics
-    server: Mapping[str, float | None]
-    observed: Mapping[str, float] = field(default_factory=dict)
-    machine: MachineReport = field(default_factory=MachineReport)
-    cache: CacheCounts = field(default_factory=CacheCounts)
-    bounds: CacheBounds | None = None
-    requests_sha256: str = ""
+    observed: Mapping[str, float] = {}
 
 
 @dataclass(frozen=True)
@@ -123,8 +110,8 @@ class MeasuredCell:
     config_id: str
     name: str  # unique per configuration, for people
     is_baseline: bool
-    varied: Mapping[str, Any]
-    settings: Mapping[str, Any]
+    varied: Settings
+    settings: Settings
     load: MeasuredLoad
     capacity: Capacity
     repeats: tuple[Repeat, ...]
@@ -266,17 +253,17 @@ class MeasuredCell:
     @property
     def hit_rate(self) -> float | None:
         """Measured prefix-cache hit rate in tokens, 0 to 1; None where no token was looked up."""
-        counts = [prefix_hits(r.cache, r.server) or (0.0, 0.0) for r in self.repeats]
+        counts = [prefix_hits(r.prefix_cache, r.server) or (0.0, 0.0) for r in self.repeats]
         hits, queries = map(sum, zip(*counts, strict=True))
         return hits / queries if queries else None
 
     @property
     def possible_hits(self) -> tuple[float, float] | None:
         """Lowest and highest hit rate that prompts and declared cache state allow; None unless all repeats tell."""
-        bounds = [r.bounds for r in self.repeats if r.bounds and r.cache.queries]
+        bounds = [r.prefix_cache_bounds for r in self.repeats if r.prefix_cache_bounds and r.prefix_cache.queries]
         if not bounds or len(bounds) != len(self.repeats):
             return None
-        queries = sum(r.cache.queries or 0.0 for r in self.repeats)
+        queries = sum(r.prefix_cache.queries or 0.0 for r in self.repeats)
         return sum(b.low for b in bounds) / queries, sum(b.high for b in bounds) / queries
 
     @property
@@ -366,7 +353,9 @@ class Run:
     def cache_state(self) -> str:
         """The state of the prefix cache that its loads began with; of an older run the declared one."""
         declared = self.load_section.get("cache_state", "cold")
-        return " or ".join({r.cache.state or declared: None for c in self.cells for r in c.repeats} or [declared])
+        return " or ".join(
+            {r.prefix_cache.state or declared: None for c in self.cells for r in c.repeats} or [declared]
+        )
 
     @property
     def loads(self) -> list[MeasuredLoad]:
@@ -412,3 +401,31 @@ def read_gauges(folder: Path) -> pd.DataFrame:
     if frame.empty or "num_requests_running" not in frame:
         return pd.DataFrame(columns=list(_GAUGES))
     return frame.assign(**{name: 0 if name == "repeat" else np.nan for name in _GAUGES if name not in frame})
+
+
+def repeat_notes(manifest: Manifest, cells: Iterable[tuple[str, int, Mapping[Any, Any]]]) -> list[str]:
+    """Sentences about repeats that are missing from valid cells, or were measured again.
+
+    ``cells``: id, number of valid repeats, and the reasons of those that are left out as invalid, by repeat.
+    """
+    planned, notes = manifest.planned_repeats, []
+    if again := Counter((load.cell_id, load.repeat) for load in manifest.set_aside):
+        times = {1: "", 2: " (twice)"}
+        loads = [f"{cell_id} repeat {repeat}{times.get(n, f' ({n} times)')}" for (cell_id, repeat), n in again.items()]
+        notes.append(f"measured again: {and_more(loads, _MOST_NAMED)}; what was disturbed is kept in set-aside/")
+    if invalid := [
+        f"{cell_id}: {valid} of {valid + len(reasons)} repeats are valid ({_first_reasons(reasons)})"
+        for cell_id, valid, reasons in cells
+        if reasons
+    ]:
+        notes.append(f"invalid repeats are left out: {and_more(invalid, _MOST_NAMED, between='; ')}")
+    if left := manifest.left_out_repeats:
+        counts = [f"{cell_id}: {planned[cell_id] - n} of {planned[cell_id]} repeats" for cell_id, n in left.items()]
+        minutes = manifest.max_minutes
+        limit = "" if minutes is None else f" {minutes:g}"
+        notes.append(f"cut short by --max-minutes{limit}, measured: {and_more(counts, _MOST_NAMED, between='; ')}")
+    return notes
+
+
+def _first_reasons(reasons: Mapping[Any, Any]) -> str:
+    return "; ".join(f"repeat {repeat}: {why[0].split(';')[0].rstrip('.')}" for repeat, why in reasons.items())

@@ -6,16 +6,19 @@ Older versions left fields out; those have the value that means "not known" here
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
-from pydantic import ConfigDict
+from pydantic import ConfigDict, Field
 
 from kvbench.common.foreign_cpu import MachineReport
 from kvbench.common.records import Number, Record
 from kvbench.metrics.definitions import SERVED, SIMULATED
 from kvbench.metrics.model import CanaryCounts, LoadMetrics, PooledLatencies
 from kvbench.runs.server_info import ServerInfo
+from kvbench.workload.load_section import LoadPoint
+from kvbench.workload.settings import Settings
 
 COMPLETE, INCOMPLETE = "complete", "incomplete"
 COST_NOTES = "cost_model"
@@ -135,6 +138,12 @@ class CellLoad(Record):
     num_requests: int | None = None
     arrivals: str | None = None
 
+    @classmethod
+    def of(cls, point: LoadPoint, **more: Any) -> Self:
+        names = ("load_id", "mode", "concurrency", "request_rate", "num_requests")
+        facts = {name: getattr(point, name) for name in names}
+        return cls(**facts | {"request_rate": "inf"} if point.request_rate == math.inf else facts, **more)
+
     @property
     def value(self) -> float:
         """Concurrent requests or requests/s; 0 where the arrivals have no single rate."""
@@ -213,8 +222,8 @@ class CellSummary(Record):
     config_id: str = ""
     label: str = ""
     is_baseline: bool = False
-    varied: Mapping[str, Any] = {}
-    settings: Mapping[str, Any] = {}
+    varied: Settings = Field(default_factory=dict)
+    settings: Settings = Field(default_factory=dict)
     load: CellLoad = CellLoad()
     notes: Mapping[str, Any] = {}
     capacity: Capacity = Capacity()
@@ -427,3 +436,13 @@ class Manifest(Environment, MeasuredTarget):
         """The workload's section ``load``."""
         section = self.workload.get("load")
         return section if isinstance(section, Mapping) else {}
+
+    @property
+    def planned_repeats(self) -> Counter[str]:
+        """The number of planned repeats of each cell."""
+        return Counter(cell_id for block in self.plan for cell_id in block.cells)
+
+    @property
+    def left_out_repeats(self) -> Counter[str]:
+        """The number of repeats of each cell that --max-minutes left no time for."""
+        return Counter(cell_id for cell_id, _ in self.left_out)

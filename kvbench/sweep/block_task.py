@@ -198,7 +198,8 @@ class _Work:
                 raise
         known = self.run_folder.path / cache.FILE
         rows = read_json(known) if known.is_file() else []
-        files = pack(self.run_folder.path, [*self.run_folder.path.glob("logs/*"), *_failed(self.run_folder.path)])
+        kept = [path for pattern in ("logs/*", "cells/*/loads/failed-*") for path in self.run_folder.path.glob(pattern)]
+        files = pack(self.run_folder.path, kept)
         self.events.put(BlockEnded(started, tuple(keeps_cache), rows, files, refused, problem))
 
     def _check(self) -> None:
@@ -233,7 +234,3 @@ class _Listener(Listener):
 
     def status(self, text: str) -> None:
         self.put(Status(text))
-
-
-def _failed(run: Path) -> list[Path]:
-    return sorted(run.glob("cells/*/loads/failed-*"))

@@ -147,14 +147,6 @@ def describe(
     workload: Workload, block: Block, target: Target, plan: SearchPlan | None, sharing: Mapping[str, Any]
 ) -> LoadManifest:
     """The manifest of a load, before anything is sent; never with a key."""
-    point = block.cells[0].load
-    load = CellLoad(
-        load_id=point.load_id,
-        mode=point.mode,
-        concurrency=point.concurrency,
-        request_rate="inf" if point.request_rate == float("inf") else point.request_rate,
-        num_requests=point.num_requests,
-    )
     facts = dataclasses.asdict(target.model)
     served = {"url": target.base_url, "preset": target.preset.name, "version": target.version()}
     served |= {"endpoint": target.dialect.endpoint, "template_tokens": target.template_tokens}
@@ -164,7 +156,7 @@ def describe(
         [] if plan else [block],
         kind="load",
         seed=workload.seed,
-        load=load,
+        load=CellLoad.of(block.cells[0].load),
         target=served | {"model": facts.pop("name"), **facts},
         search=dataclasses.asdict(plan) if plan else None,
         sharing=dict(sharing),

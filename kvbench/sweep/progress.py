@@ -204,9 +204,9 @@ class SweepProgress(Listener):
         self._finished.add((cell.cell_id, repeat))
         self.status("between loads")
         self._live.printed()
-        elapsed, left = clock(time.monotonic() - self._began), self._left_words()
+        elapsed = clock(time.monotonic() - self._began)
         head = f"[{len(self._finished)}/{self._about}{self._total}] {cell.cell_id} repeat {repeat}: "
-        print_plain(self._console, f"{head}{text}  (elapsed {elapsed}, {left})")
+        print_plain(self._console, f"{head}{text}  (elapsed {elapsed}, {self._time_left()}{self._guess()})")
 
     def _rows(self, width: int) -> list[str]:
         number, requests = min(len(self._finished) + 1, self._total), self._requests
@@ -220,9 +220,6 @@ class SweepProgress(Listener):
             (f"{', ' if requests else ': '}{clock(time.monotonic() - self._load_began)}", 4),
         ]
         return [fit(parts, width), *(self._server.rows(width) if self._current else ())]
-
-    def _left_words(self) -> str:
-        return self._time_left() + self._guess()
 
     def _time_left(self) -> str:
         return f"about {clock(self.time_left_s())} left"

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from rich.console import Console
-from rich.table import Table
 
 from kvbench.calibration.calibrate import Calibration
 from kvbench.common.console import make_table, print_plain, print_table
@@ -34,10 +33,9 @@ from kvbench.sweep.rate_search import (
     NEVER,
     OUT_OF_TIME,
     TOO_SHORT,
-    Answer,
     Bounds,
     Condition,
-    NextRun,
+    SearchAnswer,
     Trial,
     filling_s,
     interval_so_far,
@@ -105,8 +103,8 @@ class RateSearch:
         self._read_finished()
         self._ends_at = time.monotonic() + self.limit_s
         allowed = f"{self.limit_s / 60:g} minutes were allowed (--max-minutes)"
-        while isinstance(step := next_step(self.trials, self.bounds), NextRun):
-            rate, needed = f"{step.rate:g} {self.length.unit}/s", self.length.seconds_of(step.rate, self.conditions)
+        while not isinstance(step := next_step(self.trials, self.bounds), SearchAnswer):
+            rate, needed = f"{step:g} {self.length.unit}/s", self.length.seconds_of(step, self.conditions)
             reason = f"{allowed}; the next run, at {rate}, takes {clock(needed)}"
             if time.monotonic() + needed <= self._ends_at:
                 try:
@@ -114,7 +112,7 @@ class RateSearch:
                     continue
                 except OutOfTimeError:
                     reason = f"{allowed}, and the run at {rate} was cut"
-            step = Answer(OUT_OF_TIME, interval_so_far(self.trials, self.bounds), reason)
+            step = SearchAnswer(OUT_OF_TIME, interval_so_far(self.trials, self.bounds), reason)
             break
         return self._conclude(step)
 
@@ -133,18 +131,18 @@ class RateSearch:
         if self.runs:
             self._print(f"{plural(len(self.runs), 'finished run')}: not run again")
 
-    def _run_one(self, step: NextRun) -> None:
-        number, count = len(self.runs) + 1, self.length.requests(step.rate, self.conditions)
-        path = self.folder.run(number, f"r{step.rate:g}")
-        name = f"run {number}: {step.rate:g} {self.length.unit}/s"
-        seconds = clock(self.length.seconds_of(step.rate, self.conditions))
+    def _run_one(self, rate: float) -> None:
+        number, count = len(self.runs) + 1, self.length.requests(rate, self.conditions)
+        path = self.folder.run(number, f"r{rate:g}")
+        name = f"run {number}: {rate:g} {self.length.unit}/s"
+        seconds = clock(self.length.seconds_of(rate, self.conditions))
         self._print(f"{name}, {count} {self.length.unit}, about {seconds}")
         try:
-            kept = self.measure(step.rate, count, number)
+            kept = self.measure(rate, count, number)
         except MeasurementError as error:  # as an invalid run, which is measured again
             kept = StoredLoad(valid=False, invalid_reasons=(str(error),), metrics=LoadMetrics())
             path.mkdir(parents=True, exist_ok=True)
-        trial = self._judged(step.rate, kept, path)
+        trial = self._judged(rate, kept, path)
         kept = kept.model_copy(update={"trial": trial})
         self._note(path, kept)
         verdict = {True: "met", False: "missed", None: f"NOT JUDGED ({trial.cause})"}[trial.met]
@@ -183,10 +181,11 @@ class RateSearch:
             self.length = replace(self.length, seconds=max(self.length.seconds, trial.seconds))
         self.runs.append(SearchRun(path.name, trial, kept.metrics.sent, kept.metrics.failed))
 
-    def _conclude(self, answer: Answer) -> int:
+    def _conclude(self, answer: SearchAnswer) -> int:
         self.outcome, interval = answer.outcome, answer.interval
         sentence = answer_sentence(answer, self.conditions, self.runs, self.bounds, self.length)
-        print_table(self.console, _table(self.conditions, self.runs))
+        heads = ("run", "rate/s", "requests", *(c.title for c in self.conditions), "failed", "in flight", "result")
+        print_table(self.console, make_table(heads, [_table_row(self.conditions, run) for run in self.runs]))
         self._print(sentence)
         ends = {"low": interval.low, "high": interval.high, "confidence": CONFIDENCE} if interval else None
         write_json(
@@ -231,14 +230,16 @@ def request_times(path: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def answer_sentence(
-    answer: Answer, conditions: Sequence[Condition], runs: Sequence[SearchRun], bounds: Bounds, length: RunLength
+    answer: SearchAnswer, conditions: Sequence[Condition], runs: Sequence[SearchRun], bounds: Bounds, length: RunLength
 ) -> str:
     """The answer in words, with the runs behind it and what they could not show."""
     slo, interval = " and ".join(c.text for c in conditions), answer.interval
     if interval is None:
         text = f"Not known whether any rate meets {slo}: no run could be judged."
     else:
-        text = f"Highest rate that meets {slo}: {_interval_words(interval, length.unit)}{_open_end(answer, bounds)}; "
+        bound = {ALWAYS: f" (--max-rate is {bounds.high:g})", NEVER: f" (--min-rate is {bounds.low:g})"}
+        end = bound.get(answer.outcome, "")  # beyond which nothing was tried
+        text = f"Highest rate that meets {slo}: {_interval_words(interval, length.unit)}{end}; "
         text += f"{_evidence(conditions, runs)}.{_undetected_overload(runs, bounds, length)}"
     if not answer.reason:
         return text
@@ -255,12 +256,6 @@ def _interval_words(interval: Interval, unit: str) -> str:
     if low is None and high is None:
         return "not known yet"
     return f"at least {low} {unit}/s" if high is None else f"less than {high} {unit}/s"
-
-
-def _open_end(answer: Answer, bounds: Bounds) -> str:
-    """The bound that ended the search, beyond which nothing was tried."""
-    ends = {ALWAYS: f" (--max-rate is {bounds.high:g})", NEVER: f" (--min-rate is {bounds.low:g})"}
-    return ends.get(answer.outcome, "")
 
 
 def _evidence(conditions: Sequence[Condition], runs: Sequence[SearchRun]) -> str:
@@ -285,12 +280,6 @@ def _undetected_overload(runs: Sequence[SearchRun], bounds: Bounds, length: RunL
         f" Runs this short show an overload only from {share:.0%} on: what the server can serve may be that much less. "
         "Give more --run-seconds, or a longer trace."
     )
-
-
-def _table(conditions: Sequence[Condition], runs: Sequence[SearchRun]) -> Table:
-    """All runs, in their order."""
-    heads = ("run", "rate/s", "requests", *(c.title for c in conditions), "failed", "in flight", "result")
-    return make_table(heads, [_table_row(conditions, run) for run in runs])
 
 
 def _table_row(conditions: Sequence[Condition], run: SearchRun) -> tuple[str, ...]:

@@ -281,16 +281,9 @@ class Bounds:
 
 
 @dataclass(frozen=True)
-class NextRun:
-    """Run this rate next."""
-
-    rate: float
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The end. ``interval``: None when no run could be judged. ``reason``: why a search ended without reaching its
-    tolerance, else empty.
+class SearchAnswer:
+    """The end of a search. ``interval``: None when no run could be judged. ``reason``: why it ended without reaching
+    its tolerance, else empty.
     """
 
     outcome: str
@@ -298,29 +291,28 @@ class Answer:
     reason: str = ""
 
 
-def next_step(trials: Sequence[Trial], bounds: Bounds) -> NextRun | Answer:
-    """What to run next, or the answer."""
+def next_step(trials: Sequence[Trial], bounds: Bounds) -> float | SearchAnswer:
+    """Returns the rate [1/s] to run next, or the answer."""
     met, missed = _rates(trials, True), _rates(trials, False)
     ceiling = _client_limit(trials)
     highest = bounds.high if ceiling is None else _below_ceiling(ceiling.rate, [*met, *missed], bounds)
     known = _posterior(trials, bounds)
     found = _interval(known, trials, bounds)
-    if (why := _given_up(trials)) is not None:
-        return Answer(why[0], found, why[1])
-    limit = (
-        ""
-        if ceiling is None
-        else (f"at {ceiling.rate:g}/s the client, not the server, was the limit ({'; '.join(ceiling.reasons)})")
-    )
+    if (given_up := _given_up(trials)) is not None:
+        outcome, reason = given_up
+        return SearchAnswer(outcome, found, reason)
+    limit = ""
+    if ceiling is not None:
+        limit = f"at {ceiling.rate:g}/s the client, not the server, was the limit ({'; '.join(ceiling.reasons)})"
     if highest is None:
-        return Answer(CLIENT_LIMIT, found, limit)
+        return SearchAnswer(CLIENT_LIMIT, found, limit)
     if found is not None and _narrow(found, bounds, highest):
         if found.high is None:
-            return Answer(CLIENT_LIMIT, found, limit) if limit else Answer(ALWAYS, found)
-        return Answer(NEVER if found.low is None else FOUND, found)
+            return SearchAnswer(CLIENT_LIMIT, found, limit) if limit else SearchAnswer(ALWAYS, found)
+        return SearchAnswer(NEVER if found.low is None else FOUND, found)
     if len(trials) >= bounds.max_runs:
-        return Answer(OUT_OF_RUNS, found, f"{bounds.max_runs} runs were allowed (--max-runs)")
-    return NextRun(_next_rate(met, missed, known, bounds, highest))  # the same again after one that is not judged
+        return SearchAnswer(OUT_OF_RUNS, found, f"{bounds.max_runs} runs were allowed (--max-runs)")
+    return _next_rate(met, missed, known, bounds, highest)  # the same again after one that is not judged
 
 
 def interval_so_far(trials: Sequence[Trial], bounds: Bounds) -> Interval | None:

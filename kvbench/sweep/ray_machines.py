@@ -40,7 +40,7 @@ from kvbench.common.text import and_more, plural
 from kvbench.runs.manifest import StoredManifest
 from kvbench.runs.results import ClusterMachine, Environment, Executor, GitState, LostBlock, Manifest
 from kvbench.runs.resume import environment_differences
-from kvbench.sweep.block import BlockRunner, why_unanswered
+from kvbench.sweep.block import BlockRunner, Finished, ThisMachine, why_unanswered
 from kvbench.sweep.block_task import (
     BlockEnded,
     BlockTask,
@@ -51,7 +51,6 @@ from kvbench.sweep.block_task import (
     Status,
     run_block_task,
 )
-from kvbench.sweep.machines import Finished, ThisMachine
 from kvbench.targets.base import Target
 from kvbench.targets.choose import ChosenTarget
 from kvbench.workload.design import Block, Design

@@ -39,15 +39,14 @@ from kvbench.runs.aggregate import aggregate_cell
 from kvbench.runs.engine_time import EngineTime, read_engine_time
 from kvbench.runs.folder import RunFolder, create_run
 from kvbench.runs.manifest import StoredManifest, new_manifest, with_server
+from kvbench.runs.model import repeat_notes
 from kvbench.runs.quality import read_quality
-from kvbench.runs.repeats import repeat_notes
 from kvbench.runs.results import COMPLETE, INCOMPLETE, Capacity, CellSummary, FailedLoad, LoadResult, Manifest, SetAside
 from kvbench.runs.resume import accept_server, reopen, require_same_workload
 from kvbench.runs.server_info import ServerInfo
 from kvbench.runs.work import FolderWork, kept, work_in
-from kvbench.sweep.block import BlockRunner, Failure, Unanswered, why_unanswered
+from kvbench.sweep.block import BlockRunner, Failure, ThisMachine, Unanswered, why_unanswered
 from kvbench.sweep.capacity import memory_notes
-from kvbench.sweep.machines import ThisMachine
 from kvbench.sweep.order import Measured, blocks_in_time, blocks_left
 from kvbench.sweep.plan import describe_plan, preflight
 from kvbench.sweep.progress import Estimator, SweepProgress
