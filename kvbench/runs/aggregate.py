@@ -26,9 +26,8 @@ from kvbench.metrics.canaries import WRONG_ANSWERS, counted
 from kvbench.metrics.latency import in_steady
 from kvbench.metrics.latency import pooled as pool_samples
 from kvbench.metrics.model import Figures, LoadMetrics, LoadOutcome, Plateau, PooledLatencies, flatten
-from kvbench.runs.folder import RunFolder
+from kvbench.runs.folder import RunFolder, read_table
 from kvbench.runs.results import Capacity, CellLoad, CellSummary, LoadResult, Manifest, RepeatSummary, Spread
-from kvbench.runs.tables import read_table
 from kvbench.workload.design import Cell, LoadPoint
 
 _COUNTERS = TypeAdapter(dict[str, FiniteFloat | None])

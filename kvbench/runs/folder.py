@@ -8,7 +8,8 @@
       set-aside/<cell id>/<repeat>-<n>/           the load that was there before it, and set-aside/logs
 
 A load is written into a scratch folder and renamed into place, with done.json inside: what has a done.json is
-finished and is never run again, unless one of its files is damaged.
+finished and is never run again, unless one of its files is damaged. requests.parquet has a row a request,
+server.parquet a row a reading.
 """
 
 from __future__ import annotations
@@ -22,17 +23,25 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
 
 from kvbench.common.errors import UsageError, say, storage_sentence
 from kvbench.common.files import flush, read_json
 from kvbench.common.parsing import parse_json
 from kvbench.common.records import read_record
 from kvbench.runs.results import COMPLETE, LoadResult, Manifest
-from kvbench.runs.tables import check_table
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 MANIFEST = "manifest.json"
 DONE = "done.json"
+REQUESTS, GAUGES = "requests.parquet", "server.parquet"
+_NEEDED = ("ok", "t0")  # of requests
+_TEXTS = ("class", "error_kind", "error", "finish_reason", "canary", "canary_wrong", "text")
+_LISTS = ("chunk_times", "chunk_tokens", "chunk_choices", "sent_times", "output_token_ids")
 
 
 @dataclass(frozen=True)
@@ -251,3 +260,46 @@ def open_run(path: Path) -> RunFolder:
     run = RunFolder(path)
     run.manifest()
     return run
+
+
+def read_table(path: Path) -> pd.DataFrame:
+    """The rows of a file; empty without it. Raises UsageError for a damaged one."""
+    if not path.is_file():
+        return pd.DataFrame()
+    check_table(path)
+    try:
+        return pd.read_parquet(path)
+    except (OSError, ValueError) as error:
+        raise UsageError(_damaged(path, str(error))) from None
+
+
+def check_table(path: Path) -> None:
+    """Raises UsageError for a file that is no Parquet, or one of ours with other columns than ours."""
+    import pyarrow.parquet as pq
+
+    try:
+        schema = pq.read_schema(path)
+    except (OSError, ValueError) as error:
+        raise UsageError(_damaged(path, str(error))) from None
+    if path.name == REQUESTS and (lacking := [name for name in _NEEDED if name not in schema.names]):
+        raise UsageError(_damaged(path, f"it has no column {lacking[0]!r}"))
+    for column in schema if path.name in (REQUESTS, GAUGES) else ():
+        if not _fits(path.name, column):
+            raise UsageError(_damaged(path, f"its column {column.name!r} is of {column.type}"))
+
+
+def _fits(file: str, column: pa.Field) -> bool:
+    """Tests whether a column has its kind of values: numbers, but for texts and lists of requests."""
+    from pyarrow import types
+
+    if types.is_null(column.type):
+        return True
+    if file == REQUESTS and column.name in _TEXTS:
+        return types.is_string(column.type) or types.is_large_string(column.type) or types.is_dictionary(column.type)
+    if file == REQUESTS and column.name in _LISTS:
+        return types.is_list(column.type) or types.is_large_list(column.type)
+    return types.is_integer(column.type) or types.is_floating(column.type) or types.is_boolean(column.type)
+
+
+def _damaged(path: Path, why: str) -> str:
+    return f"{path} is damaged: {why.splitlines()[0] if why else 'it cannot be read'}"

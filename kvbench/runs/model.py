@@ -26,6 +26,7 @@ from kvbench.metrics.model import (
     PooledLatencies,
 )
 from kvbench.runs.engine_time import EngineTime
+from kvbench.runs.folder import GAUGES, REQUESTS, read_table
 from kvbench.runs.predictions import Predictions
 from kvbench.runs.quality import QualityResult
 from kvbench.runs.results import (
@@ -35,7 +36,6 @@ from kvbench.runs.results import (
     RepeatSummary,
     prefix_hits,
 )
-from kvbench.runs.tables import GAUGES, REQUESTS, read_table
 from kvbench.workload.settings import Settings
 
 # Keys of a workload's load that are in each cell's own definition, or that do not change the requests.

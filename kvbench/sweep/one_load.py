@@ -48,8 +48,7 @@ from kvbench.sweep.load_options import (
     workload_source,
 )
 from kvbench.sweep.progress import LiveServer
-from kvbench.sweep.rate_plan import SearchPlan, at_rate, mean_rate, plan_search
-from kvbench.sweep.rate_run import RateSearch
+from kvbench.sweep.rate_run import RateSearch, SearchPlan, at_rate, mean_rate, plan_search
 from kvbench.sweep.show_load import StoredLoad, show, stored_load
 from kvbench.targets.base import Target
 from kvbench.targets.choose import preset_named, running_server

@@ -20,10 +20,8 @@ from kvbench.load.validity import client_report, invalid_reasons
 from kvbench.metrics.latency import summarise
 from kvbench.metrics.model import LoadMetrics
 from kvbench.sweep.load_folder import LoadFolder
-from kvbench.sweep.rate_plan import RunLength
-from kvbench.sweep.rate_run import RateSearch, answer_sentence, client_alone, request_times
-from kvbench.sweep.rate_search import Bounds, SearchAnswer, parse_conditions
-from kvbench.sweep.rate_threshold import Interval
+from kvbench.sweep.rate_run import RateSearch, RunLength, answer_sentence, client_alone, request_times
+from kvbench.sweep.rate_search import Bounds, Interval, SearchAnswer, parse_conditions
 from kvbench.sweep.show_load import StoredLoad
 from tests.unit.calibration.test_calibration import taken
 

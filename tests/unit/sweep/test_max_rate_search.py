@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from kvbench.cli.main import cli
 from kvbench.metrics.model import LoadMetrics
-from kvbench.sweep.rate_plan import RunLength, patience_s
+from kvbench.sweep.rate_run import RunLength, patience_s
 from kvbench.sweep.rate_search import (
     ALWAYS,
     CLIENT_LIMIT,

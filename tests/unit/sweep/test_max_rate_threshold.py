@@ -8,8 +8,17 @@ import numpy as np
 import pytest
 from scipy.stats import norm
 
-from kvbench.sweep.rate_search import FOUND, OUT_OF_RUNS, Bounds, SearchAnswer, Trial, next_step
-from kvbench.sweep.rate_threshold import LAPSE, interval, posterior
+from kvbench.sweep.rate_search import (
+    FOUND,
+    LAPSE,
+    OUT_OF_RUNS,
+    Bounds,
+    SearchAnswer,
+    Trial,
+    interval,
+    next_step,
+    posterior,
+)
 
 
 def test_the_posterior_is_that_of_a_probit_curve_with_unknown_spread():
