@@ -55,7 +55,7 @@ class RunFolder:
         return self.path / MANIFEST
 
     def manifest(self) -> Manifest:
-        """Raises UsageError when there is none, it cannot be read, or it has another format."""
+        """Reads the manifest. Raises UsageError when there is none, it cannot be read, or it has another format."""
         stored = read_json(self.manifest_path)
         if isinstance(stored, dict) and stored.get("kind") == "load" and not stored.get("plan"):
             raise UsageError(
@@ -89,16 +89,16 @@ class RunFolder:
         return is_whole(self.load(cell_id, repeat))
 
     def result(self, cell_id: str, repeat: int) -> LoadResult:
-        """The result of a finished load. Raises UsageError when it cannot be read."""
+        """Reads the result of a finished load. Raises UsageError when it cannot be read."""
         return read_record(LoadResult, self.load(cell_id, repeat) / DONE, "measure it again with --resume")
 
     def done_repeats(self, cell_id: str) -> list[int]:
-        """Repeats with a finished load, in order."""
+        """The repeats with a finished load, in order."""
         found = self.cell(cell_id).glob(f"loads/[0-9]*/{DONE}")
         return sorted(int(p.parent.name) for p in found if is_whole(p.parent))
 
     def damaged_loads(self) -> list[Path]:
-        """Loads that were finished, and of which a file is cut short: to be run again."""
+        """The loads that were finished, and of which a file is cut short: to be run again."""
         return sorted(p.parent for p in self.path.glob(f"cells/*/loads/[0-9]*/{DONE}") if not is_whole(p.parent))
 
     def set_aside(self, cell_id: str, repeat: int) -> Path:
@@ -119,7 +119,7 @@ class RunFolder:
 
     @contextmanager
     def scratch_load(self, cell_id: str, repeat: int) -> Iterator[Path]:
-        """A folder that becomes ``load(cell_id, repeat)`` when the block ends without an exception.
+        """Gives a folder that becomes ``load(cell_id, repeat)`` when the block ends without an exception.
 
         Otherwise it is kept as ``failed-<repeat>`` for reading, and the load counts as not run.
         """
@@ -146,10 +146,7 @@ class RunFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Lets one process at a time work in the folder; the lock file is removed at the end.
-
-        The kernel drops the lock when its holder dies. Raises UsageError while another process holds it.
-        """
+        """Lets one process at a time work in the folder. Raises UsageError while another process holds it."""
         path = self.path / ".lock"
         try:
             file = path.open("a+")
@@ -176,7 +173,7 @@ class RunFolder:
                     path.unlink()
 
     def is_locked(self) -> bool:
-        """Whether another process works in the folder; writes nothing."""
+        """Tests whether another process works in the folder; writes nothing."""
         try:
             with (self.path / ".lock").open() as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -200,7 +197,7 @@ def move_numbered(found: Path, folder: Path) -> Path:
 
 
 def damaged_file(folder: Path) -> Path | None:
-    """A JSON or Parquet file of ``folder`` that a crash or a lost disk has cut short, or that holds something else."""
+    """Finds a JSON or Parquet file that a crash or a lost disk has cut short, or that holds something else."""
     for path in sorted((*folder.glob("*.json"), *folder.glob("*.parquet"))):
         try:
             if path.suffix == ".json":
@@ -213,12 +210,12 @@ def damaged_file(folder: Path) -> Path | None:
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether a load is finished: it has a done.json, and none of its files is damaged."""
+    """Tests whether a load is finished: it has a done.json, and none of its files is damaged."""
     return (folder / DONE).is_file() and damaged_file(folder) is None
 
 
 def create_run(output_dir: Path, workload_name: str, short_sha: str) -> RunFolder:
-    """A new folder, named after the time. Raises UsageError when it cannot be made."""
+    """Makes a new folder, named after the time. Raises UsageError when it cannot be made."""
     name = f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{short_sha}"
     for attempt in itertools.count(1):
         path = output_dir / workload_name / (name if attempt == 1 else f"{name}-{attempt}")
@@ -235,7 +232,7 @@ def create_run(output_dir: Path, workload_name: str, short_sha: str) -> RunFolde
 
 
 def latest_incomplete(output_dir: Path, workload_name: str, warn: Callable[[str], None] = say) -> RunFolder:
-    """The newest run of this workload that is not complete and not being written. Raises UsageError.
+    """Finds the newest run of this workload that is not complete and not being written. Raises UsageError.
 
     A folder whose manifest cannot be read (a full disk, a broken copy) is skipped, with a warning.
     """
@@ -254,7 +251,7 @@ def latest_incomplete(output_dir: Path, workload_name: str, warn: Callable[[str]
 
 
 def open_run(path: Path) -> RunFolder:
-    """The folder of a run that exists. Raises UsageError when it is none."""
+    """Opens the folder of a run that exists. Raises UsageError when it is none."""
     if not path.is_dir():
         raise UsageError(f"there is no run folder {str(path)!r}: give one such as results/mixed/<time>")
     run = RunFolder(path)
@@ -263,7 +260,7 @@ def open_run(path: Path) -> RunFolder:
 
 
 def read_table(path: Path) -> pd.DataFrame:
-    """The rows of a file; empty without it. Raises UsageError for a damaged one."""
+    """Reads the rows of a file; empty without it. Raises UsageError for a damaged one."""
     if not path.is_file():
         return pd.DataFrame()
     check_table(path)

@@ -65,7 +65,7 @@ class MeasuredLoad:
 
     @property
     def label(self) -> str:
-        """For a sentence: "24 concurrent requests", "4 requests/s"; "8 users", "4 conversations/s"."""
+        """The load in a sentence: "24 concurrent requests", "4 requests/s"; "8 users", "4 conversations/s"."""
         if self.mode == "closed":
             return self.short if self.sessions else f"{self.value:g} concurrent request{'' if self.value == 1 else 's'}"
         if self.value == 0:
@@ -76,19 +76,19 @@ class MeasuredLoad:
 
     @property
     def short(self) -> str:
-        """For a table: "24 at once", "8 users", "4/s"."""
+        """The load in a table: "24 at once", "8 users", "4/s"."""
         if self.mode == "closed" and self.sessions:
             return f"{self.value:g} user{'' if self.value == 1 else 's'}"
         return f"{self.value:g} at once" if self.mode == "closed" else self.tick
 
     @property
     def where(self) -> str:
-        """For the end of a sentence: "at 24 at once", "at 4/s", "on the trace"."""
+        """The load at the end of a sentence: "at 24 at once", "at 4/s", "on the trace"."""
         return f"at {self.short}" if self.value else f"on the {self.short}"
 
     @property
     def tick(self) -> str:
-        """For an axis: "24", "4/s", "trace", "all"."""
+        """The load at an axis: "24", "4/s", "trace", "all"."""
         if self.mode == "closed":
             return f"{self.value:g}"
         if self.value == 0:
@@ -133,7 +133,7 @@ class MeasuredCell:
 
     @property
     def doubt(self) -> str:
-        """Why its figures are compared with no others: one of ``DOUBTS``; empty where they are."""
+        """The reason why its figures are compared with no others, one of ``DOUBTS``; empty where they are."""
         if self.valid:
             return ""
         return WRONG if self.wrong_answers else "refused" if self.refused and not self.invalid_reasons else "invalid"
@@ -156,14 +156,14 @@ class MeasuredCell:
 
     @property
     def has_steady(self) -> bool:
-        """Whether every repeat has a steady window; throughputs of both kinds are never mixed.
+        """Tests whether every repeat has a steady window; throughputs of both kinds are never mixed.
 
         Requests that a server refuses in the window end at once, so what it served is seen over the whole load.
         """
         return not self.refused and len(self.per_repeat(_THROUGHPUT)) == len(self.repeats)
 
     def throughput(self, steady: bool | None = None) -> dict[int, float]:
-        """Output tokens/s by repeat: of the steady window, or of the whole run where a repeat has none."""
+        """The output tokens/s by repeat: of the steady window, or of the whole run where a repeat has none."""
         chosen = self.has_steady if steady is None else steady
         return self.per_repeat(_THROUGHPUT if chosen else "output_throughput")
 
@@ -229,22 +229,22 @@ class MeasuredCell:
         return mean if mean >= SEVERAL_TOKENS else None
 
     def client(self, name: str) -> list[Any]:
-        """What the load client recorded of itself under ``name``, for each repeat that has it."""
+        """The values that the load client recorded of itself under ``name``, one a repeat that has it."""
         values = [r.metrics.at(f"client.{name}") for r in self.repeats]
         return [v for v in values if v is not None]
 
     def count(self, name: str) -> int:
-        """``completed`` or ``failed`` requests over all repeats."""
+        """Counts the ``completed`` or ``failed`` requests over all repeats."""
         return int(sum(r.metrics.value(name) or 0 for r in self.repeats))
 
     @property
     def sent(self) -> int:
-        """Requests sent over all repeats."""
+        """The requests sent over all repeats."""
         return self.count("completed") + self.count("failed")
 
     @property
     def share_within_slo(self) -> float | None:
-        """Of all requests, those that met every limit of the workload's SLO, whole run; None without one."""
+        """The share of all requests that met every limit of the workload's SLO, whole run; None without one."""
         rates, seconds = self.per_repeat("goodput"), self.per_repeat("duration_s")
         sent = self.sent
         met = sum(rate * seconds.get(repeat, 0.0) for repeat, rate in rates.items())
@@ -252,14 +252,14 @@ class MeasuredCell:
 
     @property
     def hit_rate(self) -> float | None:
-        """Measured prefix-cache hit rate in tokens, 0 to 1; None where no token was looked up."""
+        """The measured prefix-cache hit rate in tokens, 0 to 1; None where no token was looked up."""
         counts = [prefix_hits(r.prefix_cache, r.server) or (0.0, 0.0) for r in self.repeats]
         hits, queries = map(sum, zip(*counts, strict=True))
         return hits / queries if queries else None
 
     @property
     def possible_hits(self) -> tuple[float, float] | None:
-        """Lowest and highest hit rate that prompts and declared cache state allow; None unless all repeats tell."""
+        """The lowest and highest hit rate that prompts and declared cache state allow; None unless all repeats tell."""
         bounds = [r.prefix_cache_bounds for r in self.repeats if r.prefix_cache_bounds and r.prefix_cache.queries]
         if not bounds or len(bounds) != len(self.repeats):
             return None
@@ -275,7 +275,7 @@ class MeasuredCell:
         return self.settings.get("layout") == "paged"
 
     def requests(self, steady: bool = False) -> pd.DataFrame:
-        """All successful requests, raw; empty without the file. ``steady``: those that came in the steady windows."""
+        """Reads all successful requests; empty without the file. ``steady``: those that came in the steady windows."""
         frame = read_table(self.folder / REQUESTS)
         if steady and len(frame):
             ends = {r.repeat: (r.metrics.steady_start_s, r.metrics.steady_end_s) for r in self.repeats}
@@ -283,7 +283,7 @@ class MeasuredCell:
         return frame[frame["ok"].astype(bool)] if "ok" in frame else frame
 
     def gauges(self) -> pd.DataFrame:
-        """The polled gauges; empty for a server without /metrics."""
+        """Reads the polled gauges; empty for a server without /metrics."""
         return read_gauges(self.folder)
 
 
@@ -314,7 +314,10 @@ class Run:
 
     @property
     def repeat_notes(self) -> list[str]:
-        """Sentences about repeats that are left out, or were measured again."""
+        """Writes sentences about repeats that are missing from valid cells, or were measured again.
+
+        ``cells``: id, number of valid repeats, and the reasons of those that are left out as invalid, by repeat.
+        """
         return repeat_notes(self.manifest, [(c.cell_id, len(c.repeats), c.invalid_repeats) for c in self.cells])
 
     @property
@@ -323,17 +326,17 @@ class Run:
 
     @property
     def is_built_in(self) -> bool:
-        """Whether the engine is the built-in one, whose defaults are known; a run that does not tell is of it."""
+        """Tests whether the engine is the built-in one, whose defaults are known; a run that does not tell is of it."""
         return self.manifest.backend in (None, "kvbench") or bool(self.simulated)
 
     @property
     def simulated(self) -> Mapping[str, Any]:
-        """On what a simulated run ran, and where its step times came from; empty for a measured run."""
+        """The machine of a simulated run, and where its step times came from; empty for a measured run."""
         return self.manifest.simulated or {}
 
     @property
     def clock(self) -> str:
-        """What the times of its loads are of: ``SERVED`` or ``SIMULATED``."""
+        """The clock of its times: ``SERVED`` or ``SIMULATED``."""
         return self.manifest.clock
 
     @property
@@ -363,12 +366,12 @@ class Run:
 
     @property
     def configs(self) -> list[str]:
-        """Names of the configurations in display order."""
+        """The names of the configurations in display order."""
         return list(dict.fromkeys(cell.name for cell in self.cells))
 
     @property
     def by_load(self) -> list[MeasuredCell]:
-        """All cells in the order of the tables: the highest load first."""
+        """The cells in the order of the tables: the highest load first."""
         return [cell for load in reversed(self.loads) for cell in self.at(load)]
 
     def at(self, load: MeasuredLoad) -> list[MeasuredCell]:
@@ -396,7 +399,7 @@ def number(value: Any) -> float | None:
 
 
 def read_gauges(folder: Path) -> pd.DataFrame:
-    """server.parquet with all the columns that the report reads; empty without the file."""
+    """Reads server.parquet with all the columns that the report reads; empty without the file."""
     frame = read_table(folder / GAUGES)
     if frame.empty or "num_requests_running" not in frame:
         return pd.DataFrame(columns=list(_GAUGES))
@@ -404,7 +407,7 @@ def read_gauges(folder: Path) -> pd.DataFrame:
 
 
 def repeat_notes(manifest: Manifest, cells: Iterable[tuple[str, int, Mapping[Any, Any]]]) -> list[str]:
-    """Sentences about repeats that are missing from valid cells, or were measured again.
+    """Writes sentences about repeats that are missing from valid cells, or were measured again.
 
     ``cells``: id, number of valid repeats, and the reasons of those that are left out as invalid, by repeat.
     """

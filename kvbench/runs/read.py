@@ -24,10 +24,9 @@ from kvbench.workload.settings import IN_LAYOUT, effective, phrase
 
 
 def read_run(folder: Path | str) -> Run:
-    """Read a results folder.
+    """Reads a results folder.
 
-    Raises:
-        ValueError: it has neither a manifest.json nor a cells/ folder, or its manifest is not a sweep's.
+    Raises ValueError where it has neither a manifest.json nor a cells/ folder, or its manifest is not a sweep's.
     """
     folder = Path(folder)
     if not (folder / "manifest.json").is_file() and not (folder / "cells").is_dir():
@@ -82,7 +81,7 @@ def read_run(folder: Path | str) -> Run:
 
 
 def _summary(cell: Path) -> CellSummary | None:
-    """The summary of a cell; None where nothing of it was measured. Raises UsageError for a damaged file."""
+    """Reads the summary of a cell; None where nothing of it was measured. Raises UsageError for a damaged file."""
     path = cell / "summary.json"
     if bad := damaged_file(cell):
         raise UsageError(f"{bad} is missing or damaged")
@@ -185,7 +184,7 @@ def _observe(polls: pd.DataFrame, repeat: RepeatSummary, cell: CellSummary) -> d
 
 
 def _unique_names(summaries: list[CellSummary]) -> dict[str, str]:
-    """A name for people per config_id; the id is added where two configurations would have the same name."""
+    """Names each config_id for people; the id is added where two configurations would have the same name."""
     names: dict[str, str] = {}
     for summary in summaries:
         config_id, name = summary.config_id, configuration_name(summary)
@@ -195,7 +194,7 @@ def _unique_names(summaries: list[CellSummary]) -> dict[str, str]:
 
 
 def configuration_name(summary: CellSummary) -> str:
-    """Layout and page size, then whatever else differs from the baseline: "paged (page 8) + swap"."""
+    """Names layout and page size, then whatever else differs from the baseline: "paged (page 8) + swap"."""
     settings = summary.settings
     name = settings.get("layout")
     if name is None:

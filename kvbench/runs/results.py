@@ -26,9 +26,8 @@ COST_NOTES = "cost_model"
 
 
 class CacheCounts(Record):
-    """What the prefix cache did in a load [tokens]; None where not known.
+    """The hits of the prefix cache in a load [tokens]; None where not known. ``state``: declared or the default.
 
-    state: that of the load, declared or the default
     counted: hits by /metrics; told: cached tokens by the usage of the answers; hits: the larger of both, of queries
     unverified: why the state is not verified; disagree: that both counts should be equal and are not
     from_before: hits of a steady cache that only prompts from before the load explain
@@ -64,7 +63,7 @@ class CacheBounds(Record):
 
 
 class WarmUpResult(Record):
-    """Requests sent and answered before a load, failed attempts, why the last failed, and the most in flight."""
+    """The requests sent and answered before a load, failed attempts, why the last failed, and the most in flight."""
 
     requests: int = 0
     answered: int = 0
@@ -124,7 +123,7 @@ class LoadResult(Record):
 
     @property
     def not_comparable(self) -> list[str]:
-        """Why its figures may not be compared: it is invalid, refused too much, or answered canaries wrongly."""
+        """The reasons why its figures may not be compared: invalid, refused too much, or canaries answered wrongly."""
         return [*self.invalid_reasons, *(why for why in (self.refused, self.wrong_answers) if why)]
 
 
@@ -152,10 +151,9 @@ class CellLoad(Record):
 
 
 class Capacity(Record):
-    """What the KV of a configuration holds; None where not known.
+    """The KV of a configuration; None where not known. ``scale_bytes_per_token``: a part of ``bytes_per_token``.
 
-    ``page_size``: of a contiguous layout the slots of a reservation of max_model_len. ``scale_bytes_per_token``: a part
-    of ``bytes_per_token``.
+    ``page_size``: of a contiguous layout the slots of a reservation of max_model_len.
     """
 
     model_config = ConfigDict(extra="allow")

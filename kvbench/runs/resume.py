@@ -54,10 +54,9 @@ def require_same_workload(path: Path, manifest: Manifest, workload: Workload) ->
 def reopen(
     path: Path, begun: Manifest, target: MeasuredTarget, *, force: bool, now: Environment | None = None
 ) -> tuple[Manifest, list[str]]:
-    """The manifest of a run to resume, and remarks for the user.
+    """The manifest of a run to resume, and remarks for the user. ``target``: as it is now; ``now``: None: this machine.
 
-    ``target``: as it is now; ``now``: the environment of the machines that measure, None: this one's. Raises UsageError
-    when something differs and ``force`` is not given.
+    Raises UsageError when something differs and ``force`` is not given.
     """
     now = now or Environment(**environment())
     differences, remarks = environment_differences(begun, now)
@@ -75,7 +74,7 @@ def reopen(
 
 
 def environment_differences(before: Environment, now: Environment) -> tuple[list[str], list[str]]:
-    """What makes two environments incomparable, and what only might; what ``before`` does not record is left out."""
+    """Lists what makes two environments incomparable, and what only might, of what ``before`` records."""
     differences, remarks = _git_differences(before.git, now.git)
     differences += _changed(before.versions, now.versions)
     then, here = (
@@ -89,7 +88,7 @@ def environment_differences(before: Environment, now: Environment) -> tuple[list
 
 
 def resumed_differences(manifest: Manifest) -> list[str]:
-    """What differed each time a run was resumed."""
+    """Lists what differed each time a run was resumed."""
     return list(dict.fromkeys(each for entry in manifest.resumed for each in entry.differences))
 
 
@@ -110,7 +109,7 @@ def _git_differences(before: GitState, now: GitState) -> tuple[list[str], list[s
 
 
 def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Values that differ, of the keys that both have."""
+    """Names the values that differ, of the keys that both have."""
 
     def word(value: Any) -> str:
         return "none" if value is None else str(value)
@@ -124,7 +123,7 @@ def _gpu_names(gpus: Sequence[Gpu]) -> str:
 
 
 def server_differences(servers: Mapping[str, ServerInfo], config_id: str, info: ServerInfo) -> list[str]:
-    """How a server differs from the ``servers`` that this run has measured before.
+    """Lists how a server differs from the ``servers`` that this run has measured before.
 
     Compared with the server of the same configuration, else with one of the same model and the same device settings:
     weights, what the server settled on, and its versions. What either does not tell is not compared.
@@ -151,10 +150,7 @@ def _told(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def accept_server(manifest: Manifest, config_id: str, info: ServerInfo, *, force: bool) -> Manifest:
-    """The manifest of a run that may go on with this server; with ``force`` it records how the server differs.
-
-    Raises UsageError where it differs, and ``force`` is not given.
-    """
+    """The manifest, with what differs about this server noted. Raises UsageError for a difference without ``force``."""
     differences = server_differences(manifest.servers, config_id, info)
     if not differences:
         return manifest

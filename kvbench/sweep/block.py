@@ -22,9 +22,9 @@ from kvbench.workload.design import Block, Cell
 
 @dataclass(frozen=True)
 class Failure:
-    """A load without a result; --resume runs it again.
+    """A load without a result. ``unanswered``: it was sent to a server that lives, in vain.
 
-    ``of_server``: its server did not start, or died; ``unanswered``: it was sent to one that lives, in vain.
+    ``of_server``: its server did not start, or died.
     """
 
     cell_id: str
@@ -65,7 +65,7 @@ class BlockRunner:
     on_sent: Callable[[Cell, Unanswered | None], None] = lambda cell, unanswered: None
 
     def run_block(self, block: Block) -> bool:
-        """Every load of ``block`` that is not done yet. A load that fails is recorded, and the next one tried.
+        """Runs every load of ``block`` that is not done yet. A load that fails is recorded, and the next one tried.
 
         False when the engine could not be started. Raises ServerRefusedError when it does not take its settings.
         """
@@ -107,7 +107,7 @@ class BlockRunner:
         return True
 
     def _open(self, block: Block) -> None:
-        """A UsageError fails this block only, where an engine has started before."""
+        """Opens the engine. A UsageError fails this block only, where an engine has started before."""
         try:
             self.instrument.open(block)
         except ServerRefusedError:
@@ -145,11 +145,10 @@ class Finished:
 
 
 class ThisMachine:
-    """Runs each block in this process.
+    """Runs each block in this process. ``at_once``: blocks that may run at the same time.
 
-    ``at_once``: blocks that may run at the same time. ``environment``: of other machines; None: it is this one's.
-    ``is_like_here``: whether this machine is and runs the same. ``resume_options``: of the
-    command line, for --resume.
+    ``environment``: of other machines; None: it is this one's. ``is_like_here``: whether this one is and runs the same.
+    ``resume_options``: of the command line, for --resume.
     """
 
     at_once: int = 1
@@ -160,12 +159,12 @@ class ThisMachine:
     notes: Sequence[str] = ()
 
     def begin(self, runner: BlockRunner, manifest: StoredManifest) -> None:
-        """The blocks of ``runner`` follow; ``manifest`` may keep which machine ran which load."""
+        """Sets the ``runner`` of the blocks; ``manifest`` may keep which machine ran which load."""
         self.runner = runner
         self._next: Block | None = None
 
     def next_block(self, left: Sequence[Block]) -> Block | None:
-        """Which of the blocks that are ``left``, in their order, can begin now; None: none."""
+        """The first of the blocks that are ``left`` that can begin now; None: none."""
         return left[0] if left and self._next is None else None
 
     def submit(self, block: Block) -> None:

@@ -39,7 +39,7 @@ _END_S = 10.0  # a load that is told to stop has ended and stopped its server
 
 @dataclass(frozen=True)
 class BlockTask:
-    """What a machine needs to know to run ``block``.
+    """The facts that a machine needs to run ``block``.
 
     ``workload``, ``options``, ``stored``: what ``choose`` makes the target of; ``served``: whether a server of this
     sweep has started before; ``keeps_cache``: as in BlockRunner; ``calibrations``: rows of calibration.json of the
@@ -68,7 +68,7 @@ class Status:
 
 @dataclass(frozen=True)
 class ServerUp:
-    """``info``: its /server_info; ``model``: its facts of the model."""
+    """A server with its /server_info and its facts of the model."""
 
     info: ServerInfo
     model: ModelFacts
@@ -76,7 +76,7 @@ class ServerUp:
 
 @dataclass(frozen=True)
 class LoadDone:
-    """``files``: a tar of the load's folder, with the requests that it sent. ``done``: its done.json."""
+    """A finished load with its done.json. ``files``: a tar of its folder, with the requests that it sent."""
 
     cell: Cell
     done: LoadResult
@@ -91,7 +91,7 @@ class LoadFailed:
 
 @dataclass(frozen=True)
 class BlockEnded:
-    """``started``: as ``run_block`` returns it; ``files``: a tar of logs and of failed loads.
+    """The end of a block. ``started``: as ``run_block`` returns it; ``files``: a tar of logs and of failed loads.
 
     ``refused``: the sentence of a UsageError; ``problem``: of a MeasurementError, or of a full disk.
     """
@@ -157,7 +157,7 @@ class _Work:
             self.error = error
 
     def kill_server(self) -> None:
-        """Ends the wait for it; the thread then stops what it has started."""
+        """Ends the wait for the server; the thread then stops what it has started."""
         pid = self.target.server().pid if self.target else None
         if pid is not None:
             with suppress(OSError):

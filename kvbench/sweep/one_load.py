@@ -70,7 +70,7 @@ def load_command(
     find_max_rate: str | None,
     **options: Any,
 ) -> int:
-    """The exit code. ``given``: which of the options stand on the command line. Raises UsageError, MeasurementError."""
+    """Runs the command; its exit code. ``given``: options on the command line. Raises UsageError, MeasurementError."""
     check_combination(given, options["overrides"])
     if options["worker"]:
         become_worker(options)
@@ -180,7 +180,7 @@ def _work(
 
 
 def resume_command(command: Sequence[str], resume: bool) -> str:
-    """How to go on with a load that was begun by ``command``. ``resume``: it was given --resume itself."""
+    """The command that goes on with a load that was begun by ``command``. ``resume``: it was given --resume itself."""
     return shlex.join([*command, *([] if resume else ["--resume"])])
 
 
@@ -193,10 +193,7 @@ _PHASES = {
 
 
 class LoadDisplay(Listener):
-    """Shows what a load does: in the status line on a terminal, as a printed line elsewhere.
-
-    ``done``: the result of the last load.
-    """
+    """Shows what a load does, on a terminal in the status line. ``done``: the result of the last load."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -215,7 +212,7 @@ class LoadDisplay(Listener):
         self._update = lambda text: None
 
     def say(self, text: str) -> None:
-        """Something else that takes seconds is being done."""
+        """Tells that something else that takes seconds is being done."""
         if self._console.is_terminal:
             self._update(f"{self._name}: {text}")
         else:
@@ -256,7 +253,7 @@ class OneLoad:
         return self.block.cells[0]
 
     def run(self, next_step: str) -> int:
-        """A single load; the exit code. ``next_step``: how to measure an invalid one again; empty: not at all."""
+        """Runs a single load; the exit code. ``next_step``: how to measure an invalid one again; empty: not at all."""
         metrics_file = self.folder.path / METRICS
         if self.folder.finished:
             print_plain(self.console, "this load is finished and is not run again")
@@ -286,7 +283,7 @@ class OneLoad:
         return EXIT_INVALID
 
     def search(self, plan: SearchPlan, next_step: str) -> int:
-        """A search over rates; the exit code. ``next_step``: how to go on with one that is not at its end."""
+        """Runs a search over rates; the exit code. ``next_step``: how to go on with one that is not at its end."""
         server, job, native_rate, least = self.instrument.server, self.instrument.job, None, self.cell.load.num_requests
         load, check = server.load, job.check
         if load.arrivals == "trace":
@@ -319,12 +316,12 @@ class OneLoad:
         return code
 
     def say_what_is_kept(self, work: FolderWork, command: str) -> None:
-        """At an early end: where no load was measured to its end, ``command`` begins again."""
+        """Settles the next step at an early end: where no load was measured to its end, ``command`` begins again."""
         if not (self.display.done or any(self.folder.finished_runs())):
             work.next_step = begun(command)
 
     def measure(self, cell: Cell, number: int) -> StoredLoad:
-        """One load, after the warm-up if it is the first; what metrics.json holds."""
+        """Measures one load, after the warm-up if it is the first; returns what metrics.json holds."""
         target = self.instrument.server.target
         if not self.instrument.loads:
             notes_before = len(target.notes)

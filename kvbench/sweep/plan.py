@@ -26,9 +26,7 @@ _UNKNOWN = 2**20  # a limit that only the server knows is checked once it runs
 
 @dataclass(frozen=True)
 class Preflight:
-    """What is known before a launch: ``capacity`` by configuration id; by load id its guessed seconds, and the lengths
-    of its requests.
-    """
+    """The facts before a launch: ``capacity`` by configuration id; ``seconds`` (guessed) and ``lengths`` by load id."""
 
     capacity: dict[str, Capacity]
     seconds: dict[str, float]
@@ -38,7 +36,7 @@ class Preflight:
 def preflight(
     workload: Workload, design: Design, check: Check, instrument: type[Instrument] = HttpInstrument
 ) -> Preflight:
-    """Everything that can be refused before a launch: each configuration, and the prompts of each load. UsageError."""
+    """Checks all that can be refused before a launch: each configuration, and the prompts of each load. UsageError."""
     capacity = capacities(design, check)
     guesses: dict[str, float] = {}
     lengths: dict[str, Lengths] = {}

@@ -64,13 +64,11 @@ _RUN_OVER_FILLING = 4.0  # a run is so many times as long as the queue takes to 
 
 @dataclass(frozen=True)
 class RunLength:
-    """How long a run is: at least ``least`` requests and ``seconds`` of arrivals.
+    """The length of a run: at least ``least`` requests, or conversations, and ``seconds`` of arrivals.
 
     ``enough``: also as many requests as the percentiles of the SLO need, and as a rate ``overload`` (a share) above
-    the capacity needs to show (by ``patience_s``, see that function, or by the number of arrivals); False with
-    --num-prompts.
+    the capacity needs to show (by ``patience_s``, or by the number of arrivals); False with --num-prompts.
     ``fixed``: exactly ``least``, the requests of a trace.
-    ``unit``: what is counted, requests or conversations.
     """
 
     least: int
@@ -82,7 +80,7 @@ class RunLength:
     unit: str = "requests"
 
     def requests(self, rate: float, conditions: Sequence[Condition]) -> int:
-        """Requests of a run at ``rate`` [1/s]."""
+        """The requests of a run at ``rate`` [1/s]."""
         if self.fixed:
             return self.least
         counts = [self.least, math.ceil(rate * self.seconds)]
@@ -93,7 +91,7 @@ class RunLength:
         return max(counts)
 
     def seconds_of(self, rate: float, conditions: Sequence[Condition]) -> float:
-        """Seconds for which a run at ``rate`` [1/s] sends."""
+        """The seconds for which a run at ``rate`` [1/s] sends."""
         return self.requests(rate, conditions) / rate
 
     def detectable_overload(self, rate: float, requests: int) -> float:
@@ -102,7 +100,7 @@ class RunLength:
 
 
 def patience_s(conditions: Sequence[Condition], slo: Slo | None) -> float:
-    """Seconds T after which an overload of 100 % breaks the SLO; an overload of a share x needs T / x.
+    """The seconds T after which an overload of 100 % breaks the SLO; an overload of a share x needs T / x.
 
     After T seconds the last requests wait T, so the quantile q of a latency that includes the wait is q * T: it
     reaches its limit at T = limit / q. Infinite where no latency of the SLO includes the wait.
@@ -139,7 +137,7 @@ class SearchPlan:
             raise UsageError(f"--find-max-rate: {error}") from None
 
     def bounds(self, start: float | None) -> Bounds:
-        """``start``: the workload's own rate [1/s]. Raises UsageError for rates that do not fit each other."""
+        """The rates to search; ``start``: the workload's own [1/s]. Raises UsageError for rates that contradict."""
         named = {"--min-rate": self.min_rate, "--request-rate": self.start, "--max-rate": self.max_rate}
         given = [(name, rate) for name, rate in named.items() if rate is not None]
         for (one, below), (other, above) in pairwise(given):
@@ -152,7 +150,7 @@ class SearchPlan:
         return Bounds(first, low, high, self.tolerance, self.max_runs)
 
     def run_length(self, load: LoadConfig, least: int | None) -> RunLength:
-        """``least``: requests of ``load``, or of a trace."""
+        """The length of a run; ``least``: requests of ``load``, or of a trace."""
         return RunLength(
             self.num_prompts or least or 1,
             self.run_seconds,
@@ -167,7 +165,7 @@ class SearchPlan:
 def plan_search(
     path: str, slo: str, chosen: LoadOptions, how: Mapping[str, Any], options: Mapping[str, Any]
 ) -> tuple[Workload, LoadPoint, SearchPlan]:
-    """The workload in open loop, its load point, and the search. Raises UsageError."""
+    """Plans a search: the workload in open loop, its load point, and the search. Raises UsageError."""
     if chosen.request_rate is not None and math.isinf(chosen.request_rate):
         raise UsageError("--find-max-rate begins at a finite --request-rate: leave inf out")
     names = ("min_rate", "max_rate", "tolerance", "max_runs", "run_seconds", "num_prompts", "max_minutes")
@@ -189,10 +187,9 @@ def plan_search(
 
 
 def at_rate(load: LoadConfig, rate: float, count: int, native_rate: float | None = None) -> LoadConfig:
-    """``load`` with ``count`` requests (or conversations) at ``rate`` [1/s].
+    """The ``load`` with ``count`` requests (or conversations) at ``rate`` [1/s].
 
-    A trace has its own requests and gaps: it is played ``rate / native_rate`` times as fast as ``load`` plays it, at
-    ``native_rate`` [1/s].
+    A trace has its own requests and gaps: it is played ``rate / native_rate`` times as fast as ``load`` plays it.
     """
     if load.arrivals == "trace":
         assert native_rate is not None
@@ -207,7 +204,7 @@ def at_rate(load: LoadConfig, rate: float, count: int, native_rate: float | None
 
 
 def mean_rate(requests: Sequence[Any]) -> float:
-    """Arrivals a second of requests with times of their own. Raises UsageError where no time passes."""
+    """The arrivals a second of requests with times of their own. Raises UsageError where no time passes."""
     times = [r.arrival_s for r in requests if r.arrival_s is not None]
     span = max(times, default=0.0) - min(times, default=0.0)
     if span <= 0:
@@ -262,7 +259,7 @@ class RateSearch:
 
     @property
     def can_continue(self) -> bool:
-        """Whether the same command can measure more of it: its time was over, or its runs were invalid."""
+        """Tests whether the same command can measure more of it: its time was over, or its runs were invalid."""
         return self.outcome in (INVALID, OUT_OF_TIME)
 
     def run(self) -> int:
@@ -319,7 +316,7 @@ class RateSearch:
         write_record(path / METRICS, kept)  # after it is told: a full disk must not take it away
 
     def _judged(self, rate: float, kept: StoredLoad, run: Path) -> Trial:
-        """What the run shows of the rate."""
+        """Judges what the run shows of the rate."""
         starts, ends = request_times(run / "requests.parquet")
         growth = queue_growth(starts, ends)
         trial = Trial(
@@ -375,7 +372,7 @@ class RateSearch:
 
 
 def client_alone(kept: StoredLoad, run: Path) -> bool:
-    """Whether nothing but the load client's own figures made a run invalid: it was too much for the client."""
+    """Tests whether nothing but the load client's own figures made a run invalid: it was too much for the client."""
     if not (run / "load.json").is_file():
         return False
     outcome = read_record(LoadOutcome, run / "load.json", "remove the run's folder")
@@ -387,7 +384,7 @@ def client_alone(kept: StoredLoad, run: Path) -> bool:
 
 
 def request_times(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Starts and ends [s] of the requests, a conversation as one: from its first turn to the end of its last."""
+    """The starts and ends [s] of requests; a conversation lasts from its first turn to the end of its last."""
     if not path.is_file():
         return np.empty(0), np.empty(0)
     rows = pd.read_parquet(path, columns=["index", "session", "t0", "end"])
@@ -426,7 +423,7 @@ def _interval_words(interval: Interval, unit: str) -> str:
 
 
 def _evidence(conditions: Sequence[Condition], runs: Sequence[SearchRun]) -> str:
-    """How many runs and requests were judged. Each run was judged by the percentile of its own requests."""
+    """Counts the runs and requests that were judged. Each run was judged by the percentile of its own requests."""
     judged = [run for run in runs if run.trial.met is not None]
     text = f"{plural(len(judged), 'run')} with {sum(run.requests for run in judged):,} requests"
     if left_out := len(runs) - len(judged):
@@ -438,7 +435,7 @@ def _evidence(conditions: Sequence[Condition], runs: Sequence[SearchRun]) -> str
 
 
 def _undetected_overload(runs: Sequence[SearchRun], bounds: Bounds, length: RunLength) -> str:
-    """A sentence when the highest rate that met the SLO ran too shortly to show a small overload, else empty."""
+    """Warns where the highest rate that met the SLO ran too shortly to show a small overload; else empty."""
     highest = max((run.trial for run in runs if run.trial.met), key=lambda trial: trial.rate, default=None)
     share = length.detectable_overload(highest.rate, highest.arrivals) if highest else 0.0
     if share <= bounds.overload * 1.01:

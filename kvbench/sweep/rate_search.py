@@ -74,7 +74,7 @@ class Condition:
         return metrics.value(f"{self.metric}.{self.stat}")
 
     def met(self, metrics: LoadMetrics) -> bool:
-        """Whether the limit is kept; what was not measured is not kept."""
+        """Tests whether the limit is kept; what was not measured is not kept."""
         value = self.value(metrics)
         if value is None:
             return False
@@ -87,18 +87,18 @@ class Condition:
 
     @property
     def title(self) -> str:
-        """For the head of a column: ``p95 ttft ms``, ``goodput``."""
+        """The head of a column: ``p95 ttft ms``, ``goodput``."""
         return self.metric if self.metric == "goodput" else f"{self.stat} {self.metric.removesuffix('_ms')} ms"
 
     @property
     def samples_needed(self) -> int:
-        """Requests that its percentile needs at 99 % confidence (``metrics.samples_needed``); gaps are many."""
+        """The requests that its percentile needs at 99 % confidence (``metrics.samples_needed``); gaps are many."""
         quantile = QUANTILES.get(self.stat)
         return 1 if quantile is None or self.metric in ("goodput", "itl_ms") else samples_needed(quantile)
 
 
 def parse_conditions(text: str) -> tuple[Condition, ...]:
-    """``p95_ttft<=500ms,p99_itl<=50ms``, ``goodput>=95%``. Raises ValueError with the offending part."""
+    """Parses ``p95_ttft<=500ms,p99_itl<=50ms``, ``goodput>=95%``. Raises ValueError with the offending part."""
     parts = [part.strip().lower() for part in text.split(",") if part.strip()]
     if not parts:
         raise ValueError(f"the SLO {text!r} has no condition; {_EXAMPLE}.")
@@ -137,12 +137,12 @@ _SETTLED_QUANTILE = 0.95  # of the times in the system: the number in flight cli
 
 
 def arrivals_to_detect(share: float) -> float:
-    """Arrivals of a run that shows an overload of ``share`` of the capacity by their number alone."""
+    """The arrivals of a run that shows an overload of ``share`` of the capacity by their number alone."""
     return _CERTAINTY / share**2
 
 
 def detectable_share(arrivals: int) -> float:
-    """The inverse of ``arrivals_to_detect``: the least overload that so many arrivals show."""
+    """The least overload that so many arrivals show: the inverse of ``arrivals_to_detect``."""
     return math.sqrt(_CERTAINTY / max(arrivals, 1))
 
 
@@ -162,12 +162,12 @@ class QueueGrowth:
     ended: int = 0
 
     def falls_behind(self, tolerance: float) -> bool:
-        """Whether fewer than (1 - tolerance) of what came was served, by numbers that can tell so much."""
+        """Tests whether fewer than (1 - tolerance) of what came was served, by numbers that can tell so much."""
         return self.came >= 1.0 / tolerance**2 and self.ended < (1.0 - tolerance) * self.came
 
     @property
     def grows(self) -> bool:
-        """More came than was served: such a run has no latency of its own, a longer one would show a higher one.
+        """Tests whether more came than was served: a longer run would show a higher latency.
 
         The growth must be beyond what the number in flight of a server that keeps up swings by (Poisson, as in an
         M/G/inf queue), and a share of the arrivals.
@@ -177,12 +177,12 @@ class QueueGrowth:
 
 
 def filling_s(starts: Sequence[float], ends: Sequence[float]) -> float:
-    """Seconds until as many are in flight as will be: the median time of the first quarter of the arrivals."""
+    """The seconds until as many are in flight as will be: the median time of the first quarter of the arrivals."""
     return float(np.median(_first_times(*_ordered(starts, ends))))
 
 
 def queue_growth(starts: Sequence[float], ends: Sequence[float]) -> QueueGrowth | None:
-    """How the queue of an open loop grew, from intended starts and ends [s], each [requests].
+    """Measures how the queue of an open loop grew, from intended starts and ends [s], each [requests].
 
     The first quarter of the arrivals is left out, and ``filling_s``; of the rest the first third is compared with the
     last. None when that cannot be known: under 8 arrivals, or in less than twice ``filling_s``. An end that is not
@@ -214,14 +214,14 @@ def _ordered(starts: Sequence[float], ends: Sequence[float]) -> tuple[np.ndarray
 
 
 def _first_times(start: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """Seconds in the system of the first quarter of the arrivals."""
+    """The seconds in the system of the first quarter of the arrivals."""
     first = max(1, len(start) // 4)
     return end[:first] - start[:first]
 
 
 @dataclass(frozen=True)
 class Miss:
-    """Why a run missed the SLO. ``cause``: in a word or two, for a table; ``text``: with the figures."""
+    """The reason why a run missed the SLO. ``cause``: in a word or two, for a table; ``text``: with the figures."""
 
     cause: str
     text: str
@@ -230,7 +230,7 @@ class Miss:
 def misses(
     conditions: Sequence[Condition], metrics: LoadMetrics, growth: QueueGrowth | None, overload: float
 ) -> list[Miss]:
-    """Why a valid run does not meet the SLO; empty when it does.
+    """Lists why a valid run does not meet the SLO; empty when it does.
 
     A rate that is more than ``overload`` (a share) above what the server serves is a miss, whatever the conditions.
     """
@@ -298,9 +298,7 @@ class Bounds:
 
 @dataclass(frozen=True)
 class SearchAnswer:
-    """The end of a search. ``interval``: None when no run could be judged. ``reason``: why it ended without reaching
-    its tolerance, else empty.
-    """
+    """The end of a search. ``interval``: None when no run could be judged. ``reason``: why it stopped short."""
 
     outcome: str
     interval: Interval | None
@@ -351,7 +349,7 @@ def _rates(trials: Sequence[Trial], met: bool) -> list[float]:
 
 
 def _narrow(found: Interval, bounds: Bounds, highest: float) -> bool:
-    """Whether the interval is within the tolerance; an open end counts as the rate beyond which none may be run."""
+    """Tests whether the interval is within the tolerance; an open end counts as the last rate that may be run."""
     if found.low is None and found.high is None:
         return False
     low, high = (bounds.low if found.low is None else found.low), (highest if found.high is None else found.high)
@@ -373,10 +371,7 @@ def _next_rate(
 
 
 def _below_ceiling(ceiling: float, judged: Sequence[float], bounds: Bounds) -> float | None:
-    """The highest rate to run where the client cannot send ``ceiling``: bisected from the runs that it could send.
-
-    None when there is none within the bounds.
-    """
+    """The highest rate to run where the client cannot send ``ceiling``, bisected; None where there is none."""
     if ceiling <= bounds.low:
         return None
     below = max((rate for rate in judged if rate < ceiling), default=None)
@@ -393,7 +388,7 @@ def _client_limit(trials: Sequence[Trial]) -> Trial | None:
 
 
 def _given_up(trials: Sequence[Trial]) -> tuple[str, str] | None:
-    """Outcome and reason, when the last runs end the search: none of them could be judged.
+    """The outcome and the reason, when none of the last runs could be judged, which ends the search.
 
     Where the client was the limit, lower rates are tried.
     """
@@ -410,10 +405,7 @@ def _given_up(trials: Sequence[Trial]) -> tuple[str, str] | None:
 
 @dataclass(frozen=True)
 class Interval:
-    """Rates [1/s] between which the threshold lies with 95 % confidence; None: the end is open.
-
-    ``rate``: the estimate, None when an end is open.
-    """
+    """The rates [1/s] between which the threshold lies with 95 % confidence; None: open, then without a ``rate``."""
 
     low: float | None
     rate: float | None
@@ -422,7 +414,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Posterior:
-    """How likely each threshold is. ``log_rates`` [cells], ascending; ``weights`` [cells], of sum 1."""
+    """The likelihood of each threshold. ``log_rates`` [cells], ascending; ``weights`` [cells], of sum 1."""
 
     log_rates: np.ndarray
     weights: np.ndarray
@@ -433,7 +425,7 @@ class Posterior:
 
 
 def posterior(met: Sequence[float], missed: Sequence[float], low: float, high: float, tolerance: float) -> Posterior:
-    """What is known of the threshold after runs at the rates ``met`` and ``missed`` [1/s].
+    """Computes what is known of the threshold after runs at the rates ``met`` and ``missed`` [1/s].
 
     Before any run every log rate from half of ``low`` to twice ``high`` is as likely as another. ``tolerance``: the
     relative width that the interval is to reach.

@@ -62,9 +62,7 @@ _PARALLEL = re.compile(r"(?:--(?:tensor|pipeline)-parallel-size|--tp(?:-size)?|-
 
 @dataclass(frozen=True)
 class CellNeeds:
-    """What one cell asks of a machine. ``gpus``: 0 for a cell on the CPU, which gets the machine for itself;
-    ``resource``: a Ray resource that the machine must have.
-    """
+    """The GPUs that one cell asks of a machine (0: the CPU, and the machine for itself), and a Ray resource."""
 
     gpus: int
     resource: str | None = None
@@ -84,7 +82,7 @@ class CellNeeds:
         return needs | {"CPU": float(cores // self._cells(have, needs))}
 
     def cells(self, node: Node) -> int:
-        """How many cells may run on ``node`` at once."""
+        """Counts the cells that may run on ``node`` at once."""
         needs = self.needs(node)
         return 0 if needs is None else self._cells(node.resources, needs)
 
@@ -99,7 +97,7 @@ class CellNeeds:
 
 
 def needs_of(workload: Workload, design: Design, options: Mapping[str, Any]) -> CellNeeds:
-    """What the cells of ``design`` ask for, by the workload's profile or ``device`` and the flags of the server."""
+    """The needs of the cells of ``design``, by the workload's profile or ``device`` and the flags of the server."""
     devices = {each.settings.get("device", "auto") for each in design.configurations}
     on_gpu = "cuda" in devices or (workload.profile == "gpu" and devices != {"cpu"})
     gpus = 1
@@ -203,7 +201,7 @@ class RayMachines(ThisMachine):
         return next(at_home, None) or next(new, None) or next(iter(waiting), None)
 
     def submit(self, block: Block, done: Collection[str] = ()) -> None:
-        """``done``: ids of cells that have an outcome from a machine that was lost."""
+        """Begins a block; ``done``: ids of cells that have an outcome from a machine that was lost."""
         home = self._home.get(block.repeat)
         node = home if home in self._slots.free else self._slots.free[0]
         self._home[block.repeat] = home if home in self._slots.nodes else node
@@ -240,7 +238,7 @@ class RayMachines(ThisMachine):
         self._slots.close()
 
     def _again_elsewhere(self, run: _Run, end: Ended | Lost) -> Finished | None:
-        """The task has ended before its block: what is left of it runs again, unless that was tried too often."""
+        """Runs what is left of a block again whose task ended before it, unless that was tried too often."""
         left = [cell for cell in run.block.cells if cell.cell_id not in run.done]
         reason = end.reason if isinstance(end, Lost) else "it ended"
         lost = LostBlock(block_id=run.block.block_id, machine=run.node.name, reason=reason, loads_kept=len(run.done))
@@ -297,7 +295,7 @@ class RayMachines(ThisMachine):
         return Finished(run.block, end.started, time.monotonic() - run.began)
 
     def _keep_calibrations(self, node: Node, rows: Sequence[Any]) -> None:
-        """For further blocks on the machine, and in the run's folder those of all machines."""
+        """Keeps calibrations for further blocks on the machine, and in the run's folder those of all machines."""
         self._calibrations[node.name] = list(rows)
         path = self.job.folder.path / cache.FILE
         known = read_json(path) if path.is_file() else []
@@ -346,7 +344,7 @@ def machines_for(
 
 
 def _require_alike(machines: Sequence[tuple[Node, Environment]]) -> None:
-    """A table of loads of different machines would compare the machines."""
+    """Refuses machines that differ: a table of loads of both would compare the machines."""
     first, before = machines[0]
     for node, now in machines[1:]:
         differences, _ = environment_differences(before.model_copy(update={"git": GitState()}), now)

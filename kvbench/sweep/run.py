@@ -159,7 +159,7 @@ class Sweep:
         return EXIT_OK
 
     def execute(self) -> int:
-        """Run what is not done; the exit code. Raises UsageError before anything is launched."""
+        """Runs what is not done; the exit code. Raises UsageError before anything is launched."""
         self._plan()
         for note in self.design.notes:
             self._note(note)
@@ -181,7 +181,7 @@ class Sweep:
         return EXIT_INTERRUPTED
 
     def _measure(self, work: FolderWork) -> bool:
-        """Measures what is left; whether every planned load is measured."""
+        """Measures what is left; returns whether every planned load is measured."""
         self._began = time.monotonic() - self._spent_s
         left = self._left(self._spent_s)
         manifest = self._reopen(something_left=bool(left)) if self.resumed else self._new_manifest()
@@ -348,7 +348,7 @@ class Sweep:
         return manifest
 
     def _waits_for_quiet(self, job: Job) -> str:
-        """Which programs keep the machine busy for as long as the sweep may wait; empty once they leave it alone."""
+        """Waits for other programs to leave the machine alone; returns those that do not, else an empty text."""
         busy = ""
 
         def on_busy(words: str) -> None:
@@ -370,10 +370,7 @@ class Sweep:
         return bool(busy)
 
     def _wait_or_end(self, disturbed: int, job: Job) -> float:
-        """After too many ``disturbed`` loads in a row: waits for a quiet machine; the seconds that it took.
-
-        Ends the sweep where that is hopeless.
-        """
+        """Waits after too many ``disturbed`` loads in a row, or ends the sweep; returns the seconds that it took."""
         if disturbed < DISTURBED_IN_A_ROW or not self._may_wait():
             return 0.0
         began = time.monotonic()
@@ -385,7 +382,7 @@ class Sweep:
         return time.monotonic() - began
 
     def _may_wait(self) -> bool:
-        """Not beside a server that runs already, which would be taken for another program."""
+        """Tests whether it may wait: beside no server that runs already, which would be taken for another program."""
         return self.wait_idle_minutes > 0 and self._times_this_machine() and not self.target.runs_already
 
     def _times_this_machine(self) -> bool:
@@ -480,7 +477,7 @@ class Sweep:
         print_plain(self.console, text)
 
     def _conclude(self, complete: bool) -> int:
-        """Report, what failed and what is invalid; the exit code."""
+        """Reports, tells what failed and what is invalid; the exit code."""
         run, problems = self.run, failed_loads(self.failures)
         if self.ended_early:
             problems.append(f"ended early: {self.ended_early}")
@@ -569,7 +566,7 @@ def _ends_without_answers(
 
 
 def _engine_time(run: RunFolder) -> EngineTime | None:
-    """What was measured in engine time; None where nothing was, or its file is damaged: it is measured anew."""
+    """Reads what was measured in engine time; None where nothing was, or its file is damaged."""
     try:
         return read_engine_time(run.path)
     except UsageError:
@@ -577,13 +574,13 @@ def _engine_time(run: RunFolder) -> EngineTime | None:
 
 
 def _invalid(run: RunFolder, cell_id: str) -> list[LoadResult]:
-    """The invalid loads of a cell."""
+    """Reads the invalid loads of a cell."""
     results = [run.result(cell_id, repeat) for repeat in run.done_repeats(cell_id)]
     return [result for result in results if result.invalid_reasons]
 
 
 def failed_loads(failures: Sequence[Failure]) -> list[str]:
-    """One line a reason: a server that does not start fails several loads."""
+    """Writes one line a reason: a server that does not start fails several loads."""
     by_reason: dict[str, list[str]] = {}
     for failure in failures:
         by_reason.setdefault(failure.reason, []).append(f"{failure.cell_id} repeat {failure.repeat}")
