@@ -16,21 +16,27 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from pydantic import FiniteFloat, TypeAdapter, ValidationError
 
 from kvbench.common import text as words
-from kvbench.common.errors import UsageError
-from kvbench.common.files import read_json, write_atomically, write_json, write_text
+from kvbench.common.files import write_atomically, write_json, write_text
 from kvbench.common.records import Record, read_record, write_record
 from kvbench.metrics.canaries import WRONG_ANSWERS, counted
 from kvbench.metrics.latency import in_steady
 from kvbench.metrics.latency import pooled as pool_samples
 from kvbench.metrics.model import Figures, LoadMetrics, LoadOutcome, Plateau, PooledLatencies, flatten
 from kvbench.runs.folder import RunFolder, read_table
-from kvbench.runs.results import Capacity, CellLoad, CellSummary, LoadResult, Manifest, RepeatSummary, Spread
+from kvbench.runs.results import (
+    Capacity,
+    CellLoad,
+    CellSummary,
+    LoadResult,
+    Manifest,
+    RepeatSummary,
+    ServerCounters,
+    Spread,
+)
 from kvbench.workload.design import Cell, LoadPoint
 
-_COUNTERS = TypeAdapter(dict[str, FiniteFloat | None])
 _SAMPLES = 8
 _OF_CANARIES = ("canary", "canary_wrong")
 _SAMPLE_COLUMNS = (
@@ -87,7 +93,10 @@ def aggregate_cell(run: RunFolder, cell: Cell, manifest: Manifest) -> CellSummar
     wrong_files = [path / WRONG_ANSWERS for path in loads.values()]
     if wrong := "".join(path.read_text(encoding="utf-8") for path in wrong_files if path.is_file()):
         write_text(folder / WRONG_ANSWERS, wrong)
-    counters = {r: _counters(path) for r, path in loads.items()}
+    counters = {}
+    for repeat, path in loads.items():
+        again = f"remove {path}, and `kvbench sweep --resume` measures it again"
+        counters[repeat] = read_record(ServerCounters, path / "counters.json", again).model_extra or {}
     summary = _summary(cell, loads, results, counters, requests, manifest)
     section = manifest.load_section
     load = cell.load if cell.load.request_rate is not None else replace(cell.load, request_rate=_mean_rate(requests))
@@ -197,18 +206,6 @@ def _summary(
         wrong_answers=wrong,
         **({} if canaries is None else {"canaries": canaries}),
     )
-
-
-def _counters(load: Path) -> dict[str, float | None]:
-    """Reads counters.json of a load. Raises UsageError for a damaged file."""
-    counters = read_json(load / "counters.json")
-    try:
-        _COUNTERS.validate_python(counters)
-    except ValidationError:
-        raise UsageError(
-            f"{load / 'counters.json'} is damaged: remove {load}, and `kvbench sweep --resume` measures it again"
-        ) from None
-    return counters
 
 
 def _repeat(repeat: int, result: LoadResult, counters: Mapping[str, Any]) -> RepeatSummary:

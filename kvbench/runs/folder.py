@@ -18,7 +18,7 @@ import fcntl
 import itertools
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -231,7 +231,7 @@ def create_run(output_dir: Path, workload_name: str, short_sha: str) -> RunFolde
     return RunFolder(path)
 
 
-def latest_incomplete(output_dir: Path, workload_name: str, warn: Callable[[str], None] = say) -> RunFolder:
+def latest_incomplete(output_dir: Path, workload_name: str) -> RunFolder:
     """Finds the newest run of this workload that is not complete and not being written. Raises UsageError.
 
     A folder whose manifest cannot be read (a full disk, a broken copy) is skipped, with a warning.
@@ -243,7 +243,7 @@ def latest_incomplete(output_dir: Path, workload_name: str, warn: Callable[[str]
             if run.manifest().status != COMPLETE and not run.is_locked():
                 return run
         except UsageError as error:
-            warn(f"warning: {run.path} is skipped: {error}")
+            say(f"warning: {run.path} is skipped: {error}")
     raise UsageError(
         f"there is no incomplete run of {workload_name!r} in {base}: leave --resume out to start a new one, or name "
         "the folder of a run"

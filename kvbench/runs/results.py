@@ -127,6 +127,13 @@ class LoadResult(Record):
         return [*self.invalid_reasons, *(why for why in (self.refused, self.wrong_answers) if why)]
 
 
+class ServerCounters(Record):
+    """The counters of the server over one load, by name: counters.json."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, Number | None]
+
+
 class CellLoad(Record):
     """The load of a cell: ``concurrency`` requests at once, or ``request_rate`` a second ("inf": all at once)."""
 
@@ -305,13 +312,16 @@ class PlannedBlock(Record):
 
 
 class FailedLoad(Record):
-    """A load without a result."""
+    """A load without a result. ``of_server``: its server did not start, or died.
 
-    model_config = ConfigDict(extra="allow")
+    unanswered: it was sent to a server that lives, in vain
+    """
 
     cell_id: str | None = None
     repeat: int | None = None
     reason: str | None = None
+    of_server: bool = False
+    unanswered: bool = False
 
 
 class SetAside(Record):

@@ -15,23 +15,9 @@ from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.measure.instrument import Instrument
 from kvbench.metrics.model import LoadMetrics, failed_words
 from kvbench.runs.manifest import StoredManifest
-from kvbench.runs.results import Environment
+from kvbench.runs.results import Environment, FailedLoad
 from kvbench.targets.builtin import ServerRefusedError
 from kvbench.workload.design import Block, Cell
-
-
-@dataclass(frozen=True)
-class Failure:
-    """A load without a result. ``unanswered``: it was sent to a server that lives, in vain.
-
-    ``of_server``: its server did not start, or died.
-    """
-
-    cell_id: str
-    repeat: int
-    reason: str
-    of_server: bool = False
-    unanswered: bool = False
 
 
 class Unanswered(NamedTuple):
@@ -59,7 +45,7 @@ class BlockRunner:
     """
 
     instrument: Instrument
-    failures: list[Failure] = field(default_factory=list)
+    failures: list[FailedLoad] = field(default_factory=list)
     served: list[str] = field(default_factory=list)
     keeps_cache: list[str] = field(default_factory=list)
     on_sent: Callable[[Cell, Unanswered | None], None] = lambda cell, unanswered: None
@@ -129,7 +115,10 @@ class BlockRunner:
 
     def fail(self, cell: Cell, repeat: int, reason: str, *, of_server: bool, unanswered: bool = False) -> None:
         """Records a load without a result."""
-        self.failures.append(Failure(cell.cell_id, repeat, reason, of_server, unanswered))
+        failed = FailedLoad(
+            cell_id=cell.cell_id, repeat=repeat, reason=reason, of_server=of_server, unanswered=unanswered
+        )
+        self.failures.append(failed)
         self.instrument.job.listener.load_failed(cell, repeat, reason)
         if unanswered:
             self.on_sent(cell, Unanswered(reason))

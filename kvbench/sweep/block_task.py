@@ -23,9 +23,9 @@ from kvbench.measure.http import HttpInstrument
 from kvbench.measure.instrument import Job, Listener
 from kvbench.requests.request import notes_path
 from kvbench.runs.folder import RunFolder
-from kvbench.runs.results import Capacity, LoadResult, Manifest
+from kvbench.runs.results import Capacity, FailedLoad, LoadResult, Manifest
 from kvbench.runs.server_info import ServerInfo
-from kvbench.sweep.block import BlockRunner, Failure
+from kvbench.sweep.block import BlockRunner
 from kvbench.targets.base import ModelFacts, Target
 from kvbench.targets.choose import choose
 from kvbench.workload.design import Block, Cell
@@ -57,11 +57,6 @@ class BlockTask:
 
 
 @dataclass(frozen=True)
-class Began:
-    """The task runs."""
-
-
-@dataclass(frozen=True)
 class Status:
     text: str
 
@@ -86,7 +81,7 @@ class LoadDone:
 @dataclass(frozen=True)
 class LoadFailed:
     cell: Cell
-    failure: Failure
+    failure: FailedLoad
 
 
 @dataclass(frozen=True)
@@ -104,7 +99,7 @@ class BlockEnded:
     problem: str | None = None
 
 
-Event = Began | Status | ServerUp | LoadDone | LoadFailed | BlockEnded
+Event = Status | ServerUp | LoadDone | LoadFailed | BlockEnded
 
 
 def run_block_task(task: BlockTask) -> Iterator[Event]:
@@ -113,7 +108,7 @@ def run_block_task(task: BlockTask) -> Iterator[Event]:
     with tempfile.TemporaryDirectory(prefix=_PREFIX) as folder, RunFolder(Path(folder)).locked():
         work = _Work(task, RunFolder(Path(folder)))
         thread = threading.Thread(target=work.run, name="kvbench-block")
-        yield Began()
+        yield Status("starting")  # the task runs
         thread.start()
         try:
             while thread.is_alive() or not work.events.empty():
@@ -218,7 +213,7 @@ class _Listener(Listener):
 
     put: Callable[[Event], None]
     run: RunFolder
-    failures: Sequence[Failure]
+    failures: Sequence[FailedLoad]
 
     def load_started(self, cell: Cell, repeat: int, total: int) -> None:
         self.status(f"{cell.cell_id} repeat {repeat}")

@@ -129,7 +129,7 @@ def _memory_note(
     seqs = {c.config_id: int(effective(c.settings, "max_num_seqs") or users * widest) for c in sized}
     most = {config_id: min(users, number // widest) for config_id, number in seqs.items()}
     full = [config_id for config_id, (_, share) in held.items() if share(most[config_id]) > 1]
-    parts = [_limits(full, held, most, counts)] if full else [_no_limits(sized, capacity)]
+    parts = [_limits(full, held, most, counts) if full else _no_limits(sized, capacity)]
     if capped := [f"{config_id} ({n})" for config_id, n in most.items() if n < users]:
         parts.append(f"max_num_seqs admits fewer than {users} to {and_more(capped, 6)}")
     return f"{needed}; {'; '.join(parts)}"

@@ -36,7 +36,7 @@ from kvbench.runs.aggregate import aggregate_cell
 from kvbench.runs.folder import RunFolder
 from kvbench.runs.manifest import new_manifest
 from kvbench.runs.results import CellLoad, LoadResult, WarmUpResult
-from kvbench.runs.work import FolderWork, begun, kept, work_in
+from kvbench.runs.work import FolderWork, kept, work_in
 from kvbench.sweep.load_folder import METRICS, LoadFolder, LoadManifest, SearchRuns, open_folder
 from kvbench.sweep.load_options import (
     LoadOptions,
@@ -318,7 +318,7 @@ class OneLoad:
     def say_what_is_kept(self, work: FolderWork, command: str) -> None:
         """Settles the next step at an early end: where no load was measured to its end, ``command`` begins again."""
         if not (self.display.done or any(self.folder.finished_runs())):
-            work.next_step = begun(command)
+            work.next_step = f"no load was measured to its end. Begin again with:\n  {command}"
 
     def measure(self, cell: Cell, number: int) -> StoredLoad:
         """Measures one load, after the warm-up if it is the first; returns what metrics.json holds."""

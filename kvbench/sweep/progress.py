@@ -88,26 +88,20 @@ class LiveServer:
 
     def rows(self, width: int) -> Sequence[str]:
         """Writes ``412 tok/s, 18 running, 14 waiting, KV 93 %`` as far as the server tells that."""
-        now = time.perf_counter()
-        recent = [each for each in self._samples if now - each.at <= WINDOW_S]
-        line = fit(_server_parts(recent), width, ", ")
+        now, parts = time.perf_counter(), []
+        recent = [sample for sample in self._samples if now - sample.at <= WINDOW_S]
+        counted = [sample for sample in recent if _TOKENS in sample.counters]
+        if len(counted) > 1 and (seconds := counted[-1].at - counted[0].at) > 0:
+            made = counted[-1].counters[_TOKENS] - counted[0].counters[_TOKENS]
+            parts.append((f"{words.tokens_per_s(made / seconds)} tok/s", 1))
+        gauges = recent[-1].gauges if recent else {}
+        for name, what, rank in (("num_requests_running", "running", 3), ("num_requests_waiting", "waiting", 4)):
+            if name in gauges:
+                parts.append((f"{gauges[name]:.0f} {what}", rank))
+        if "kv_cache_usage_perc" in gauges:
+            parts.append((f"KV {100 * gauges['kv_cache_usage_perc']:.0f} %", 2))
+        line = fit(parts, width, ", ")
         return (line,) if line else ()
-
-
-def _server_parts(recent: Sequence[MetricsSample]) -> list[Part]:
-    if not recent:
-        return []
-    gauges, counted = recent[-1].gauges, [each for each in recent if _TOKENS in each.counters]
-    parts = []
-    if len(counted) > 1 and (seconds := counted[-1].at - counted[0].at) > 0:
-        made = counted[-1].counters[_TOKENS] - counted[0].counters[_TOKENS]
-        parts.append((f"{words.tokens_per_s(made / seconds)} tok/s", 1))
-    for name, what, rank in (("num_requests_running", "running", 3), ("num_requests_waiting", "waiting", 4)):
-        if name in gauges:
-            parts.append((f"{gauges[name]:.0f} {what}", rank))
-    if (usage := gauges.get("kv_cache_usage_perc")) is not None:
-        parts.append((f"KV {100 * usage:.0f} %", 2))
-    return parts
 
 
 class SweepProgress(Listener):

@@ -229,11 +229,6 @@ class SearchRun:
     requests: int
     failed: int
 
-    def to_json(self) -> dict[str, Any]:
-        """A row of search.json."""
-        sent = {"requests": self.requests, "failed": self.failed}
-        return {"run": self.name, **sent, **asdict(self.trial)}
-
 
 @dataclass
 class RateSearch:
@@ -363,7 +358,10 @@ class RateSearch:
                 "reason": answer.reason or None,
                 "answer": sentence,
                 "tolerance": self.bounds.tolerance,
-                "runs": [run.to_json() for run in self.runs],
+                "runs": [
+                    {"run": run.name, "requests": run.requests, "failed": run.failed, **asdict(run.trial)}
+                    for run in self.runs
+                ],
             },
         )
         if answer.outcome == INVALID:

@@ -286,21 +286,17 @@ class RayMachines(ThisMachine):
 
     def _end(self, run: _Run, end: BlockEnded) -> Finished:
         unpack(end.files, self.job.folder.path)
-        self._keep_calibrations(run.node, end.calibrations)
+        self._calibrations[run.node.name] = list(end.calibrations)  # for further blocks on the machine
+        path = self.job.folder.path / cache.FILE
+        stored = read_json(path) if path.is_file() else []
+        if new := [row for row in end.calibrations if row not in stored]:
+            write_json(path, stored + new)
         self.runner.keeps_cache.extend(each for each in end.keeps_cache if each not in self.runner.keeps_cache)
         if end.refused is not None:
             raise UsageError(end.refused)
         if end.problem is not None:
             raise MeasurementError(f"machine {run.node.name}: {end.problem}")
         return Finished(run.block, end.started, time.monotonic() - run.began)
-
-    def _keep_calibrations(self, node: Node, rows: Sequence[Any]) -> None:
-        """Keeps calibrations for further blocks on the machine, and in the run's folder those of all machines."""
-        self._calibrations[node.name] = list(rows)
-        path = self.job.folder.path / cache.FILE
-        known = read_json(path) if path.is_file() else []
-        if new := [row for row in rows if row not in known]:
-            write_json(path, known + new)
 
     def _show(self) -> None:
         doing = [f"{run.node.name}: {run.doing}" for run in self._slots.running.values()]

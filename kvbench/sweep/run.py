@@ -8,7 +8,7 @@ import math
 import os
 import shlex
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -45,14 +45,14 @@ from kvbench.runs.results import COMPLETE, INCOMPLETE, Capacity, CellSummary, Fa
 from kvbench.runs.resume import accept_server, reopen, require_same_workload
 from kvbench.runs.server_info import ServerInfo
 from kvbench.runs.work import FolderWork, kept, work_in
-from kvbench.sweep.block import BlockRunner, Failure, ThisMachine, Unanswered, why_unanswered
+from kvbench.sweep.block import BlockRunner, ThisMachine, Unanswered, why_unanswered
 from kvbench.sweep.capacity import memory_notes
 from kvbench.sweep.order import Measured, blocks_in_time, blocks_left
 from kvbench.sweep.plan import describe_plan, preflight
 from kvbench.sweep.progress import Estimator, SweepProgress
 from kvbench.targets.base import Target
 from kvbench.targets.choose import ChosenTarget
-from kvbench.workload.design import Block, Cell, Design, design_of
+from kvbench.workload.design import Block, Cell, design_of
 from kvbench.workload.file import Workload, portable
 from kvbench.workload.load_section import LoadConfig
 
@@ -92,7 +92,7 @@ class Sweep:
     instrument: type[Instrument] = HttpInstrument
     machines: ThisMachine = field(default_factory=ThisMachine)
     ended_early: str = field(default="", init=False)  # why
-    failures: list[Failure] = field(default_factory=list, init=False)
+    failures: list[FailedLoad] = field(default_factory=list, init=False)
     summaries: list[CellSummary] = field(default_factory=list, init=False)
 
     @property
@@ -212,8 +212,11 @@ class Sweep:
             on_sent = _ends_without_answers(self.workload.load, len(self.design.configurations), self.measured)
             runner = BlockRunner(self.instrument(job), self.failures, on_sent=on_sent)
             self.machines.begin(runner, self.stored)
-            with self._ends_unanswered(), contextlib.closing(self.machines):
-                left = self._measure_blocks(job)
+            try:
+                with contextlib.closing(self.machines):
+                    left = self._measure_blocks(job)
+            except UnansweredError as error:
+                self.ended_early = str(error)
         planned = [(cell, block.repeat) for block in self.stored.manifest.plan for cell in block.cells]
         missing = [load for load in planned if not self.run.is_done(*load)]
         given_up = {*manifest.left_out} - self.measured.attempts.keys()
@@ -259,13 +262,6 @@ class Sweep:
             left = self._left(time.monotonic() - self._began)
         return left
 
-    @contextlib.contextmanager
-    def _ends_unanswered(self) -> Iterator[None]:
-        try:
-            yield
-        except UnansweredError as error:
-            self.ended_early = str(error)
-
     def _has_engine_time(self) -> bool:
         """Tests whether the run still begins with a sitting in engine time."""
         if not (self.machines.is_like_here and self.target.manifest.is_built_in and self.lockstep_minutes > 0):
@@ -307,11 +303,8 @@ class Sweep:
         except UsageError:
             return True
         measured = quality.configurations.keys() if quality and not quality.differs_from(manifest) else set()
-        return not {each.config_id for each in self._whole_design(manifest).configurations} <= measured
-
-    def _whole_design(self, manifest: Manifest) -> Design:
-        """The design of the run, of which this execution may measure a part."""
-        return design_of(self.workload, manifest.only or ())
+        design = design_of(self.workload, manifest.only or ())  # this execution may measure a part of it
+        return not {configuration.config_id for configuration in design.configurations} <= measured
 
     def _measure_quality(self, work: FolderWork) -> None:
         """Measures the quality of the answers, where it is missing. A failure costs nothing that was measured."""
@@ -461,12 +454,12 @@ class Sweep:
             measured_s=time.monotonic() - self._began,
             status=INCOMPLETE,
             ended=utc_now(),
-            failures=tuple(FailedLoad(**dataclasses.asdict(failure)) for failure in self.failures),
+            failures=tuple(self.failures),
             calibration=Calibrator(self.run.path, self.calibrate).facts(),
         )
         manifest = self.stored.manifest
-        found = [aggregate_cell(self.run, cell, manifest) for cell in self._whole_design(manifest).cells]
-        self.summaries = [summary for summary in found if summary is not None]
+        cells = design_of(self.workload, manifest.only or ()).cells
+        self.summaries = [summary for cell in cells if (summary := aggregate_cell(self.run, cell, manifest))]
         if status == COMPLETE:
             self.stored.replace(status=COMPLETE)
 
@@ -579,7 +572,7 @@ def _invalid(run: RunFolder, cell_id: str) -> list[LoadResult]:
     return [result for result in results if result.invalid_reasons]
 
 
-def failed_loads(failures: Sequence[Failure]) -> list[str]:
+def failed_loads(failures: Sequence[FailedLoad]) -> list[str]:
     """Writes one line a reason: a server that does not start fails several loads."""
     by_reason: dict[str, list[str]] = {}
     for failure in failures:

@@ -29,7 +29,7 @@ from kvbench.gate.compare.request import CompareRequest
 from kvbench.gate.policy import StoredPolicy
 from kvbench.gate.timing.plan import CANDIDATE, SIDES, Match, PairedCell
 from kvbench.runs.folder import DONE, MANIFEST, RunFolder, move_numbered
-from kvbench.runs.results import Environment, LoadResult, Resumed
+from kvbench.runs.results import Environment, LoadResult, Resumed, ServerCounters
 from kvbench.runs.server_info import ServerInfo
 
 KIND = "compare"
@@ -103,13 +103,6 @@ class LockstepFacts:
 
     turn_lengths: dict[str, int] = field(default_factory=dict)
     times: dict[str, int] = field(default_factory=dict)
-
-
-class ServerCounters(Record):
-    """The counters of the server over one load, by name: counters.json."""
-
-    model_config = ConfigDict(extra="allow")
-    __pydantic_extra__: dict[str, float | None]
 
 
 class GivenWorkload(Record):
