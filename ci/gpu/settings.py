@@ -159,7 +159,7 @@ class GroupRun:
                 limit_s / LONGEST, limit_s, lambda text: print(text() if callable(text) else text, flush=True),
                 lambda: None, is_enough, "the part's time",
             )  # fmt: skip
-            for note in sitting.execute()["notes"]:
+            for note in sitting.execute().notes:
                 self.report.skip(name, note)
             self.put_down()
         except Exception as error:  # whatever one sitting raises, the next ones are still worth running

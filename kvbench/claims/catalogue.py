@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvbench.claims import judges
+from kvbench.claims.judges import UNDECIDED, ClaimVerdict
 from kvbench.claims.kernel_cost import KernelCost, measure_kernel_cost
-from kvbench.claims.measure import Measured
+from kvbench.claims.measure import WorkloadFacts
 from kvbench.claims.served import ServedFacts, measure_served
-from kvbench.claims.verdict import UNDECIDED, Verdict
 from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.common.packages import REPOSITORY
 from kvbench.common.parsing import read_yaml
@@ -19,7 +19,7 @@ from kvbench.workload.file import Workload, load_workload
 WORKLOADS = REPOSITORY / "workloads" / "claims"
 OTHERS = {"served": measure_served, "paging-cost": measure_kernel_cost}
 """Measurements without a workload: functions of (folder, on_cpu, say, check)."""
-Finding = Measured | KernelCost | ServedFacts
+Finding = WorkloadFacts | KernelCost | ServedFacts
 """What a judge looks at."""
 
 
@@ -36,7 +36,7 @@ class Claim:
     counted: bool = False
 
     @property
-    def _judge(self) -> Callable[..., Verdict]:
+    def _judge(self) -> Callable[..., ClaimVerdict]:
         return getattr(judges, self.judge or self.name.replace("-", "_"))
 
     @property
@@ -44,12 +44,12 @@ class Claim:
         """When it held."""
         return self._judge.__doc__ or ""
 
-    def verdict(self, found: Mapping[str, Finding]) -> Verdict:
+    def verdict(self, found: Mapping[str, Finding]) -> ClaimVerdict:
         """Judges it by what was found in each measurement; undecided where a configuration took no part."""
         try:
             return self._judge(*self.published, *(found[name] for name in self.measured))
         except MeasurementError as error:
-            return Verdict(UNDECIDED, "", str(error))
+            return ClaimVerdict(UNDECIDED, "", str(error))
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,10 +15,11 @@ import pandas as pd
 
 from kvbench.common.errors import MeasurementError
 from kvbench.common.files import read_json
+from kvbench.effects.comparison import Comparison
 from kvbench.lockstep.intervals import (
     FEWEST_LAUNCHES,
     FEWEST_POOLED,
-    Effect,
+    POOLED,
     LaunchRatio,
     effect,
     effect_of_values,
@@ -42,7 +42,7 @@ _OPEN_LIMIT_S = 120.0
 
 
 @dataclass
-class Measured:
+class WorkloadFacts:
     """What is known of one workload after ``launches`` launches. Its load is closed loop, of one concurrency.
 
     A configuration is named by the settings in which it differs from the baseline; none: the baseline.
@@ -96,7 +96,7 @@ class Measured:
             self._ratios[key] = throughput_ratios(self.loads(base), self.loads(other))
         return self._ratios[key]
 
-    def speed(self, **to: Any) -> Effect:
+    def speed(self, **to: Any) -> Comparison:
         """The ratio of output tokens/s to the baseline's, with the noise that all configurations have in common."""
         if self.launches < 2:
             return self.ratio(to)
@@ -106,25 +106,26 @@ class Measured:
         effects = pooled_effects({name: effect(ratios) for name, ratios in kin.items()}, y)
         return self._careful(effects[self.find(**to).config_id])
 
-    def ratio(self, to: Settings, of: Settings | None = None) -> Effect:
+    def ratio(self, to: Settings, of: Settings | None = None) -> Comparison:
         """The ratio of output tokens/s of ``to`` to those of ``of`` (None: the baseline), from its own noise alone."""
         return self._careful(effect(self.launch_ratios(to, of)))
 
-    def _careful(self, measured: Effect) -> Effect:
-        fewest = FEWEST_POOLED if measured.pooled else FEWEST_LAUNCHES + (len(self.design.configurations) == 2)
-        return with_confidence(measured, EARLY_CONFIDENCE) if self.early and self.launches < fewest else measured
+    def _careful(self, ratio: Comparison) -> Comparison:
+        fewest = FEWEST_POOLED if ratio.basis == POOLED else FEWEST_LAUNCHES + (len(self.design.configurations) == 2)
+        return with_confidence(ratio, EARLY_CONFIDENCE) if self.early and self.launches < fewest else ratio
 
     def tpots(self, cls: str, quantile: float, **settings: Any) -> list[float]:
         """A quantile of the TPOT [ms] of one class of requests in each launch."""
         tables = [pd.read_parquet(load / "requests.parquet") for load in self.loads(self.find(**settings))]
         return [float(request_latencies(rows[rows["class"] == cls])["tpot_ms"].quantile(quantile)) for rows in tables]
 
-    def p95(self, metric: str, **to: Any) -> Effect:
+    def p95(self, metric: str, **to: Any) -> Comparison:
         """The ratio of a p95 (``ttft`` or ``itl``) to the baseline's, for other requests of the same kind, too."""
-        values_of, quantile = VALUES_OF_REQUESTS[f"p95_{metric}_ms"], QUANTILES["p95"]
-        values = [[values_of(load) for load in self.loads(each)] for each in (self.find(), self.find(**to))]
-        p95s = [[float(np.quantile(np.concatenate(of), quantile)) for of in launches] for launches in values]
-        ratio = effect_of_values(*p95s)
+        name, quantile = f"p95_{metric}_ms", QUANTILES["p95"]
+        pair = (self.find(), self.find(**to))
+        values = [[VALUES_OF_REQUESTS[name](load) for load in self.loads(each)] for each in pair]
+        p95s = [[float(np.quantile(np.concatenate(launch), quantile)) for launch in launches] for launches in values]
+        ratio = effect_of_values(*p95s, name)
         if self.launches < 2:
             return ratio
         return self._careful(for_other_requests(ratio, values[0][0], values[1][0], quantile))
@@ -160,11 +161,6 @@ class Measured:
         return int(self.capacity_of(**settings).capacity_tokens)
 
 
-def is_narrow(ratio: Effect) -> bool:
-    """Whether its interval is known and narrow enough."""
-    return not math.isnan(ratio.half_width) and ratio.half_width <= NARROW
-
-
 def measure(
     name: str,
     workload: Workload,
@@ -172,10 +168,10 @@ def measure(
     *,
     limit_s: float,
     exact: bool,
-    is_enough: Callable[[Measured], bool],
+    is_enough: Callable[[WorkloadFacts], bool],
     show: Callable[[Any], None],
     check: Callable[[], None],
-) -> Measured:
+) -> WorkloadFacts:
     """Launches until ``is_enough`` (asked from the third on) or the time is over.
 
     exact: only what is counted matters, which one launch tells. While there are fewer launches than intervals.py asks
@@ -188,7 +184,7 @@ def measure(
     sitting = Sitting(
         RunFolder(folder), workload, design, capacity, limit_s, _OPEN_LIMIT_S, show, check, option="--minutes"
     )
-    measured = Measured(design, capacity, sitting)
+    measured = WorkloadFacts(design, capacity, sitting)
 
     def enough(launches: int) -> bool:
         measured.launches, measured.early = launches, True
@@ -199,10 +195,10 @@ def measure(
     sitting.is_enough = enough
     if reason := sitting.why_not():
         raise MeasurementError(f"{name}: {reason}")
-    measured.launches = sitting.execute()["launches"]
+    measured.launches = sitting.execute().launches or 0
     return measured
 
 
-def all_narrow(measured: Measured) -> bool:
-    """Whether every configuration's speed is known well enough."""
-    return all(is_narrow(measured.speed(**each.varied)) for each in measured.took_part())
+def all_narrow(measured: WorkloadFacts) -> bool:
+    """Tests whether the interval of every configuration's speed is narrow enough."""
+    return all(measured.speed(**each.varied).half_width <= NARROW for each in measured.took_part())

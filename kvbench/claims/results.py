@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import ConfigDict
 
-from kvbench.claims.verdict import VERDICTS
+from kvbench.claims.judges import VERDICTS
 from kvbench.common.records import Record
 from kvbench.common.text import clock, listing, markdown_table, upper_first
 from kvbench.report.page import render

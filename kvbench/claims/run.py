@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.claims.catalogue import OTHERS, Claim, Finding
-from kvbench.claims.measure import Measured, all_narrow, measure
+from kvbench.claims.judges import UNDECIDED, ClaimVerdict
+from kvbench.claims.measure import WorkloadFacts, all_narrow, measure
 from kvbench.claims.results import FILE, ClaimResult, ClaimsResult, Engines
-from kvbench.claims.verdict import UNDECIDED, Verdict
 from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.common.files import utc_now
 from kvbench.common.machine import environment
@@ -49,7 +49,7 @@ class ClaimsRun:
     result: ClaimsResult | None = None
     _measured: dict[str, Finding] = field(default_factory=dict)  # measurement -> what judges look at
     _failed: dict[str, str] = field(default_factory=dict)  # measurement -> why
-    _verdicts: dict[str, Verdict] = field(default_factory=dict)
+    _verdicts: dict[str, ClaimVerdict] = field(default_factory=dict)
 
     def execute(self) -> ClaimsResult:
         """Measures and judges all claims."""
@@ -101,7 +101,7 @@ class ClaimsRun:
         except (MeasurementError, UsageError) as error:
             self._failed[name] = str(error)
 
-    def _is_enough(self, name: str, measured: Measured) -> bool:
+    def _is_enough(self, name: str, measured: WorkloadFacts) -> bool:
         """Whether no claim is undecided that needs nothing else, and for the others all intervals are narrow."""
         measurements = {**self._measured, name: measured}
         for claim in self._claims_on(name):
@@ -122,7 +122,7 @@ class ClaimsRun:
         for claim in self._claims_on(name):
             if all(each in self._measured or each in self._failed for each in claim.measured):
                 failed = [self._failed[each] for each in claim.measured if each in self._failed]
-                verdict = Verdict(UNDECIDED, "", failed[0]) if failed else claim.verdict(self._measured)
+                verdict = ClaimVerdict(UNDECIDED, "", failed[0]) if failed else claim.verdict(self._measured)
                 self._verdicts[claim.name] = verdict
                 reason = f" ({verdict.reason})" if verdict.reason else ""
                 self.say(f"{claim.name}: {verdict.word}{reason}. {verdict.evidence}")

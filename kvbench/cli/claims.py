@@ -42,9 +42,9 @@ def claims(only: tuple[str, ...], list_only: bool, minutes: float, profile: str 
     from rich.console import Console
 
     from kvbench.claims.catalogue import chosen, workloads_of
+    from kvbench.claims.judges import UNDECIDED
     from kvbench.claims.results import markdown, page
     from kvbench.claims.run import ClaimsRun
-    from kvbench.claims.verdict import UNDECIDED
     from kvbench.common.console import make_table, print_plain, print_table, status_line
     from kvbench.common.errors import Interruption
     from kvbench.common.files import write_text

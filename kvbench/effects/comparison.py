@@ -72,6 +72,11 @@ class Comparison:
         return self.call != Call.UNDECIDED
 
     @property
+    def half_width(self) -> float:
+        """Half of the interval, as a relative change; infinite where the scatter is not known."""
+        return math.inf if self.low is None or self.high is None else math.sqrt(self.high / self.low) - 1
+
+    @property
     def spread(self) -> tuple[float, float]:
         """The least and the largest of the paired ratios; the ratio itself without any."""
         return min(self.values, default=self.ratio), max(self.values, default=self.ratio)

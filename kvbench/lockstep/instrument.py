@@ -2,7 +2,7 @@
 
 The files are those of a load over HTTP (requests.parquet, load.json, counters.json, done.json), and so are the metrics'
 definitions. Their times are the engine's own: TTFT, TPOT, ITL and throughput are what the engine itself needs, without
-HTTP and load client. ``clock: engine`` says so in load.json and done.json.
+HTTP and load client. ``clock: engine time`` says so in load.json and done.json.
 
 A load may be computed several times. Its steps are the same each time (``is_repeatable``), so each step takes its
 median over the repetitions, all of them stretched to add up to the mean duration. An interruption from outside then
@@ -31,6 +31,7 @@ from kvbench.load.completion import Completion
 from kvbench.load.samples import SCHEMA, Sample
 from kvbench.lockstep.turns import STEP_COLUMNS, Seat, take_turns
 from kvbench.measure.instrument import Instrument, Job
+from kvbench.metrics.definitions import ENGINE
 from kvbench.metrics.latency import summarise
 from kvbench.metrics.model import ClientFigures, LoadOutcome
 from kvbench.requests.build import build_requests
@@ -40,7 +41,6 @@ from kvbench.targets.prometheus import counter_changes, parse_metrics
 from kvbench.workload.design import Cell, LoadPoint
 from kvbench.workload.load_section import LoadConfig
 
-CLOCK = "engine"  # as load.json and done.json have it
 _WARM_UP_USERS = 8  # of a load by arrivals
 
 
@@ -108,7 +108,7 @@ def begin(
 
 
 @dataclass(frozen=True)
-class Computed:
+class Repetition:
     """What an engine did with a load, once.
 
     steps: float64 [steps, 4], see ``STEP_COLUMNS``; turns: how many of them each turn had; clock: engine time [s]
@@ -122,13 +122,13 @@ class Computed:
     metrics: str
 
 
-def computed(seat: Seat) -> Computed:
+def computed(seat: Seat) -> Repetition:
     """Of the load that the engine has just ended."""
     result = seat.result()
-    return Computed(seat.table(), seat.turns, seat.clock, result["requests"], result["metrics"])
+    return Repetition(seat.table(), seat.turns, seat.clock, result["requests"], result["metrics"])
 
 
-def typical(repetitions: Sequence[Computed]) -> Sequence[Sequence[Any]]:
+def typical(repetitions: Sequence[Repetition]) -> Sequence[Sequence[Any]]:
     """The rows of the requests, each step at its typical time; those of the median where the steps differ."""
     if any(not np.array_equal(each.steps[:, 1:4], repetitions[0].steps[:, 1:4]) for each in repetitions):
         return sorted(repetitions, key=lambda each: each.clock)[len(repetitions) // 2].rows
@@ -145,7 +145,7 @@ def typical(repetitions: Sequence[Computed]) -> Sequence[Sequence[Any]]:
 
 def store(
     out: Path,
-    repetitions: Sequence[Computed],
+    repetitions: Sequence[Repetition],
     load: LoadConfig,
     point: LoadPoint,
     requests: RequestList,
@@ -161,7 +161,7 @@ def store(
         steps.to_parquet(scratch, index=False)
     clock = sum(each.clock for each in repetitions)
     outcome = LoadOutcome(
-        clock=CLOCK,
+        clock=ENGINE,
         duration_s=clock / len(repetitions),
         repetitions=len(repetitions),
         mode=point.mode,
@@ -183,7 +183,7 @@ def store(
         valid=not faults,
         invalid_reasons=tuple(faults),
         server_faults=tuple(faults),
-        clock=CLOCK,
+        clock=ENGINE,
         metrics=summarise(table, outcome, load.slo.model_dump() if load.slo else None),
     )
 
@@ -195,7 +195,7 @@ class SteppedInstrument(Instrument):
     ``facts``: what done.json says beside the result.
     """
 
-    clock = CLOCK
+    clock = ENGINE
     disturbed_by_machine = False
 
     def __init__(
@@ -205,7 +205,7 @@ class SteppedInstrument(Instrument):
         self.seat, self.draw, self.keeps_requests = seat, draw, keeps_requests
         self.facts: dict[str, Any] = {}
         self.requests = RequestList(())
-        self.repetitions: list[Computed] = []
+        self.repetitions: list[Repetition] = []
         self.metrics_before = self.started_at = ""
         self.began = 0.0
 
@@ -252,7 +252,7 @@ def compute(
         instrument.repetitions.append(computed(instrument.seat))
 
 
-def _steps(computed: Computed, number: int) -> pd.DataFrame:
+def _steps(computed: Repetition, number: int) -> pd.DataFrame:
     """Rows of steps.parquet."""
     turn = np.repeat(np.arange(len(computed.turns)), computed.turns)
     return pd.DataFrame(computed.steps, columns=STEP_COLUMNS).assign(turn=turn, repetition=number)

@@ -14,7 +14,7 @@ Over launches. A launch has its own memory layout, which moves its ratio by up t
 average that away, so launches are what is counted. The interval is Student's t of their log ratios. That of a
 configuration alone is never narrower than the 80 % interval of the errors within the launches: three launches that
 agree by chance prove nothing that their steps deny. Not the 95 % interval of those errors: the larger of the two would
-cover 98 %. Of one launch there are only the errors within it, and the effect says so (``within_launch``).
+cover 98 %. Of one launch there are only the errors within it, so that it has an interval and no call.
 
 Many configurations. Those of one process are a randomised block design: launches are the blocks, and what is left of
 the log throughputs after the means of launches and configurations is the noise, much the same for all (Montgomery,
@@ -51,20 +51,21 @@ would tie the launches together, and intervals would cover too little.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import scipy  # its parts load when they are used: stats takes a second
 
 from kvbench.common.stats import detectable_errors
-from kvbench.effects.comparison import Call, call_of
+from kvbench.effects.comparison import Call, Comparison, call_of
 from kvbench.metrics.definitions import ENGINE
 
 THROUGHPUT = "output_throughput"
+POOLED = "pooled"
+"""The basis of a comparison whose noise is known from other configurations too."""
 CONFIDENCE = 0.95
 TARGET = 0.015  # half width of an interval that is narrow enough
 FEWEST_LAUNCHES = 5  # before the first decision to stop
@@ -107,37 +108,9 @@ class LaunchRatio:
     shares: int
 
 
-@dataclass(frozen=True)
-class Effect:
-    """The ratio of an engine's value to the base's, over launches.
-
-    ratio, low, high: the estimate and its 95 % interval, 1 is no effect; NaN ends if nothing is known of the scatter
-    launches: how many it was made of
-    within_launch: only the scatter within one launch is known, not how launches differ
-    smallest_seen: the relative change that this many launches find in 4 of 5 sittings; NaN if nothing is known
-    pooled: whether its noise is known from other configurations too
-    """
-
-    ratio: float
-    low: float
-    high: float
-    launches: int
-    within_launch: bool
-    smallest_seen: float
-    pooled: bool = False
-
-    @property
-    def half_width(self) -> float:
-        """Half of the interval, as a relative change; NaN if nothing is known."""
-        return math.sqrt(self.high / self.low) - 1
-
-    def call(self, metric: str = THROUGHPUT) -> Call:
-        """What the interval says of ``metric``; undecided of one launch, which says nothing of how launches differ."""
-        return Call.UNDECIDED if self.within_launch else call_of(metric, ENGINE, self.low, self.high)
-
-    def is_decided(self) -> bool:
-        """Whether it has a call and an interval of at most ``TARGET`` to each side, or a fifth of a large effect."""
-        return self.call() is not Call.UNDECIDED and self.half_width <= max(TARGET, abs(self.ratio - 1) / 5)
+def is_decided(comparison: Comparison) -> bool:
+    """Tests whether it has a call and an interval of at most ``TARGET`` to each side, or a fifth of a large effect."""
+    return comparison.decided and comparison.half_width <= max(TARGET, abs(comparison.ratio - 1) / 5)
 
 
 def as_it_recurs(seconds: np.ndarray) -> np.ndarray:
@@ -164,8 +137,8 @@ def launch_ratios(bases: Sequence[Steps], others: Sequence[Steps], same_work: bo
         return [LaunchRatio(*each, math.nan, 0) for each in (tokens + totals[0] - totals[1])[:, None].tolist()]
     shares = min(MOST_SHARES, 2 ** int(math.log2(shortest // _STEPS_A_SHARE)))
     parts = np.diff([share_ends(each, shares) for each in steps]).reshape(2, len(bases), shares)
-    found = ratio_of_totals(*parts, same_work=same_work)
-    return list(map(LaunchRatio, (tokens + found.log_ratio).tolist(), found.error.tolist(), found.shares.tolist()))
+    ratio = ratio_of_totals(*parts, same_work=same_work)
+    return list(map(LaunchRatio, (tokens + ratio.log_ratio).tolist(), ratio.error.tolist(), ratio.shares.tolist()))
 
 
 def share_ends(steps: Steps, shares: int) -> np.ndarray:
@@ -204,16 +177,16 @@ def ratio_of_totals(base: np.ndarray, other: np.ndarray, same_work: bool = False
     return LaunchRatio(np.log(totals[0] / totals[1])[..., 0], error, shares)
 
 
-def effect(launches: Sequence[LaunchRatio]) -> Effect:
-    """The ratio over launches, with the interval that this module's docstring describes."""
+def effect(launches: Sequence[LaunchRatio]) -> Comparison:
+    """The ratio of throughputs over launches, with the interval that this module's docstring describes."""
     y = [launch.log_ratio for launch in launches]
     if len(y) == 1:
-        return _effect(y[0], launches[0].error, launches[0].shares - 1, 1, within_launch=True)
+        return _comparison(THROUGHPUT, y[0], launches[0].error, launches[0].shares - 1, 1)
     within = np.nan_to_num([launch.error for launch in launches])
-    return _effect(np.mean(y), error_over_launches(np.array(y), within), len(y) - 1, len(y))
+    return _comparison(THROUGHPUT, np.mean(y), error_over_launches(np.array(y), within), len(y) - 1, len(y))
 
 
-def pooled_effects(alone: Mapping[str, Effect], log_ratios: Mapping[str, Sequence[float]]) -> dict[str, Effect]:
+def pooled_effects(alone: Mapping[str, Comparison], log_ratios: Mapping[str, Sequence[float]]) -> dict[str, Comparison]:
     """The effects of several configurations on one load, from their own noise and that which they have in common.
 
     alone: the effect of each by itself, which those keep that do not share the noise, and all where only one is left
@@ -235,10 +208,11 @@ def pooled_effects(alone: Mapping[str, Effect], log_ratios: Mapping[str, Sequenc
                 return dict(alone)
             moderated = (_COMMON_FREEDOM * 2 * square + own * variances) / (_COMMON_FREEDOM + own)
             errors = dict(zip(names, np.sqrt(moderated / len(y)), strict=True))
-            means = {name: float(np.mean(log_ratios[name])) for name in names}
-            known_from = min(_COMMON_FREEDOM + own, freedom)
-            shared = {n: _effect(means[n], errors[n], known_from, len(y), pooled=True) for n in names}
-            return {name: shared.get(name, found) for name, found in alone.items()}
+            known_from, pooled = min(_COMMON_FREEDOM + own, freedom), dict(alone)
+            for name in names:
+                mean = float(np.mean(log_ratios[name]))
+                pooled[name] = _comparison(alone[name].metric, mean, errors[name], known_from, len(y), POOLED)
+            return pooled
         names.pop(widest)
     return dict(alone)
 
@@ -264,16 +238,19 @@ def noise(y: np.ndarray) -> tuple[float, int]:
     return float((residual**2).sum() / freedom) if freedom else math.nan, freedom
 
 
-def effect_of_values(base: Iterable[float], other: Iterable[float]) -> Effect:
-    """The ratio of a percentile, from the value of each launch of the base and of the other engine; all above 0."""
+def effect_of_values(base: Iterable[float], other: Iterable[float], metric: str = "") -> Comparison:
+    """The ratio of a percentile, from the value of each launch of the base and of the other engine; all above 0.
+
+    metric: empty for a time that is none of METRICS, so that its comparison has no call
+    """
     y = np.log(np.asarray(list(other), dtype=float)) - np.log(np.asarray(list(base), dtype=float))
     error = error_over_launches(y, np.zeros(len(y))) if len(y) > 1 else math.nan
-    return _effect(y.mean(), error, len(y) - 1, len(y))
+    return _comparison(metric, y.mean(), error, len(y) - 1, len(y))
 
 
 def for_other_requests(
-    found: Effect, base: Sequence[np.ndarray], other: Sequence[np.ndarray], quantile: float
-) -> Effect:
+    comparison: Comparison, base: Sequence[np.ndarray], other: Sequence[np.ndarray], quantile: float
+) -> Comparison:
     """The effect on a percentile, with an interval for other requests of the same kind, and not for these alone.
 
     base, other: [requests] of float64 [values], above 0: what each request had in one launch of either engine.
@@ -281,14 +258,16 @@ def for_other_requests(
     bootstrap over requests, the same for both (Efron and Tibshirani, An Introduction to the Bootstrap, 1993, chapter
     6). That variance and the variance over launches add up.
     """
+    if comparison.low is None or comparison.high is None or comparison.smallest is None:
+        return comparison
     counts = np.random.default_rng(0).multinomial(len(base), np.full(len(base), 1 / len(base)), size=_DRAWS)
     drawn = [np.log(_weighted_quantile(each, counts, quantile)) for each in (base, other)]
     error = float(np.std(drawn[1] - drawn[0]))
-    center, low, high = (math.log(x) for x in (found.ratio, found.low, found.high))
-    seen = math.hypot(math.log1p(found.smallest_seen), sum(scipy.stats.norm.ppf([(1 + CONFIDENCE) / 2, 0.8])) * error)
+    center, low, high = (math.log(x) for x in (comparison.ratio, comparison.low, comparison.high))
+    seen = math.hypot(math.log1p(comparison.smallest), sum(scipy.stats.norm.ppf([(1 + CONFIDENCE) / 2, 0.8])) * error)
     half = math.hypot((high - low) / 2, scipy.stats.norm.ppf((1 + CONFIDENCE) / 2) * error)
-    low, high = math.exp(center - half), math.exp(center + half)
-    return dataclasses.replace(found, low=low, high=high, smallest_seen=math.expm1(seen))
+    ends = math.exp(center - half), math.exp(center + half)
+    return replace(_with_interval(comparison, *ends), smallest=math.expm1(seen))
 
 
 def _weighted_quantile(values: Sequence[np.ndarray], counts: np.ndarray, quantile: float) -> np.ndarray:
@@ -296,11 +275,11 @@ def _weighted_quantile(values: Sequence[np.ndarray], counts: np.ndarray, quantil
     owner = np.repeat(np.arange(len(values)), [len(each) for each in values])
     pooled = np.concatenate(values)
     order = np.argsort(pooled)
-    found = np.empty(len(counts))
+    quantiles = np.empty(len(counts))
     for draw, count in enumerate(counts):  # all at once would take gigabytes for half a million values
         reached = np.cumsum(count[owner[order]])
-        found[draw] = pooled[order[np.searchsorted(reached, quantile * reached[-1])]]
-    return found
+        quantiles[draw] = pooled[order[np.searchsorted(reached, quantile * reached[-1])]]
+    return quantiles
 
 
 def error_over_launches(log_ratios: np.ndarray, within: np.ndarray) -> np.ndarray:
@@ -314,15 +293,23 @@ def error_over_launches(log_ratios: np.ndarray, within: np.ndarray) -> np.ndarra
     return np.maximum(between, least / _quantile(n - 1))
 
 
-def _effect(
-    log_ratio: float, error: float, freedom: int, launches: int, within_launch: bool = False, pooled: bool = False
-) -> Effect:
+def _comparison(
+    metric: str, log_ratio: float, error: float, freedom: int, launches: int, basis: str = ""
+) -> Comparison:
+    """``error``: half of the interval over its t quantile; NaN where nothing is known of the scatter."""
+    unknown = Comparison(metric, ENGINE, math.exp(log_ratio), None, None, launches, Call.UNDECIDED, basis=basis)
     if math.isnan(error):
-        return Effect(math.exp(log_ratio), math.nan, math.nan, launches, within_launch, math.nan)
+        return unknown
     half = _quantile(freedom) * error
-    low, high = math.exp(log_ratio - half), math.exp(log_ratio + half)
-    seen = math.expm1(detectable_errors(freedom) * error)
-    return Effect(math.exp(log_ratio), low, high, launches, within_launch, seen, pooled)
+    known = _with_interval(unknown, math.exp(log_ratio - half), math.exp(log_ratio + half))
+    return replace(known, smallest=math.expm1(detectable_errors(freedom) * error))
+
+
+def _with_interval(comparison: Comparison, low: float, high: float) -> Comparison:
+    """The comparison with this interval and its call; one launch has none, since launches differ."""
+    has_call = comparison.metric and comparison.n > 1
+    call = call_of(comparison.metric, ENGINE, low, high) if has_call else Call.UNDECIDED
+    return replace(comparison, low=low, high=high, call=call)
 
 
 @functools.cache
@@ -330,13 +317,13 @@ def _quantile(freedom: int) -> float:
     return float(scipy.stats.t.ppf((1 + CONFIDENCE) / 2, freedom))
 
 
-def with_confidence(found: Effect, confidence: float) -> Effect:
+def with_confidence(comparison: Comparison, confidence: float) -> Comparison:
     """The effect with an interval of another confidence than 95 %, where its noise is known from its own launches."""
-    if not found.launches > 1 or math.isnan(found.low):
-        return found
-    wider = float(scipy.stats.t.ppf((1 + confidence) / 2, found.launches - 1)) / _quantile(found.launches - 1)
-    low, high = (found.ratio * (end / found.ratio) ** wider for end in (found.low, found.high))
-    return dataclasses.replace(found, low=low, high=high)
+    ratio, freedom = comparison.ratio, comparison.n - 1
+    if not freedom or comparison.low is None or comparison.high is None:
+        return comparison
+    wider = float(scipy.stats.t.ppf((1 + confidence) / 2, freedom)) / _quantile(freedom)
+    return _with_interval(comparison, *(ratio * (end / ratio) ** wider for end in (comparison.low, comparison.high)))
 
 
 def fewest_launches(configurations: int) -> int:
@@ -346,8 +333,10 @@ def fewest_launches(configurations: int) -> int:
     return FEWEST_LAUNCHES + (configurations == 1)
 
 
-def goes_on(effects: Iterable[Effect]) -> bool:
+def goes_on(effects: Iterable[Comparison]) -> bool:
     """Whether another launch is needed: a question (one of ``effects``) is undecided, or has too few launches."""
     questions = list(effects)
     alone = FEWEST_LAUNCHES + (len(questions) == 1)
-    return any(each.launches < (FEWEST_POOLED if each.pooled else alone) or not each.is_decided() for each in questions)
+    return any(
+        each.n < (FEWEST_POOLED if each.basis == POOLED else alone) or not is_decided(each) for each in questions
+    )

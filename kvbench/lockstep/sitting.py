@@ -14,12 +14,11 @@ decides. A load for which the time does not hold enough launches is left out, an
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import random
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -29,13 +28,13 @@ import numpy as np
 import pandas as pd
 
 from kvbench.common.errors import MeasurementError, UsageError
-from kvbench.common.files import write_json
 from kvbench.common.machine import free_memory
-from kvbench.common.records import read_record
+from kvbench.common.records import read_record, write_record
+from kvbench.effects.comparison import Comparison
 from kvbench.lockstep import instrument as loads
 from kvbench.lockstep.intervals import (
+    POOLED,
     THROUGHPUT,
-    Effect,
     LaunchRatio,
     Steps,
     as_it_recurs,
@@ -44,6 +43,7 @@ from kvbench.lockstep.intervals import (
     fewest_launches,
     for_other_requests,
     goes_on,
+    is_decided,
     launch_ratios,
     pooled_effects,
 )
@@ -53,7 +53,7 @@ from kvbench.measure.instrument import Job
 from kvbench.metrics.definitions import figure
 from kvbench.metrics.latency import QUANTILES, request_latencies
 from kvbench.metrics.rows import request_gaps
-from kvbench.runs.engine_time import EFFECTS, FOLDER, EngineTime
+from kvbench.runs.engine_time import EFFECTS, FOLDER, EngineEffect, EngineTime
 from kvbench.runs.folder import DONE, RunFolder
 from kvbench.runs.results import Capacity, LoadResult
 from kvbench.runs.server_info import ServerInfo
@@ -77,8 +77,7 @@ class Sitting:
     ``limit_s``: no launch is begun that would not end by then, or by ``_LONGER`` times that while there are too few;
     ``open_limit_s``: until one engine is there. ``check``: called twice a second, may raise. ``is_enough``: whether so
     many launches answer the question, if that is another one than every effect on throughput (then one configuration
-    may be alone). ``option``: of the
-    command, which allows more time.
+    may be alone). ``option``: of the command, which allows more time.
     """
 
     run: RunFolder
@@ -95,7 +94,7 @@ class Sitting:
     _others: list[Configuration] = field(default_factory=list)  # than the baseline, that take part
     _order_seed: int = field(default_factory=lambda: random.randrange(2**32))  # another in each sitting
     _turns: dict[str, dict[str, Any]] = field(default_factory=dict)  # by load: ``cold_facts``
-    _questions: list[Effect] = field(default_factory=list)  # effects on throughput, so far
+    _questions: list[Comparison] = field(default_factory=list)  # effects on throughput, so far
 
     def __post_init__(self) -> None:
         self.folder = RunFolder(self.run.path / FOLDER)
@@ -103,8 +102,8 @@ class Sitting:
     @property
     def points(self) -> list[LoadPoint]:
         """The loads, most users first."""
-        found = {cell.load.load_id: cell.load for cell in self.design.cells}
-        return sorted(found.values(), key=lambda p: -(p.concurrency or p.request_rate or 0))
+        points = {cell.load.load_id: cell.load for cell in self.design.cells}
+        return sorted(points.values(), key=lambda p: -(p.concurrency or p.request_rate or 0))
 
     @property
     def baseline(self) -> Configuration | None:
@@ -120,31 +119,30 @@ class Sitting:
                 return reason
         return None
 
-    def execute(self) -> dict[str, Any]:
-        """Measures and returns the content of effects.json. Raises MeasurementError where nothing could be measured."""
-        began, points, launch = time.monotonic(), self.points, 0
+    def execute(self) -> EngineTime:
+        """Measures and returns what effects.json holds. Raises MeasurementError where nothing could be measured."""
+        began, points, launch, elapsed = time.monotonic(), self.points, 0, 0.0
         self._others = [each for each in self.design.configurations if not each.is_baseline]
         assert self.baseline is not None
         for each in list(self._others):
             if each.settings.get("num_threads") != self.baseline.settings.get("num_threads"):
                 self._leave_out(each, "engines of one process share their threads, and its num_threads is another")
-        found: dict[str, Any] = {}
         while launch < MOST_LAUNCHES:
             launch += 1
             self.show(f"engine time, launch {launch}: starting {len(self._others) + 1} engines")
             try:
                 points = self._launch(launch, points, began)
             except MeasurementError as error:
-                if not found:
+                if launch == 1:
                     raise
                 if self._others:
                     self.notes.append(f"engine time ended in launch {launch}: {error}")
-                found = self.effects(launch - 1, points, time.monotonic() - began, done=True)
-                if not found["effects"]:
+                stored = self.effects(launch - 1, points, time.monotonic() - began, done=True)
+                if not stored.effects:
                     raise
-                return found
+                return stored
             elapsed = time.monotonic() - began
-            found = self.effects(launch, points, elapsed, done=False)
+            self.effects(launch, points, elapsed, done=False)
             limit_s = _LONGER.get(launch, 1) * self.limit_s
             again = goes_on(self._questions) if self.is_enough is None else not self.is_enough(launch)
             if not again or elapsed * (1 + 1 / launch) > limit_s:
@@ -273,64 +271,64 @@ class Sitting:
                 self._leave_out(configuration, "; ".join(result.invalid_reasons))
                 seats.remove(instrument.seat)
 
-    def effects(self, launches: int, points: Sequence[LoadPoint], seconds: float, *, done: bool) -> dict[str, Any]:
+    def effects(self, launches: int, points: Sequence[LoadPoint], seconds: float, *, done: bool) -> EngineTime:
         """Writes and returns effects.json, from the launches that are stored."""
         self._questions = []
-        rows = [row for point in points for row in self._rows(point, launches)]
-        found = {
-            "format": EngineTime.FORMAT,
-            "finished": done,
-            "launches": launches,
-            "seconds": seconds,
-            "limit_s": self.limit_s,
-            "order_seed": self._order_seed,
-            "configurations": 1 + len(self._others),
-            "baseline": self.baseline.config_id if self.baseline else None,
-            "turns": self._turns,
-            "notes": self.notes,
-            "effects": rows,
-        }
-        write_json(self.folder.path / EFFECTS, found)
-        return found
+        stored = EngineTime(
+            finished=done,
+            launches=launches,
+            seconds=seconds,
+            limit_s=self.limit_s,
+            order_seed=self._order_seed,
+            configurations=1 + len(self._others),
+            baseline=self.baseline.config_id if self.baseline else None,
+            turns=self._turns,
+            notes=tuple(self.notes),
+            effects=tuple(effect for point in points for effect in self._effects_at(point, launches)),
+        )
+        write_record(self.folder.path / EFFECTS, stored)
+        return stored
 
-    def _rows(self, point: LoadPoint, launches: int) -> list[dict[str, Any]]:
+    def _effects_at(self, point: LoadPoint, launches: int) -> Iterator[EngineEffect]:
         """The effects under one load."""
         assert self.baseline is not None
         base, *cells = (f"{each.config_id}-{point.load_id}" for each in (self.baseline, *self._others))
         stored = {cell: self.loads_of(cell, launches) for cell in (base, *cells)}
         steps = {cell: _steps(folders) for cell, folders in stored.items()}
         values = {cell: [_values(folder) for folder in folders] for cell, folders in stored.items()}
-        rows = []
         for metric in METRICS:
             if metric == THROUGHPUT and point.mode == "closed":  # in an open loop engines also wait
-                same = {cell: _same_work(of) for cell, of in steps.items()}
+                same = {cell: _same_work(launch) for cell, launch in steps.items()}
                 ratios = {c: launch_ratios(steps[base], steps[c], same[base] and same[c]) for c in cells}
-                y = {cell: [each.log_ratio for each in of] for cell, of in ratios.items()}
-                alone = {cell: effect(of) for cell, of in ratios.items()}
+                y = {cell: [launch.log_ratio for launch in ratios[cell]] for cell in cells}
+                alone = {cell: effect(ratios[cell]) for cell in cells}
             else:
-                of_metric = {cell: [each[metric] for each in of] for cell, of in values.items()}
-                known = [cell for cell in cells if all(of_metric[cell]) and all(of_metric[base])]
-                y = {c: np.log(np.divide(of_metric[c], of_metric[base])).tolist() for c in known}
-                alone = {cell: effect_of_values(of_metric[base], of_metric[cell]) for cell in known}
-            for cell, found in pooled_effects(alone, y).items():
+                by_cell = {cell: [each[metric] for each in launch] for cell, launch in values.items()}
+                known = [cell for cell in cells if all(by_cell[cell]) and all(by_cell[base])]
+                y = {c: np.log(np.divide(by_cell[c], by_cell[base])).tolist() for c in known}
+                alone = {cell: effect_of_values(by_cell[base], by_cell[cell], metric) for cell in known}
+            for cell, comparison in pooled_effects(alone, y).items():
                 if metric in VALUES_OF_REQUESTS:
                     of_requests = (VALUES_OF_REQUESTS[metric](stored[each][0]) for each in (base, cell))
-                    found = for_other_requests(found, *of_requests, QUANTILES["p95"])
+                    comparison = for_other_requests(comparison, *of_requests, QUANTILES["p95"])
                 elif metric == THROUGHPUT:
-                    self._questions.append(found)
-                rows.append(
-                    {
-                        "cell": cell,
-                        "metric": metric,
-                        "higher_is_better": figure(metric).higher_is_better,
-                        "base": _mean([each[metric] for each in values[base]]),
-                        "value": _mean([each[metric] for each in values[cell]]),
-                        "call": found.call(metric),
-                        "decided": found.is_decided(),
-                        **dataclasses.asdict(found),
-                    }
+                    self._questions.append(comparison)
+                yield EngineEffect(
+                    cell=cell,
+                    metric=metric,
+                    higher_is_better=figure(metric).higher_is_better,
+                    base=_mean([each[metric] for each in values[base]]),
+                    value=_mean([each[metric] for each in values[cell]]),
+                    call=comparison.call,
+                    decided=is_decided(comparison),
+                    ratio=comparison.ratio,
+                    low=comparison.low,
+                    high=comparison.high,
+                    launches=comparison.n,
+                    within_launch=comparison.n == 1 and comparison.low is not None,
+                    smallest_seen=comparison.smallest,
+                    pooled=comparison.basis == POOLED,
                 )
-        return rows
 
     def loads_of(self, cell: str, launches: int) -> list[Path]:
         """The folders of a cell's loads, one a launch."""
@@ -362,13 +360,13 @@ def throughput_ratios(bases: Sequence[Path], others: Sequence[Path]) -> list[Lau
     return launch_ratios(base, other, _same_work(base) and _same_work(other))
 
 
-def _steps(launches: Sequence[Any]) -> list[Steps]:
+def _steps(launches: Sequence[Path]) -> list[Steps]:
     """The steps of a cell in each launch, as they recur where all launches have the same."""
     tables = [pd.read_parquet(load / "steps.parquet") for load in launches]
     seconds, tokens = ([table[name].to_numpy() for table in tables] for name in ("seconds", "output_tokens"))
-    found = [Steps(*each) for each in zip(seconds, tokens, strict=True)]
-    if not _same_work(found):
-        return found
+    steps = [Steps(*launch) for launch in zip(seconds, tokens, strict=True)]
+    if not _same_work(steps):
+        return steps
     return [Steps(*each) for each in zip(as_it_recurs(np.array(seconds)), tokens, strict=True)]
 
 

@@ -27,8 +27,8 @@ from kvbench.load.spec import LoadSpec
 from kvbench.load.validity import UNKNOWN_STREAMS, client_reasons
 from kvbench.measure import server_state
 from kvbench.measure.instrument import Instrument, Job, UnstoredError
-from kvbench.measure.result import Readings, client_cost, judge
-from kvbench.measure.server import Server
+from kvbench.measure.result import ServerReadings, client_cost, judge
+from kvbench.measure.server import MeasuredServer
 from kvbench.measure.warm_up import warm_up
 from kvbench.metrics.latency import summarise
 from kvbench.metrics.model import LoadMetrics, LoadOutcome
@@ -51,7 +51,7 @@ class TargetInstrument(Instrument):
     that was begun last.
     """
 
-    server: Server
+    server: MeasuredServer
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
@@ -74,7 +74,7 @@ class TargetInstrument(Instrument):
         known = job.capacity.get(configuration.config_id, Capacity())
         if wrong := contradiction(configuration.settings, known, info):
             raise MeasurementError(f"the server of {configuration.label} has other settings: {wrong}")
-        self.server = Server(load, job.workload.seed, target, configuration.settings, info, log, self._check)
+        self.server = MeasuredServer(load, job.workload.seed, target, configuration.settings, info, log, self._check)
         job.on_server(block, info, target)
         job.check()
         self.facts = {"server_start_s": time.monotonic() - began}
@@ -168,7 +168,7 @@ class _Load:
     """
 
     job: Job
-    server: Server
+    server: MeasuredServer
     point: LoadPoint
     requests: RequestList
     requests_file: Path
@@ -186,14 +186,14 @@ class _Load:
         server, load = self.server, self.server.load
         server.check()
         if self.job.calibrate:  # for as many streams as the load may have
-            most = self.point.concurrency if self.point.mode == "closed" else load.max_concurrency
-            self.calibration = self.job.calibrate(client_load(self.job, server, most or UNKNOWN_STREAMS), None)
+            most = self.point.concurrency or load.max_concurrency or UNKNOWN_STREAMS
+            self.calibration = self.job.calibrate(client_load(self.job, server, most), None)
         self.job.listener.load_phase(PREPARE)
         self.cache_reasons = server_state.prepare_cache(server.target, load, self.requests, first=self.first)
         self.started_at, self.began = utc_now(), time.monotonic()
         self.log_from, self.before = _size(server.log), server_state.read_metrics(server.target)
 
-    def drive(self, spare: Path) -> tuple[Readings, MachineReport]:
+    def drive(self, spare: Path) -> tuple[ServerReadings, MachineReport]:
         """Sends the load to its end; what was seen of server and machine.
 
         The client writes into ``out``, or into the empty folder ``spare`` where that has no room.
@@ -223,9 +223,9 @@ class _Load:
                 arguments=job.clients.arguments,
             )
         after = server_state.wait_release(target)
-        return Readings(self.before, poller.samples, after, poller.failures), machine.report()
+        return ServerReadings(self.before, poller.samples, after, poller.failures), machine.report()
 
-    def judge(self, spare: Path, readings: Readings, machine: MachineReport) -> LoadResult:
+    def judge(self, spare: Path, readings: ServerReadings, machine: MachineReport) -> LoadResult:
         """The result, from the files that the client left. Raises UnstoredError."""
         job, server = self.job, self.server
         left = spare if (spare / "load.json").is_file() else self.out
@@ -266,7 +266,7 @@ class _Load:
             raise UnstoredError(error, result) from error
         return result
 
-    def _lost(self, readings: Readings, outcome: LoadOutcome, metrics: LoadMetrics) -> list[str]:
+    def _lost(self, readings: ServerReadings, outcome: LoadOutcome, metrics: LoadMetrics) -> list[str]:
         """What is not known of the load: its last requests, or what the server did while it ran."""
         lost = ["the load client was stopped before its last request"] if outcome.incomplete else []
         unread = readings.before is not None and readings.failures and not readings.during(outcome, metrics)
@@ -294,14 +294,14 @@ def _disturbed_calibration(calibration: Calibration | None) -> list[str]:
     return list(calibration.reasons)
 
 
-def client_load(job: Job, server: Server, streams: int, events_per_s: float | None = None) -> ClientLoad:
+def client_load(job: Job, server: MeasuredServer, streams: int, events_per_s: float | None = None) -> ClientLoad:
     """What is asked of the load client: so many streams, and chunks a second (None: not known)."""
     processes = int(job.clients.spec.get("processes") or server.load.processes)
     return ClientLoad(streams, processes, events_per_s, tls=server.target.base_url.startswith("https:"))
 
 
 def recalibrated(
-    job: Job, server: Server, before: Calibration | None, outcome: LoadOutcome, metrics: LoadMetrics
+    job: Job, server: MeasuredServer, before: Calibration | None, outcome: LoadOutcome, metrics: LoadMetrics
 ) -> Calibration | None:
     """The calibration for the load's busiest second: measured now if that was more than expected before the load."""
     if before is None or job.calibrate is None:

@@ -12,7 +12,7 @@ import pandas as pd
 from kvbench.common.files import write_json
 from kvbench.common.foreign_cpu import MachineReport
 from kvbench.measure import server_state
-from kvbench.measure.server import Server
+from kvbench.measure.server import MeasuredServer
 from kvbench.metrics.canaries import wrong_words
 from kvbench.metrics.model import LoadMetrics, LoadOutcome, failed_words, failure_words
 from kvbench.requests.request import RequestSpec
@@ -21,7 +21,7 @@ from kvbench.targets.prometheus import MetricsSample, counter_changes, gauge_sum
 
 
 @dataclass(frozen=True)
-class Readings:
+class ServerReadings:
     """What was read of the server's /metrics ``before``, during (``samples``) and ``after`` a load.
 
     None: there are none; ``failures``: readings that failed.
@@ -58,10 +58,10 @@ class Readings:
 
 
 def judge(
-    server: Server,
+    server: MeasuredServer,
     requests: Sequence[RequestSpec],
     metrics: LoadMetrics,
-    readings: Readings,
+    readings: ServerReadings,
     *,
     reasons: Sequence[str] = (),
     strict: bool = True,

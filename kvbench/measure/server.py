@@ -20,7 +20,7 @@ from kvbench.workload.settings import effective
 
 
 @dataclass(frozen=True)
-class Server:
+class MeasuredServer:
     """What the loads on one server have in common.
 
     ``load``: with the defaults that the server can have. ``settings``: the configuration under test; its URL

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvbench.common.errors import MeasurementError
-from kvbench.measure.server import Server
+from kvbench.measure.server import MeasuredServer
 from kvbench.measure.single_request import complete
 from kvbench.metrics.model import LoadMetrics
 from kvbench.requests.prefix_hits import HitBounds, outside, predict_hits, unverified
@@ -143,7 +143,7 @@ class CacheUse:
 
 
 def cache_use(
-    server: Server,
+    server: MeasuredServer,
     requests: Sequence[RequestSpec],
     before: MetricsSample | None,
     after: MetricsSample | None,

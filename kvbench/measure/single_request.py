@@ -23,7 +23,7 @@ _PAUSE_S = 0.2  # before a request is sent again
 
 
 @dataclass(frozen=True)
-class Latencies:
+class SingleLatencies:
     """Times of one request [ms] from before its connection is opened.
 
     ``ttft_ms``: to its first token. ``itl_ms``: mean time between tokens, None of a single one. ``e2e_ms``: to the
@@ -35,7 +35,7 @@ class Latencies:
     e2e_ms: float
 
 
-def send_single(target: Target, request: RequestSpec, timeout_s: float) -> Latencies:
+def send_single(target: Target, request: RequestSpec, timeout_s: float) -> SingleLatencies:
     """Sends the request on a connection of its own and waits for the response's end.
 
     Raises MeasurementError unless it succeeds as one of a load must (kvbench/load/completion.py) within ``timeout_s``.
@@ -59,7 +59,7 @@ def send_single(target: Target, request: RequestSpec, timeout_s: float) -> Laten
     if not answer.ok or answer.first is None:
         raise target.http.error(f" answered a single request wrongly: {answer.error or 'no token came'}")
     gaps = max(answer.streamed_tokens, 1) - 1
-    return Latencies(
+    return SingleLatencies(
         ttft_ms=(answer.first - began) * 1e3,
         itl_ms=(answer.chunk_times[-1] - answer.first) * 1e3 / gaps if gaps else None,
         e2e_ms=(times[-1] - began) * 1e3,

@@ -17,7 +17,7 @@ from typing import Any
 
 from kvbench.common.errors import MeasurementError, RefusedError
 from kvbench.common.text import plural
-from kvbench.measure.server import Server
+from kvbench.measure.server import MeasuredServer
 from kvbench.measure.single_request import complete, send_single
 from kvbench.requests.request import RequestSpec
 from kvbench.runs.results import WarmUpResult
@@ -42,7 +42,10 @@ OnAnswer = Callable[[int, int], None]  # answered, of so many requests
 
 
 def warm_up(
-    server: Server, point: LoadPoint, count: int = WARM_UP_REQUESTS, on_answer: OnAnswer = lambda answered, of: None
+    server: MeasuredServer,
+    point: LoadPoint,
+    count: int = WARM_UP_REQUESTS,
+    on_answer: OnAnswer = lambda answered, of: None,
 ) -> WarmUpResult:
     """Sends ``count`` requests of the load's shape but other contents, then short ones at once: kernels compile.
 
@@ -90,7 +93,7 @@ def warm_up(
     )
 
 
-def warm_up_concurrency(server: Server, point: LoadPoint, requests: Sequence[RequestSpec]) -> int:
+def warm_up_concurrency(server: MeasuredServer, point: LoadPoint, requests: Sequence[RequestSpec]) -> int:
     """The most sequences that the load has in flight, as far as the server takes so many into a step."""
     users = point.concurrency or server.load.max_concurrency or _OPEN_IN_FLIGHT
     sequences = min(users, len(requests)) * max(request.width for request in requests)
@@ -103,7 +106,7 @@ def captured_sizes(most: int) -> list[int]:
     return [*(size for size in (1, 2, 4, *range(8, 256, 8), *range(256, most, 16)) if size < most), most]
 
 
-def _concurrent_requests(server: Server, requests: Sequence[RequestSpec], count: int) -> list[RequestSpec]:
+def _concurrent_requests(server: MeasuredServer, requests: Sequence[RequestSpec], count: int) -> list[RequestSpec]:
     """``count`` short requests whose lengths let the number in flight fall through all captured sizes.
 
     Each size lasts ``_STEPS_A_SIZE`` tokens.
@@ -118,11 +121,11 @@ def _concurrent_requests(server: Server, requests: Sequence[RequestSpec], count:
     return made
 
 
-_Send = Callable[[Server, Any], tuple[bool, list[MeasurementError]]]
+_Send = Callable[[MeasuredServer, Any], tuple[bool, list[MeasurementError]]]
 
 
 def _results(
-    server: Server, requests: Sequence[Any], at_once: int, send: _Send
+    server: MeasuredServer, requests: Sequence[Any], at_once: int, send: _Send
 ) -> Iterator[tuple[bool, list[MeasurementError]]]:
     """Yields what ``send`` returns for each. MeasurementError for a server that is gone or does not answer, and
     what ``server.check`` raises."""
@@ -166,7 +169,7 @@ class HealthWatch:
             raise MeasurementError(f"the server does not serve: {said}")
 
 
-def _begin(server: Server, requests: Sequence[Any], at_once: int, send: _Send) -> queue.SimpleQueue[Any]:
+def _begin(server: MeasuredServer, requests: Sequence[Any], at_once: int, send: _Send) -> queue.SimpleQueue[Any]:
     """Sends so many at a time; the queue gets what ``send`` returns or raises for each.
 
     The threads are daemons, so that an interruption does not wait for a server that does not answer.
@@ -188,11 +191,11 @@ def _begin(server: Server, requests: Sequence[Any], at_once: int, send: _Send) -
     return results
 
 
-def _complete(server: Server, request: Any) -> tuple[bool, list[MeasurementError]]:
+def _complete(server: MeasuredServer, request: Any) -> tuple[bool, list[MeasurementError]]:
     return complete(server.target, _shuffled(request), min(_TOKENS, request.max_tokens), server.load.timeout_s)
 
 
-def _stream(server: Server, request: RequestSpec) -> tuple[bool, list[MeasurementError]]:
+def _stream(server: MeasuredServer, request: RequestSpec) -> tuple[bool, list[MeasurementError]]:
     try:
         send_single(server.target, request, server.load.timeout_s)
     except MeasurementError as error:

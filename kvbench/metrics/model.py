@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, ConfigDict
 
 from kvbench.common.records import Record
 from kvbench.common.text import shorten
+from kvbench.metrics.definitions import ENGINE
 
 _MESSAGE_CHARACTERS = 120  # of a server's message
 MIN_STEADY_REQUESTS = 8  # the fewest samples whose extremes enclose the median with 99 % confidence: 2 / 2^n <= 1 %
@@ -242,6 +243,14 @@ class LocustTotals(Record):
     num_failures: int = 0
 
 
+def _todays_clock(word: Any) -> Any:
+    return ENGINE if word == "engine" else word
+
+
+Clock = Annotated[str, BeforeValidator(_todays_clock)]
+"""SERVED, ENGINE or SIMULATED; files of older versions call ENGINE "engine"."""
+
+
 def _finite(rate: Any) -> Any:
     return None if rate == math.inf else rate
 
@@ -255,7 +264,7 @@ class LoadOutcome(Record):
     invalid_reasons: why the load may not be believed, one sentence each; target_start_s, target_end_s: steady window
     """
 
-    clock: str | None = None
+    clock: Clock | None = None
     started_at: str | None = None
     start_unix: float | None = None
     duration_s: float | None = None

@@ -23,18 +23,26 @@ class EngineEffect(Record):
     """One metric of one cell, as a ratio to the baseline's under the same load, with its 95 % interval.
 
     smallest_seen: the smallest relative change that the sitting could have seen
+    base, value: means over the launches; decided: it has a call and a narrow interval; within_launch: the interval is
+    of one launch; pooled: its noise is known from other configurations too
     """
 
     model_config = ConfigDict(extra="allow")
 
     cell: str
     metric: str
+    higher_is_better: bool | None = None
+    base: float | None = None
+    value: float | None = None
+    decided: bool | None = None
     ratio: PositiveFloat
     low: PositiveFloat | None = None
     high: PositiveFloat | None = None
     call: Call
     smallest_seen: float | None = None
     launches: int = 1
+    within_launch: bool | None = None
+    pooled: bool | None = None
 
     @field_validator("call", mode="before")
     @classmethod
@@ -75,6 +83,10 @@ class EngineTime(Record):
     finished: bool = True
     launches: int | None = None
     seconds: float | None = None
+    limit_s: float | None = None
+    order_seed: int | None = None
+    configurations: int | None = None
+    baseline: str | None = None
     turns: Mapping[str, Turns] = {}
     notes: tuple[str, ...] = ()
     effects: tuple[EngineEffect, ...] = ()
@@ -90,7 +102,7 @@ class EngineTime(Record):
 
 
 def read_engine_time(run: Path) -> EngineTime | None:
-    """Reads the effects; None where no launch was measured to its end, or in another format.
+    """Reads the effects; None where no launch was measured to its end, or in format 1.
 
     Raises UsageError for a damaged file.
     """
@@ -98,7 +110,7 @@ def read_engine_time(run: Path) -> EngineTime | None:
     if not path.is_file():
         return None
     stored = read_json(path)
-    if isinstance(stored, dict) and stored.get("format") != EngineTime.FORMAT:
+    if isinstance(stored, dict) and stored.get("format") == 1:
         return None
     stored = read_record(EngineTime, path, "engine time is left out; `kvbench sweep` of the workload measures it anew")
     return stored if stored.effects else None

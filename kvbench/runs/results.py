@@ -15,7 +15,7 @@ from pydantic import ConfigDict, Field
 from kvbench.common.foreign_cpu import MachineReport
 from kvbench.common.records import Number, Record
 from kvbench.metrics.definitions import SERVED, SIMULATED
-from kvbench.metrics.model import CanaryCounts, LoadMetrics, PooledLatencies
+from kvbench.metrics.model import CanaryCounts, Clock, LoadMetrics, PooledLatencies
 from kvbench.runs.server_info import ServerInfo
 from kvbench.workload.load_section import LoadPoint
 from kvbench.workload.settings import Settings
@@ -85,6 +85,7 @@ class LoadResult(Record):
     """
 
     FORMAT: ClassVar[int] = 1
+    MAY_LACK_FORMAT: ClassVar[bool] = True
 
     cell_id: str = ""
     repeat: int = 0
@@ -99,7 +100,7 @@ class LoadResult(Record):
     server_faults: tuple[str, ...] = ()
     disturbances: tuple[str, ...] = ()
     calibration: Mapping[str, Any] | None = None
-    clock: str = SERVED
+    clock: Clock = SERVED
     lockstep: Mapping[str, Any] | None = None
     metrics: LoadMetrics
     endpoint: str | None = None
@@ -220,6 +221,7 @@ class CellSummary(Record):
     """
 
     FORMAT: ClassVar[int] = 1
+    MAY_LACK_FORMAT: ClassVar[bool] = True
     model_config = ConfigDict(extra="allow")
 
     simulated: Mapping[str, Any] | bool | None = None

@@ -15,7 +15,7 @@ from kvbench.common.errors import UsageError
 from kvbench.common.option_rules import flag
 from kvbench.common.text import data_size, listing
 from kvbench.runs.results import MeasuredTarget
-from kvbench.simulation.cost_model import Calibration, read_calibration
+from kvbench.simulation.cost_model import CostCalibration, read_calibration
 from kvbench.simulation.drive import SettingsByName
 from kvbench.simulation.instrument import BACKEND, SimulatedTarget, checked
 from kvbench.simulation.machine import Machine
@@ -147,7 +147,7 @@ def machine_of(section: SimulateSection, model: str) -> Machine:
 
 
 def gpu_machine(
-    device: str, model: str, gpus: int | None, ops: Path | None, calibration: Calibration | None = None
+    device: str, model: str, gpus: int | None, ops: Path | None, calibration: CostCalibration | None = None
 ) -> Machine:
     """``gpus``: None: as many as ``device`` says, as 4xA100-80GB. Raises UsageError as ``machine_of``."""
     count, gpu = parse_gpus(device)

@@ -27,11 +27,11 @@ from kvbench.common.machine import environment
 from kvbench.common.ray_cluster import (
     MAX_LOST,
     Cluster,
-    Ended,
+    ClusterNode,
     Lost,
     MachineFacts,
-    Node,
     Raised,
+    TaskEnded,
     TaskSlots,
     cluster_at,
     usable_nodes,
@@ -67,7 +67,7 @@ class CellNeeds:
     gpus: int
     resource: str | None = None
 
-    def needs(self, node: Node) -> dict[str, float] | None:
+    def needs(self, node: ClusterNode) -> dict[str, float] | None:
         """The resources of one cell on ``node``, None where it does not have them."""
         have, needs = node.resources, {}
         if self.resource:  # Ray gives every machine one accelerator_type:NAME, however many of them it has
@@ -81,7 +81,7 @@ class CellNeeds:
             return None
         return needs | {"CPU": float(cores // self._cells(have, needs))}
 
-    def cells(self, node: Node) -> int:
+    def cells(self, node: ClusterNode) -> int:
         """Counts the cells that may run on ``node`` at once."""
         needs = self.needs(node)
         return 0 if needs is None else self._cells(node.resources, needs)
@@ -111,7 +111,7 @@ class _Run:
     """A block that runs. ``doing``: for the display; ``done``: cells that have an outcome; ``end``: comes last."""
 
     block: Block
-    node: Node
+    node: ClusterNode
     began: float
     doing: str = "waiting for the machine"
     done: set[str] = field(default_factory=set)
@@ -131,7 +131,7 @@ class RayMachines(ThisMachine):
     workload: Workload
     options: Mapping[str, Any]
     stored: Manifest
-    nodes: Sequence[Node]
+    nodes: Sequence[ClusterNode]
     facts: Mapping[str, MachineFacts]
     wait_s: float
     notes: list[str] = field(default_factory=list)
@@ -168,7 +168,7 @@ class RayMachines(ThisMachine):
         self._slots = TaskSlots(self.cluster, free, self.cell_needs.needs, self.wait_s)
         self._again: list[_Run] = []  # blocks that were lost
         self._lost: Counter[str] = Counter()
-        self._home: dict[int, Node] = {}  # by repeat
+        self._home: dict[int, ClusterNode] = {}  # by repeat
         self._calibrations: dict[str, list[Any]] = {}  # by machine
 
     def _record(self, **changes: Any) -> None:
@@ -176,7 +176,7 @@ class RayMachines(ThisMachine):
         executor = self.manifest.manifest.executor or Executor()
         self.manifest.replace(executor=executor.model_copy(update=changes))
 
-    def _machine(self, node: Node) -> ClusterMachine:
+    def _machine(self, node: ClusterNode) -> ClusterMachine:
         facts = self.facts[node.node_id]
         there = Environment(**facts.environment)
         return ClusterMachine(
@@ -227,7 +227,7 @@ class RayMachines(ThisMachine):
             run, event = came
             if isinstance(event, Raised):
                 raise event.error
-            if not isinstance(event, Ended | Lost):
+            if not isinstance(event, TaskEnded | Lost):
                 self._take(run, event)
             elif finished := self._end(run, run.end) if run.end else self._again_elsewhere(run, event):
                 self._show()
@@ -237,7 +237,7 @@ class RayMachines(ThisMachine):
     def close(self) -> None:
         self._slots.close()
 
-    def _again_elsewhere(self, run: _Run, end: Ended | Lost) -> Finished | None:
+    def _again_elsewhere(self, run: _Run, end: TaskEnded | Lost) -> Finished | None:
         """Runs what is left of a block again whose task ended before it, unless that was tried too often."""
         left = [cell for cell in run.block.cells if cell.cell_id not in run.done]
         reason = end.reason if isinstance(end, Lost) else "it ended"
@@ -339,7 +339,7 @@ def machines_for(
     return RayMachines(cluster, cell_needs, *parts, found.nodes, found.facts, wait_s, list(found.left_out))
 
 
-def _require_alike(machines: Sequence[tuple[Node, Environment]]) -> None:
+def _require_alike(machines: Sequence[tuple[ClusterNode, Environment]]) -> None:
     """Refuses machines that differ: a table of loads of both would compare the machines."""
     first, before = machines[0]
     for node, now in machines[1:]:

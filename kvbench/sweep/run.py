@@ -281,15 +281,15 @@ class Sweep:
             self._note(f"engine time is not measured: {reason}")
             return
         try:
-            found = sitting.execute()
+            measured = sitting.execute()
         except MeasurementError as error:
             self._note(f"engine time is not measured: {error}")
             return
-        for note in found["notes"]:
+        for note in measured.notes:
             self._note(note)
         self._say(
-            f"engine time: {plural(found['configurations'], 'configuration')} in turns, "
-            f"{found['launches']} launch{'' if found['launches'] == 1 else 'es'} in {clock(found['seconds'])}"
+            f"engine time: {plural(measured.configurations, 'configuration')} in turns, "
+            f"{measured.launches} launch{'' if measured.launches == 1 else 'es'} in {clock(measured.seconds)}"
         )
 
     def _lacks_quality(self, run: RunFolder | None, manifest: Manifest | None) -> bool:

@@ -12,15 +12,15 @@ from pathlib import Path
 
 import numpy as np
 
-from kvbench.effects.comparison import Call
-from kvbench.lockstep.intervals import FEWEST_LAUNCHES, FEWEST_POOLED, TARGET, Effect
+from kvbench.effects.comparison import Call, Comparison
+from kvbench.lockstep.intervals import FEWEST_LAUNCHES, FEWEST_POOLED, TARGET
 from tests.support.lockstep_simulation import look, sittings, where_they_stop
 
 MACHINES = ("ar1", "bimodal", "drifting", "bursty")
 LAUNCH_SDS, EFFECTS = (0.0, 0.005, 0.01), (0.0, 0.02)
 ENGINES, LOADS, MOST, STEPS, STEP_SD = 7, 2, 8, 200, 0.07
 Cell = tuple[str, float, float]
-Found = Sequence[Sequence[Effect]]  # [sittings][questions]
+Found = Sequence[Sequence[Comparison]]  # [sittings][questions]
 
 
 def cells() -> Iterator[Cell]:
@@ -35,7 +35,7 @@ def covers(found: Found, true: float) -> float:
 def wrong(found: Found, true: float) -> float:
     """The part of sittings with a call that is wrong: a difference that is not there, or in the other direction."""
     calls = {Call.WORSE} if true else {Call.BETTER, Call.WORSE}
-    return float(np.mean([any(each.call() in calls for each in sitting) for sitting in found]))
+    return float(np.mean([any(each.call in calls for each in sitting) for sitting in found]))
 
 
 def half(found: Found) -> str:
@@ -64,7 +64,7 @@ def row(cell: Cell, runs: int, seed: int) -> str:
         f"{100 * launch_sd:g} %",
         f"{100 * true:g} %",
         *(f"{100 * x:.1f} %" for x in shares),
-        f"{np.mean([sitting[0].launches for sitting in ended]):.1f}",
+        f"{np.mean([sitting[0].n for sitting in ended]):.1f}",
         half(two),
         half(first),
         half(ended),

@@ -69,7 +69,7 @@ def cells_of(name: str) -> Iterator[_Cell]:
         yield _Cell(workload, point, replayed)
 
 
-def measure(cells: list[_Cell]) -> dict[str, list[loads.Computed]]:
+def measure(cells: list[_Cell]) -> dict[str, list[loads.Repetition]]:
     """Every cell in engine time, all in turns, ``_TIMES`` times."""
     with tempfile.TemporaryDirectory() as folder, EngineProcess(LOCKSTEP_COMMAND, Path(folder) / "log") as process:
         process.greet()
@@ -79,7 +79,7 @@ def measure(cells: list[_Cell]) -> dict[str, list[loads.Computed]]:
             seats.append(Seat(process, cell.name))
         until = time.monotonic() + _LIMIT_S
         warm_up(seats, 3, 256, until, 1)
-        found: dict[str, list[loads.Computed]] = {cell.name: [] for cell in cells}
+        found: dict[str, list[loads.Repetition]] = {cell.name: [] for cell in cells}
         for repetition in range(_TIMES):
             for cell, seat in zip(cells, seats, strict=True):
                 loads.begin([seat], cell.workload.load, cell.point, cell.replayed.requests, until)
@@ -89,7 +89,7 @@ def measure(cells: list[_Cell]) -> dict[str, list[loads.Computed]]:
         return found
 
 
-def steps_of(cell: _Cell, repetitions: list[loads.Computed]) -> MeasuredSteps:
+def steps_of(cell: _Cell, repetitions: list[loads.Repetition]) -> MeasuredSteps:
     works, _, _ = works_of(cell.replayed)
     seconds = np.array([each.steps[:, 0] for each in repetitions])
     typical = np.median(seconds, axis=0)
@@ -98,7 +98,7 @@ def steps_of(cell: _Cell, repetitions: list[loads.Computed]) -> MeasuredSteps:
     return measured(cell.replayed.config.kv_cache_dtype, works, ends, 0.0)
 
 
-def row(cell: _Cell, repetitions: list[loads.Computed], costs: UnitCosts) -> str:
+def row(cell: _Cell, repetitions: list[loads.Repetition], costs: UnitCosts) -> str:
     """A table row: predicted / measured, and the error."""
     rows = [
         loads.result_row(spec, *row)

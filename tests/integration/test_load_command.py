@@ -188,7 +188,7 @@ def no_room(*args, **kwargs):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-@pytest.mark.parametrize("what", ["kvbench.measure.result.Readings.store", "kvbench.sweep.one_load.write_record"])
+@pytest.mark.parametrize("what", ["kvbench.measure.result.ServerReadings.store", "kvbench.sweep.one_load.write_record"])
 def test_a_full_disk_does_not_take_the_figures_away(url, workload, tmp_path, monkeypatch, capsys, what):
     monkeypatch.setattr(what, no_room)
     with pytest.raises(MeasurementError, match="No space left") as failed:

@@ -15,7 +15,7 @@ from kvbench.measure import server_state
 from kvbench.measure import warm_up as warming
 from kvbench.measure.http import HttpInstrument
 from kvbench.measure.instrument import Job, Listener
-from kvbench.measure.server import Server
+from kvbench.measure.server import MeasuredServer
 from kvbench.runs.folder import create_run
 from kvbench.runs.results import LoadResult
 from kvbench.runs.server_info import ServerInfo
@@ -172,7 +172,7 @@ def test_a_warm_up_that_hangs_is_a_measurement_error(tmp_path, monkeypatch):
         target = OpenAITarget(url)
         target.start({}, tmp_path / "log")
         target.complete = lambda *args: time.sleep(0.5)
-        subject = Server(workload.load, 0, target, {"target": url}, ServerInfo(), None, lambda: None)
+        subject = MeasuredServer(workload.load, 0, target, {"target": url}, ServerInfo(), None, lambda: None)
         with pytest.raises(MeasurementError, match="warm-up request was not answered within"):
             warming.warm_up(subject, workload.load_points[0])
         target.stop()

@@ -461,9 +461,9 @@ def no_room(*args, **kwargs):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-@pytest.mark.parametrize("what", ["kvbench.measure.result.Readings.store", "kvbench.measure.instrument.write_record"])
+@pytest.mark.parametrize("what", ["result.ServerReadings.store", "instrument.write_record"])
 def test_a_full_disk_does_not_take_a_finished_load_s_line_away(bench, monkeypatch, what):
-    monkeypatch.setattr(what, no_room)
+    monkeypatch.setattr(f"kvbench.measure.{what}", no_room)
     done = bench.sweep(str(bench.write(sweep={}, load={"repeats": 1})), "--no-report")
     assert done.returncode == 4 and done.stderr.count("error: ") == 1 and "No space left" in done.stderr
     assert re.search(r"paged-p16-c2 repeat 1: \d+\.\d output tok/s", done.stdout)

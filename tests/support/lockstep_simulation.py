@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvbench.effects.comparison import Comparison
 from kvbench.lockstep.intervals import (
     MOST_SHARES,
-    Effect,
     LaunchRatio,
     Steps,
     as_it_recurs,
@@ -128,7 +128,7 @@ def sittings(
     return np.array([each.tokens for each in jobs]), seconds.reshape(loads, launches, runs, engines, steps)
 
 
-def look(tokens: np.ndarray, seconds: np.ndarray) -> tuple[list[list[Effect]], list[list[Effect]]]:
+def look(tokens: np.ndarray, seconds: np.ndarray) -> tuple[list[list[Comparison]], list[list[Comparison]]]:
     """What ``sittings`` say of each engine at each load: [runs][questions] as a sitting has it, and each alone."""
     judged, alone = ([[] for _ in range(seconds.shape[2])] for _ in range(2))
     for made, took in zip(tokens, seconds, strict=True):
@@ -147,7 +147,7 @@ def look(tokens: np.ndarray, seconds: np.ndarray) -> tuple[list[list[Effect]], l
     return judged, alone
 
 
-def where_they_stop(looks: Iterable[Sequence[Sequence[Effect]]]) -> list[Sequence[Effect]]:
+def where_they_stop(looks: Iterable[Sequence[Sequence[Comparison]]]) -> list[Sequence[Comparison]]:
     """The effects of each sitting at the first of its ``looks`` at which it does not go on, or the last."""
     return [
         next((found for found in sitting if not goes_on(found)), sitting[-1]) for sitting in zip(*looks, strict=True)

@@ -42,6 +42,7 @@ def make_run(folder: Path, scenario: Scenario | None = None) -> Path:
         for r in range(1, sc.repeats + 1)
     ]
     manifest = {
+        "format": 1,
         "status": "incomplete" if sc.missing else "complete",
         "shared_machine": True,
         "workload": {

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from pydantic import ConfigDict
+from pydantic import ConfigDict, model_validator
 
 from kvbench.common.errors import UsageError
 from kvbench.common.files import read_json
@@ -97,12 +97,21 @@ class GivenUp:
     turn: str
 
 
-@dataclass
-class LockstepFacts:
-    """The steps of a turn by match, and by cell how often a pair computes its load; alike in all pairs."""
+class LockstepFacts(Record):
+    """The steps of a turn by match, and by cell how often a pair computes its load; alike in all pairs.
 
-    turn_lengths: dict[str, int] = field(default_factory=dict)
-    times: dict[str, int] = field(default_factory=dict)
+    turn_steps: of all matches, in a comparison of an older version
+    """
+
+    turn_lengths: dict[str, int]
+    times: dict[str, int]
+    turn_steps: int | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _whole(cls, stored: Any) -> Any:
+        """What pairs add to later is stored with the rest."""
+        return {"turn_lengths": {}, "times": {}} | stored if isinstance(stored, dict) else stored
 
 
 class GivenWorkload(Record):

@@ -184,7 +184,7 @@ class LockstepPairs:
         max_model_len = min(capacity.max_model_len for capacity in capacities)
         cost = warm_up(list(seats.values()), users, max_model_len, time.monotonic() + _WARM_UP_LIMIT_S)
         decode_step_s = mean_step(list(seats.values()), decodes_only=True)
-        length = self.facts.turn_lengths.setdefault(match.key, choose_turn(cost))
+        length = self.facts.turn_lengths.setdefault(match.key, self.facts.turn_steps or choose_turn(cost))
         for index in turn.order:
             cells = {side: match.cells(side)[index] for side in sides}
             self.show(f"pair {pair}: {cells[sides[0]].cell_id}, both engines in turns")

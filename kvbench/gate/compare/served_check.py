@@ -36,7 +36,7 @@ from kvbench.gate.timing.rules import OVERALL
 from kvbench.gate.timing.served import LAUNCHES, SERVED_RULES, ServedJudgement, ServedRules, judge_served
 from kvbench.gate.verdict import wording
 from kvbench.gate.verdict.verdict import FAIL, PASS, Finding, worst
-from kvbench.measure.single_request import Latencies, send_single
+from kvbench.measure.single_request import SingleLatencies, send_single
 from kvbench.metrics.definitions import METRICS
 from kvbench.requests.request import RequestSpec
 from kvbench.targets.base import reason_of
@@ -141,7 +141,7 @@ class ServedCheck:
         limits = {side: workload.sides[side].choice.workload.load.timeout_s for side in sides}
         rounds: list[Round] = []
 
-        def send(side: str, request: RequestSpec) -> Latencies | None:
+        def send(side: str, request: RequestSpec) -> SingleLatencies | None:
             self.check()
             try:
                 return send_single(targets[side], request, limits[side])

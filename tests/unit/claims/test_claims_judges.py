@@ -9,10 +9,12 @@ from types import SimpleNamespace
 import pytest
 
 from kvbench.claims.catalogue import CLAIMS
+from kvbench.claims.judges import DEPENDS, DID_NOT_HOLD, HELD, UNDECIDED
 from kvbench.claims.kernel_cost import IN_ORDER, RESERVED, SCATTERED, KernelCost
 from kvbench.claims.served import Abandoned, Malformed, ServedFacts
-from kvbench.claims.verdict import DEPENDS, DID_NOT_HOLD, HELD, UNDECIDED
-from kvbench.lockstep.intervals import Effect
+from kvbench.effects.comparison import Call, Comparison
+from kvbench.lockstep.intervals import THROUGHPUT
+from kvbench.metrics.definitions import ENGINE
 from kvbench.runs.results import Capacity
 
 SIZES = (1, 2, 4, 8, 32, 64)  # beside 16
@@ -20,12 +22,13 @@ JUDGES = {claim.name: claim.verdict for claim in CLAIMS}
 KINDS = ("easy", "average", "long", "production")
 
 
-def effect(low: float, high: float) -> Effect:
-    return Effect(math.sqrt(low * high), low, high, 3, within_launch=False, smallest_seen=0.01)
+def effect(low: float | None, high: float | None) -> Comparison:
+    ratio = math.sqrt(low * high) if low and high else 2.0
+    return Comparison(THROUGHPUT, ENGINE, ratio, low, high, 3, Call.UNDECIDED, smallest=0.01)
 
 
 class Known:
-    """A ``Measured`` with given answers. ``speeds``: by the values of the settings that differ from the baseline."""
+    """``WorkloadFacts`` with given answers. ``speeds``: by the values of the settings that differ from the baseline."""
 
     def __init__(self, speeds=None, p95=None, tpots=None, counters=None, slots=None, varied=None, ratios=None):
         self.launches, self._slots = 3, slots or {}
@@ -83,7 +86,7 @@ class Known:
         (2.6, 5.0, HELD),
         (1.6, 1.9, DID_NOT_HOLD),
         (1.9, 2.1, UNDECIDED),
-        (math.nan, math.nan, UNDECIDED),
+        (None, None, UNDECIDED),
     ],
 )
 def test_mixed_lengths_asks_for_twice_the_throughput(low, high, word):
@@ -91,7 +94,7 @@ def test_mixed_lengths_asks_for_twice_the_throughput(low, high, word):
 
 
 def test_one_launch_decides_nothing():
-    one = dataclasses.replace(effect(2.5, 2.9), within_launch=True)
+    one = dataclasses.replace(effect(2.5, 2.9), n=1)
     verdict = JUDGES["mixed-lengths"]({"mixed-lengths": Known({"paged": one})})
     assert verdict.word == UNDECIDED
     assert "one launch" in verdict.reason

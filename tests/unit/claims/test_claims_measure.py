@@ -11,7 +11,7 @@ from scipy import stats
 
 from kvbench.claims import kernel_cost, measure
 from kvbench.claims.kernel_cost import IN_ORDER, RESERVED, SCATTERED, time_kernels
-from kvbench.claims.measure import Measured
+from kvbench.claims.measure import WorkloadFacts
 from kvbench.lockstep.intervals import LaunchRatio
 from kvbench.workload.design import LoadPoint, make_design
 
@@ -20,10 +20,10 @@ LOAD = LoadPoint("c4", "closed", 4, None, 8)
 
 def measured(sweep, monkeypatch, log_ratios=(), loads=()):
     design = make_design({"layout": "contiguous", "reservation": "oracle"}, sweep, [LOAD], "full")
-    monkeypatch.setattr(Measured, "loads", lambda self, configuration: list(loads))
+    monkeypatch.setattr(WorkloadFacts, "loads", lambda self, configuration: list(loads))
     found = [LaunchRatio(y, 1e-4, 32) for y in log_ratios]
     monkeypatch.setattr(measure, "throughput_ratios", lambda base, other: found)
-    return Measured(design, {}, SimpleNamespace(), launches=len(log_ratios))
+    return WorkloadFacts(design, {}, SimpleNamespace(), launches=len(log_ratios))
 
 
 @pytest.mark.parametrize(("y", "confidence"), [([0.1, 0.12, 0.11], 0.99), ([0.1, 0.12, 0.11, 0.1, 0.12, 0.11], 0.95)])

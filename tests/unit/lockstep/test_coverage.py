@@ -36,7 +36,7 @@ def test_the_simulated_sittings_are_judged_as_a_sitting_is():
         for engine, each in enumerate(found, 1):
             ratios = launch_ratios(*([Steps(of[i], tokens[0]) for of in limited] for i in (0, engine)), same_work=True)
             assert each.ratio == pytest.approx(np.exp(np.mean([ratio.log_ratio for ratio in ratios])))
-            assert each.launches == 5 and each.low < each.ratio < each.high
+            assert each.n == 5 and each.low < each.ratio < each.high
 
 
 def test_bursts_of_another_program_hardly_widen_the_intervals():

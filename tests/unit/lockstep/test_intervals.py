@@ -1,16 +1,16 @@
 """Effects of engines in lockstep: estimates, errors and calls against closed forms, scipy and direct simulation."""
 
-import dataclasses
 import math
 
 import numpy as np
 import pytest
 from scipy import stats
 
-from kvbench.effects.comparison import Call
+from kvbench.effects.comparison import Call, Comparison, call_of
 from kvbench.lockstep import intervals
 from kvbench.lockstep.intervals import (
-    Effect,
+    POOLED,
+    THROUGHPUT,
     LaunchRatio,
     Steps,
     as_it_recurs,
@@ -26,6 +26,7 @@ from kvbench.lockstep.intervals import (
     share_ends,
     with_confidence,
 )
+from kvbench.metrics.definitions import ENGINE
 
 
 def steps_of(rng: np.random.Generator, many: int = 400, factor: float = 1.0, sd: float = 0.1) -> Steps:
@@ -39,8 +40,9 @@ def launches_of(*log_ratios: float, error: float = 0.0) -> list[LaunchRatio]:
     return [LaunchRatio(y, error, 32) for y in log_ratios]
 
 
-def effect_between(low: float, high: float, launches: int = 5) -> Effect:
-    return Effect(math.sqrt(low * high), low, high, launches, False, 0.01)
+def effect_between(low: float, high: float, n: int = 5, basis: str = "") -> Comparison:
+    call = call_of(THROUGHPUT, ENGINE, low, high)
+    return Comparison(THROUGHPUT, ENGINE, math.sqrt(low * high), low, high, n, call, smallest=0.01, basis=basis)
 
 
 def test_the_ratio_is_that_of_throughputs_whatever_the_steps_are():
@@ -106,8 +108,8 @@ def test_a_step_that_is_long_once_is_limited_and_one_that_recurs_counts_in_full(
 def test_a_job_of_few_steps_has_a_ratio_and_no_error():
     few = Steps(np.full(6, 0.01), np.full(6, 3))
     found = effect(launch_ratios([few], [few]))
-    assert found.ratio == 1 and math.isnan(found.low) and found.call() == Call.UNDECIDED and goes_on([found])
-    assert effect(launch_ratios([few] * 5, [few] * 5)).call() == Call.LEVEL  # launches tell where steps do not
+    assert found.ratio == 1 and found.low is None and found.call == Call.UNDECIDED and goes_on([found])
+    assert effect(launch_ratios([few] * 5, [few] * 5)).call == Call.LEVEL  # launches tell where steps do not
 
 
 def test_the_interval_is_the_t_interval_over_launches():
@@ -115,7 +117,7 @@ def test_the_interval_is_the_t_interval_over_launches():
     found = effect(launches_of(*y))
     expected = stats.ttest_1samp(y, 0).confidence_interval()
     assert (found.low, found.high) == pytest.approx(tuple(np.exp(expected)))
-    assert found.ratio == pytest.approx(math.exp(np.mean(y))) and not found.within_launch
+    assert found.ratio == pytest.approx(math.exp(np.mean(y))) and found.n == 5
     values = effect_of_values([10.0] * 5, 10 * np.exp(y))  # such as p95 TTFT
     assert (values.ratio, values.low, values.high) == pytest.approx((found.ratio, found.low, found.high))
 
@@ -126,7 +128,7 @@ def test_another_confidence_is_that_of_the_t_interval():
     found = with_confidence(effect(launches_of(*y)), 0.99)
     assert (found.low, found.high) == pytest.approx(tuple(np.exp(expected)))
     unknown = with_confidence(effect_of_values([10.0], [11.0]), 0.99)
-    assert math.isnan(unknown.low)
+    assert unknown.low is None
 
 
 def test_launches_that_agree_by_chance_are_known_no_better_than_their_steps_say():
@@ -136,10 +138,11 @@ def test_launches_that_agree_by_chance_are_known_no_better_than_their_steps_say(
 
 def test_one_launch_has_the_interval_of_its_steps_and_says_so():
     found = effect(launches_of(0.02, error=0.01))
-    assert found.within_launch and math.log(found.high) == pytest.approx(0.02 + stats.t.ppf(0.975, 31) * 0.01)
-    assert dataclasses.replace(found, low=1.01).call() == Call.UNDECIDED  # launches differ
-    alone = effect_of_values([10.0], [11.0])
-    assert alone.ratio == pytest.approx(1.1) and math.isnan(alone.high) and alone.call() == Call.UNDECIDED
+    assert found.n == 1 and math.log(found.high) == pytest.approx(0.02 + stats.t.ppf(0.975, 31) * 0.01)
+    sure = effect(launches_of(0.5, error=0.01))
+    assert sure.low > 1.4 and sure.call == Call.UNDECIDED  # launches differ
+    alone = effect_of_values([10.0], [11.0], "p95_ttft_ms")
+    assert alone.ratio == pytest.approx(1.1) and alone.high is None and alone.call == Call.UNDECIDED
 
 
 def test_a_percentile_of_few_requests_is_known_no_better_than_its_requests_tell():
@@ -157,7 +160,7 @@ def test_a_percentile_of_few_requests_is_known_no_better_than_its_requests_tell(
     found = [for_other_requests(exact, *each, 0.95) for each in zip(base, other, strict=True)]
     claimed = np.median([math.log(each.high / each.ratio) for each in found]) / 1.96
     assert claimed == pytest.approx(ratios.std(), rel=0.2)
-    assert all(each.smallest_seen > exact.smallest_seen for each in found)
+    assert all(each.smallest > exact.smallest for each in found)
     slower = for_other_requests(exact, base[0], [1.1 * x for x in base[0]], 0.95)  # all requests alike
     assert (slower.low, slower.high) == pytest.approx((exact.low, exact.high))
 
@@ -173,8 +176,12 @@ def test_a_percentile_of_few_requests_is_known_no_better_than_its_requests_tell(
     ],
 )
 def test_calls(low, high, throughput, latency):
-    found = effect_between(low, high)
-    assert (found.call(), found.call("p95_ttft_ms")) == (throughput, latency)
+    half, middle = math.log(high / low) / 2, math.log(high * low) / 2
+    y = middle + half / stats.t.ppf(0.975, 4) * math.sqrt(5) * np.array([-1, -1, 0, 1, 1])  # whose interval this is
+    assert effect(launches_of(*y)).low == pytest.approx(low)
+    assert effect(launches_of(*y)).call == throughput
+    assert effect_of_values(np.ones(5), np.exp(y), "p95_ttft_ms").call == latency
+    assert effect_of_values(np.ones(5), np.exp(y)).call == Call.UNDECIDED  # of no metric
 
 
 def test_the_smallest_effect_seen_is_found_in_four_of_five_sittings():
@@ -182,7 +189,7 @@ def test_the_smallest_effect_seen_is_found_in_four_of_five_sittings():
     sd = 0.01
     y = sd * rng.normal(size=(4000, 5))
     seen = effect(launches_of(*(sd * np.array([-1, -0.5, 0, 0.5, 1]) / np.std([-1, -0.5, 0, 0.5, 1], ddof=1))))
-    t = stats.ttest_1samp(y + math.log1p(seen.smallest_seen), 0, axis=1)
+    t = stats.ttest_1samp(y + math.log1p(seen.smallest), 0, axis=1)
     assert (t.pvalue <= 0.05).mean() == pytest.approx(0.8, abs=0.02)
 
 
@@ -191,10 +198,10 @@ def test_a_sitting_goes_on_until_every_question_is_decided():
     assert not goes_on([narrow, narrow])
     assert goes_on([narrow, wide])  # ahead, but not known to 1.5 %
     assert goes_on([narrow, open_])  # known to 1.5 %, but neither level nor apart
-    assert goes_on([narrow, effect_between(0.99, 1.01, launches=4)])
-    assert goes_on([narrow]) and not goes_on([effect_between(0.99, 1.01, launches=6)])  # alone: one launch more
-    pooled = [dataclasses.replace(narrow, launches=3, pooled=True)] * 4
-    assert not goes_on(pooled) and goes_on([*pooled, effect_between(0.99, 1.01, launches=3)])
+    assert goes_on([narrow, effect_between(0.99, 1.01, n=4)])
+    assert goes_on([narrow]) and not goes_on([effect_between(0.99, 1.01, n=6)])  # alone: one launch more
+    pooled = [effect_between(0.99, 1.01, n=3, basis=POOLED)] * 4
+    assert not goes_on(pooled) and goes_on([*pooled, effect_between(0.99, 1.01, n=3)])
 
 
 def test_many_configurations_know_their_noise_after_fewer_launches():

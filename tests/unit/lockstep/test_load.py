@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 import json
+import math
+import random
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
-from kvbench.lockstep.instrument import Computed, begin, is_repeatable, requests_of, store, typical
+from kvbench.lockstep.instrument import (
+    Repetition,
+    SteppedInstrument,
+    begin,
+    compute,
+    is_repeatable,
+    requests_of,
+    store,
+    typical,
+)
+from kvbench.lockstep.turns import Seat
+from kvbench.measure.instrument import Job
 from kvbench.requests.request import RequestList
+from kvbench.runs.folder import RunFolder
+from kvbench.workload.design import Cell
 from kvbench.workload.load_section import LoadConfig, load_point
 
 CLASSES = [{"name": "chat", "share": 1.0, "prompt_tokens": 8, "output_tokens": 8}]
@@ -18,11 +34,11 @@ LOAD = {"mode": "closed", "concurrency": [2], "num_requests": [4], "ignore_eos":
 PREFILLS = [8, 0, 0, 8, 0]  # two requests, one after the other, of three tokens and of two
 
 
-def repetition(*seconds: float, prefills=PREFILLS) -> Computed:
+def repetition(*seconds: float, prefills=PREFILLS) -> Repetition:
     at = np.append(0.0, np.cumsum(seconds))
     rows = [(0.0, 0.0, list(at[1:4]), [1, 1, 1], 0, "length", [5, 6, 7]), (at[3], at[3], list(at[4:]), [1, 1], 0, "length", [5, 6])]  # fmt: skip # noqa: E501
     steps = np.column_stack([seconds, prefills, np.equal(prefills, 0), np.ones(5), np.zeros(5)])
-    return Computed(steps, [5], at[-1], rows, "")
+    return Repetition(steps, [5], at[-1], rows, "")
 
 
 def test_an_interruption_that_does_not_recur_is_in_the_duration_and_in_no_gap_of_its_own():
@@ -51,7 +67,7 @@ def stored(folder, *repetitions):
     point = load_point("closed", concurrency=2, rate=None, num_requests=4)
     drawn = requests_of(load, point, vocab_size=512, max_model_len=64, seed=3, repeat=1)
     metrics = "vllm:num_requests_running 0\n"
-    kept = [Computed(each.steps[:, :4], each.turns, each.clock, each.rows, metrics) for each in repetitions]
+    kept = [Repetition(each.steps[:, :4], each.turns, each.clock, each.rows, metrics) for each in repetitions]
     return store(folder, kept, load, point, RequestList(drawn[:2]), metrics)
 
 
@@ -106,3 +122,40 @@ def test_loads_whose_steps_are_the_same_each_time(change, expected):
     open_loop = load.mode == "open"
     point = load_point(load.mode, concurrency=None if open_loop else 2, rate=3.0 if open_loop else None, num_requests=4)
     assert is_repeatable(load, point) == expected
+
+
+class CountingEngine:
+    """Stands for the process of an engine that computes a load in one step and counts its tokens."""
+
+    def __init__(self) -> None:
+        self.tokens, self.clock = 5.0, 0.0  # 5 of a warm-up
+
+    def ask(self, do, name, **given):
+        if do == "load":
+            self.requests, self.clock = given["requests"], 0.0
+            return {"metrics": self.metrics}
+        if do == "turn":
+            self.tokens += sum(tokens for _, tokens, *_ in self.requests)
+            self.clock = 0.1
+            return {"steps": [[0.1, 0, 1, 1]], "clock": self.clock, "ended": True}
+        rows = [[0.0, 0.0, [0.1], [tokens], 0, "length", [1] * tokens] for _, tokens, *_ in self.requests]
+        return {"requests": rows, "metrics": self.metrics}
+
+    @property
+    def metrics(self):
+        return f"vllm:num_requests_running 0\nvllm:generation_tokens_total {self.tokens}\n"
+
+
+def test_the_counters_of_a_load_that_is_computed_again_are_of_all_times_and_of_nothing_before(tmp_path):
+    load = LoadConfig.model_validate(LOAD)
+    point = load_point("closed", concurrency=2, rate=None, num_requests=4)
+    job = Job(SimpleNamespace(load=load), RunFolder(tmp_path))
+    drawn = requests_of(load, point, vocab_size=512, max_model_len=64, seed=3, repeat=1)
+    instrument = SteppedInstrument(job, Seat(CountingEngine(), "a"), lambda point, repeat: drawn)
+    for repeat in (1, 2):  # the second load's are not of the first one
+        instrument.begin(point, repeat)
+        for _ in range(3):
+            compute([instrument], point, random.Random(0), 1, math.inf)
+        result = instrument.measure(Cell("a-c2", None, point), repeat)
+        counters = json.loads((job.folder.load("a-c2", repeat) / "counters.json").read_text())
+        assert result.clock == "engine time" and counters["generation_tokens_total"] == 3 * 4 * 8

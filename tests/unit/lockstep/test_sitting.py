@@ -12,7 +12,7 @@ from kvbench.common.errors import MeasurementError
 from kvbench.lockstep import sitting
 from kvbench.lockstep.process import EngineFailedError, EngineProcess
 from kvbench.lockstep.sitting import Sitting
-from kvbench.runs.engine_time import read_engine_time
+from kvbench.runs.engine_time import EFFECTS, FOLDER, read_engine_time
 from kvbench.runs.folder import RunFolder
 from kvbench.runs.results import Capacity
 from kvbench.workload.design import make_design
@@ -67,7 +67,12 @@ def test_effects_are_those_of_the_engines_and_the_sitting_stops_when_all_are_dec
         truth = 1 / 1.2 if "48" in cell else 1.0
         assert effect.low < truth * 1.005 and effect.high > truth * 0.995, effect
         assert effect.call == ("worse" if "48" in cell else "level")
-    assert found["launches"] < sitting.MOST_LAUNCHES and found["seconds"] < 300
+    assert found.launches < sitting.MOST_LAUNCHES and found.seconds < 300
+    row = json.loads((tmp_path / FOLDER / EFFECTS).read_text())["effects"][0]
+    assert row.keys() == {
+        "cell", "metric", "higher_is_better", "base", "value", "call", "decided", "ratio", "low", "high", "launches",
+        "within_launch", "smallest_seen", "pooled",
+    }  # fmt: skip
     latency = next(e for e in stored.effects if e.metric == "p95_itl_ms" and "48" in e.cell)
     assert latency.ratio == pytest.approx(1.2, abs=0.03) and latency.call == "worse"
 
@@ -75,7 +80,7 @@ def test_effects_are_those_of_the_engines_and_the_sitting_stops_when_all_are_dec
 def test_one_configuration_alone_is_measured_only_for_a_question_of_its_own(sit):
     alone = sit(300, is_enough=lambda launches: launches == 2)
     found = alone.execute()
-    assert (found["launches"], found["effects"]) == (2, [])
+    assert (found.launches, found.effects) == (2, ())
     (cell,) = {each.cell_id for each in alone.design.cells if each.load.concurrency == 2}
     assert all((load / "steps.parquet").is_file() for load in alone.loads_of(cell, 2))
     assert sit(300).why_not()
@@ -114,9 +119,9 @@ def test_engines_that_both_keep_up_with_the_arrivals_have_the_same_throughput(si
 def test_time_that_is_over_ends_it_after_few_launches_of_the_highest_load(sit, tmp_path, monkeypatch):
     monkeypatch.setattr(sitting, "_LONGER", {1: 1e6, 2: 1e6})  # the limit is over in the first launch
     found = sit(0.001, page_size=[8]).execute()
-    assert found["launches"] == 3
+    assert found.launches == 3
     assert {effect.cell.rsplit("-", 1)[1] for effect in read_engine_time(tmp_path).effects} == {"c4"}
-    assert len(found["notes"]) == 1 and "c2" in found["notes"][0] and "--lockstep-minutes" in found["notes"][0]
+    assert len(found.notes) == 1 and "c2" in found.notes[0] and "--lockstep-minutes" in found.notes[0]
 
 
 def test_a_load_that_never_ends_is_given_up(sit, tmp_path):
@@ -130,7 +135,7 @@ def test_a_configuration_that_is_refused_is_named_and_the_others_are_measured(si
     cells = {effect.cell for effect in read_engine_time(tmp_path).effects}
     assert any("p8" in cell for cell in cells) and any("48" in cell for cell in cells)
     assert not any("p64" in cell for cell in cells)
-    assert any("page_size cannot be 64" in note for note in found["notes"])
+    assert any("page_size cannot be 64" in note for note in found.notes)
 
 
 def test_only_what_fits_beside_the_others_takes_part(sit, tmp_path, monkeypatch):
@@ -139,7 +144,7 @@ def test_only_what_fits_beside_the_others_takes_part(sit, tmp_path, monkeypatch)
     made.capacity = {each.config_id: BUDGETED for each in made.design.configurations}
     by_size = next(each for each in made.design.configurations if "48" in each.config_id)
     made.capacity[by_size.config_id] = LIMITS.model_copy(update={"kv_budget_bytes": 5 << 29})  # 2.5 GiB
-    [note] = [each for each in made.execute()["notes"] if "48" in each]
+    [note] = [each for each in made.execute().notes if "48" in each]
     assert "2.5 GiB" in note
     assert {effect.cell.split("-c")[0] for effect in read_engine_time(tmp_path).effects} == {"paged-p8"}
 
@@ -153,15 +158,15 @@ def test_on_a_gpu_each_engine_needs_a_budget_and_the_hosts_memory_is_not_asked(s
     made = sit(20, page_size=[8])
     made.capacity = {each.config_id: BUDGETED for each in made.design.configurations}
     found = made.execute()
-    assert found["effects"] and not any("room" in note for note in found["notes"])
+    assert found.effects and not any("room" in note for note in found.notes)
 
 
 def test_engines_on_other_threads_than_the_baseline_are_left_out_in_any_order(sit, tmp_path):
     found = sit(20, num_threads=[2, 3], page_size=[8]).execute()
-    assert found["configurations"] == 2 and {e.cell.split("-c")[0] for e in read_engine_time(tmp_path).effects} == {
+    assert found.configurations == 2 and {e.cell.split("-c")[0] for e in read_engine_time(tmp_path).effects} == {
         "paged-p8"
     }
-    assert sum("num_threads" in note for note in found["notes"]) == 2
+    assert sum("num_threads" in note for note in found.notes) == 2
 
 
 def test_no_second_engine_that_opens_is_an_error_with_the_reason(sit):
@@ -180,7 +185,7 @@ def test_an_engine_that_fails_in_a_later_launch_leaves_what_was_measured_before(
 
     monkeypatch.setattr(sitting, "EngineProcess", fails_later)
     found = sit(300, page_size=[8]).execute()
-    assert found["finished"] and found["launches"] == 2 and "the machine went down" in found["notes"][-1]
+    assert found.finished and found.launches == 2 and "the machine went down" in found.notes[-1]
     assert {effect.launches for effect in read_engine_time(tmp_path).effects} == {2}
 
 

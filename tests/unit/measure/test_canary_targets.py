@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvbench.common.errors import UsageError
-from kvbench.measure.server import Server, as_taken, canaries_for
+from kvbench.measure.server import MeasuredServer, as_taken, canaries_for
 from kvbench.requests.canaries import CanarySet, as_request, write_canaries
 from kvbench.requests.request import RequestList, RequestSpec
 from kvbench.runs.server_info import ServerInfo
@@ -95,4 +95,7 @@ def test_only_a_server_that_forks_greedy_answers_is_asked_for_several(server, an
     ],
 )
 def test_one_wrong_answer_fails_a_load_unless_its_kv_is_quantised(settings, info, strict):
-    assert Server(None, 0, target(), settings, ServerInfo.read(info or {}), None, print).fails_by_one_canary() == strict
+    assert (
+        MeasuredServer(None, 0, target(), settings, ServerInfo.read(info or {}), None, print).fails_by_one_canary()
+        == strict
+    )

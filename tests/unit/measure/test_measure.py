@@ -8,7 +8,7 @@ import pytest
 
 from kvbench.common.files import read_json
 from kvbench.measure.http import judges_this_machine, read_metrics
-from kvbench.measure.result import Readings
+from kvbench.measure.result import ServerReadings
 from kvbench.metrics.model import LoadOutcome
 from kvbench.targets.prometheus import MetricsSample
 from tests.support.request_rows import frame, row
@@ -20,7 +20,7 @@ def counters(folder, readings: dict[float, float]) -> dict[str, float]:
     told = LoadOutcome(mode="closed", concurrency=1, zero_perf_counter=100.0)
     samples = [MetricsSample(at, {"running": n}, {}) for at, n in readings.items()]
     metrics = read_metrics(folder, SimpleNamespace(slo=None), told)
-    Readings(None, samples, None).store(folder, told, metrics)
+    ServerReadings(None, samples, None).store(folder, told, metrics)
     return read_json(folder / "counters.json")
 
 

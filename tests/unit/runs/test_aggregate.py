@@ -51,7 +51,7 @@ def aggregated(
     run = RunFolder(folder)
     cell = Cell(f"paged-{load.load_id}", CONFIGURATION, load)
     if section:
-        write_json(run.manifest_path, {"workload": {"load": section}, "plan": []})
+        write_json(run.manifest_path, {"format": 1, "workload": {"load": section}, "plan": []})
     for repeat, frame in enumerate(repeats, start=1):
         where = run.load(cell.cell_id, repeat)
         where.mkdir(parents=True, exist_ok=True)

@@ -10,8 +10,10 @@ import pytest
 
 from kvbench.common.errors import UsageError
 from kvbench.effects.comparison import Call
-from kvbench.metrics.definitions import ENGINE
+from kvbench.metrics.definitions import ENGINE, SIMULATED
+from kvbench.metrics.model import LoadOutcome
 from kvbench.runs.engine_time import EFFECTS, FOLDER, EngineTime, read_engine_time
+from kvbench.runs.results import LoadResult
 
 ROW = {"cell": "a-c3", "metric": "p95_ttft_ms", "ratio": 1.2, "low": 1.1, "high": 1.3, "call": "behind", "launches": 4}
 WHOLE = {"format": 2, "turns": {"c3": {"turn_steps": 1, "cold_cost": 0.01}}, "effects": [ROW]}
@@ -55,3 +57,9 @@ def test_what_cannot_be_is_refused_by_name(tmp_path: Path, changes: dict[str, An
     with pytest.raises(UsageError, match=named) as refused:
         read(tmp_path, **changes)
     assert EFFECTS in str(refused.value) and "measures it anew" in str(refused.value)
+
+
+@pytest.mark.parametrize(("stored", "clock"), [("engine", ENGINE), (ENGINE, ENGINE), ("simulated", SIMULATED)])
+def test_a_load_in_engine_time_of_an_older_version_is_of_the_same_clock(stored: str, clock: str) -> None:
+    assert LoadResult.parse({"metrics": {}, "clock": stored}).clock == clock
+    assert LoadOutcome.parse({"clock": stored}).clock == clock

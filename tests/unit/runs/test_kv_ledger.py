@@ -92,7 +92,9 @@ def stored(folder: Path, frame: pd.DataFrame, server: dict[str, float], **summar
         "repeats": [{"repeat": 1, "metrics": metrics, "server": server}],
     }  # fmt: skip
     (where / "summary.json").write_text(json.dumps(base | summary))
-    (folder / "run" / "manifest.json").write_text(json.dumps({"status": "complete", "workload": {}, "plan": []}))
+    (folder / "run" / "manifest.json").write_text(
+        json.dumps({"format": 1, "status": "complete", "workload": {}, "plan": []})
+    )
     return read_run(folder / "run")
 
 

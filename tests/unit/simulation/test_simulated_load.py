@@ -17,7 +17,7 @@ from engine.server.metrics import ServerMetrics, readings
 from kvbench.capacity.gpus import find_gpu
 from kvbench.capacity.model import plan_model
 from kvbench.measure.instrument import Job
-from kvbench.measure.server import Server
+from kvbench.measure.server import MeasuredServer
 from kvbench.metrics.latency import SESSION_BROKEN
 from kvbench.requests.request import RequestList, RequestSpec
 from kvbench.runs.folder import RunFolder
@@ -75,7 +75,7 @@ def instrument_of(requests: list[RequestSpec], out: Path, target: Known, **load:
     users = config.concurrency[0] if closed and config.concurrency else None
     point = load_point(how["mode"], concurrency=users, rate=None if closed else 1.0, num_requests=len(requests))
     instrument = SimulatedInstrument(Job(None, RunFolder(out), lambda: target))
-    instrument.server = Server(config, 0, target, SETTINGS, target.server_info(), None, lambda: None)
+    instrument.server = MeasuredServer(config, 0, target, SETTINGS, target.server_info(), None, lambda: None)
     return instrument, point
 
 
@@ -116,6 +116,7 @@ def test_the_prefix_cache_is_in_the_state_that_a_load_declares(tmp_path: Path, s
         instrument = measure_on(instrument, [request(0, prompt=64, prefix_tokens=32)], out, target, cache_state=state)
         frame = pd.read_parquet(out / "requests.parquet")
         assert frame["cached_tokens"].tolist() == [expected] and frame["t0"].tolist() == [0.0]
+        assert frame["first"].tolist() == pytest.approx([STEP_S])  # what was computed before takes no time of the load
 
 
 def test_gauges_tell_how_long_requests_ran_in_a_load_with_long_pauses(tmp_path: Path) -> None:

@@ -224,7 +224,7 @@ def test_a_run_on_a_running_server_goes_on_with_the_same_facts_and_no_others(wor
     again = chosen(workload(), stored=stored).new_target()
     assert again._given == ("m", 512, 256) and again.http.access.api_key_env == "A_KEY"
     assert again.preset.name == "transformers" and again._text_of_ids([5, 6])
-    write_json(tmp_path / "manifest.json", {"workload": {}, "plan": [], **environment(), **first})
+    write_json(tmp_path / "manifest.json", {"format": 1, "workload": {}, "plan": [], **environment(), **first})
     begun = RunFolder(tmp_path).manifest()
 
     def go_on(**options):
