@@ -114,6 +114,10 @@ class Sweep:
         check_output_dir(self.resumed.path if self.resumed else self.output_dir)
         if self.resumed:  # before its cells are looked for in a workload that may not have them
             require_same_workload(self.resumed.path, self.begun, self.workload)
+        self.engine_time: EngineTime | None = None
+        if self.resumed:
+            with contextlib.suppress(UsageError):  # a damaged file: it is measured anew
+                self.engine_time = read_engine_time(self.resumed.path)
         self.design, self.blocks = self.target.plan(self.only)
         self.known = preflight(self.workload, self.design, self.target.check, self.instrument)
         self.measured, self.estimator = Measured({}), Estimator(self.known.seconds, self.target.start_guess_s)
@@ -266,11 +270,12 @@ class Sweep:
         """Tests whether the run still begins with a sitting in engine time."""
         if not (self.machines.is_like_here and self.target.manifest.is_built_in and self.lockstep_minutes > 0):
             return False
-        stored = _engine_time(self.resumed) if self.resumed else None
-        return len(self.design.configurations) > 1 and not (stored and stored.finished)
+        finished = self.engine_time is not None and self.engine_time.finished
+        return len(self.design.configurations) > 1 and not finished
 
     def _measure_engine_time(self, job: Job) -> None:
         """Measures all configurations in engine time (``kvbench/lockstep``)."""
+        self.engine_time = None
         if begin_anew(self.run):
             self._note("engine time begins anew: launches of an earlier hour cannot be joined with those of now")
         sitting = Sitting(
@@ -281,7 +286,7 @@ class Sweep:
             self._note(f"engine time is not measured: {reason}")
             return
         try:
-            measured = sitting.execute()
+            measured = self.engine_time = sitting.execute()
         except MeasurementError as error:
             self._note(f"engine time is not measured: {error}")
             return
@@ -511,7 +516,7 @@ class Sweep:
                        "none", refused)  # fmt: skip
         if problems:
             self._list("INVALID: not every cell is validly measured (exit code 4); the results are kept", problems)
-            if only_disturbed and _engine_time(run):
+            if only_disturbed and self.engine_time and self.engine_time.effects:
                 self._say("The changes in engine time stay valid: other programs only widen their intervals.")
         if self.failures or (problems and complete):
             self._say(f"run the failed and invalid loads again with:\n  {self.resume}")
@@ -556,14 +561,6 @@ def _ends_without_answers(
         )
 
     return on_sent
-
-
-def _engine_time(run: RunFolder) -> EngineTime | None:
-    """Reads what was measured in engine time; None where nothing was, or its file is damaged."""
-    try:
-        return read_engine_time(run.path)
-    except UsageError:
-        return None
 
 
 def _invalid(run: RunFolder, cell_id: str) -> list[LoadResult]:
