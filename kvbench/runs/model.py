@@ -34,6 +34,7 @@ from kvbench.runs.results import (
     Capacity,
     Manifest,
     RepeatSummary,
+    SimulatedMachine,
     prefix_hits,
 )
 from kvbench.workload.settings import Settings
@@ -330,9 +331,9 @@ class Run:
         return self.manifest.backend in (None, "kvbench") or bool(self.simulated)
 
     @property
-    def simulated(self) -> Mapping[str, Any]:
-        """The machine of a simulated run, and where its step times came from; empty for a measured run."""
-        return self.manifest.simulated or {}
+    def simulated(self) -> SimulatedMachine | None:
+        """The machine of a simulated run, and where its step times came from; None for a measured run."""
+        return self.manifest.simulated
 
     @property
     def clock(self) -> str:

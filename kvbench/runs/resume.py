@@ -22,7 +22,7 @@ from kvbench.workload.file import Workload, differing_keys, resolve
 
 # Servers that agree in these settings must agree in their weights and in what they run on.
 _IDENTITY = ("model", "load_format", "seed", "dtype", "device", "kernel_backend", "num_threads")
-_TARGET = ("target", "serve_cmd", "preset", "target_args", "target_python", "exact", "simulated")
+_TARGET = ("target", "serve_cmd", "preset", "target_args", "target_python", "exact")
 _RUNNING_SERVER = ("model", "vocab_size", "max_model_len", "tokenizer")  # what was measured; not how it is reached
 _OF_A_PROCESSOR = ("model", "architecture", "cores")
 _MIX = "or add --force to continue anyway: the manifest then records both, and the results mix them"
@@ -60,7 +60,9 @@ def reopen(
     """
     now = now or Environment(**environment())
     differences, remarks = environment_differences(begun, now)
-    differences += _changed(*({name: getattr(each, name) for name in _TARGET} for each in (begun, target)))
+    targets = ({name: getattr(each, name) for name in _TARGET} for each in (begun, target))
+    machines = ({"simulated": each.simulated.to_json() if each.simulated else None} for each in (begun, target))
+    differences += _changed(*targets) + _changed(*machines)
     servers = (each.target_options for each in (begun, target))
     differences += _changed(*({name: getattr(each, name) for name in _RUNNING_SERVER} for each in servers))
     if differences and not force:
