@@ -43,7 +43,7 @@ class _QuantizedGroup(_Part):
 
 
 class Quantization(_Part):
-    """How a checkpoint says that it is quantised."""
+    """A checkpoint's statement of how it is quantised."""
 
     quant_method: Any = None
     bits: int | float | None = None
@@ -183,7 +183,7 @@ class PlannedModel:
         return DTYPE_BYTES[self.spec.default_dtype]
 
     def sequence_bytes(self, tokens: int, kv_cache_dtype: str = "auto", *, gpus: int = 1, page_size: int = 1) -> int:
-        """Bytes of the KV of one sequence on each of ``gpus``, in whole pages; a window holds no more than itself."""
+        """Returns bytes of one sequence's KV on each of ``gpus``, in whole pages; a window holds only itself."""
         total = 0
         for group in self.layers:
             held = tokens if group.window is None else min(tokens, group.window)
@@ -239,18 +239,18 @@ def plan_model(model: str) -> PlannedModel:
 
 
 def known_models() -> list[PlannedModel]:
-    """All models whose dimensions ship."""
+    """Returns all models whose dimensions ship."""
     return list({model.name: model for model in _shipped().values()}.values())
 
 
 def _by_name(model: str) -> PlannedModel | None:
-    """The shipped model of this very name, else of the name without the words that leave the dimensions as they are."""
+    """Finds the shipped model of this name, else of the name without words that leave the dimensions as they are."""
     name = model.rsplit("/", 1)[-1].lower()
     return _shipped().get(name) or _shipped().get(_SAME_DIMENSIONS.sub("", name))
 
 
 def _known_instead(model: str) -> str:
-    """What to give instead of an unknown name: an unquantised model's dimensions, or the nearest names."""
+    """Says what to give instead of an unknown name: an unquantised model, or the nearest names."""
     name = model.rsplit("/", 1)[-1].lower()
     quantised = _QUANTISED.fullmatch(name)
     if quantised and (plain := _by_name(quantised[1])):

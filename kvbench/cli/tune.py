@@ -90,7 +90,7 @@ def make_cases(
     page_size: Sequence[int],
     itemsize: int,
 ) -> list[Case]:
-    """Every combination once, though several may fall into one bucket. UsageError for what no kernel takes."""
+    """Makes every combination once, though several may fall into one bucket. UsageError for what no kernel takes."""
     from kernels.kv_formats import KV_FORMATS
     from kernels.tune.search import Case
     from kernels.tuning import bucket_of

@@ -73,7 +73,7 @@ def _ask_gpus(*fields: str) -> list[dict[str, str]]:
 
 
 def gpu_energy_j() -> float | None:
-    """Joules since the driver was loaded, over all GPUs that we may use; None without NVML, a GPU, or the counter.
+    """Returns joules of all GPUs that we may use, since the driver was loaded; None without NVML or a counter.
 
     GPUs before Volta have no counter.
     """

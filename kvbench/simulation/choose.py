@@ -64,7 +64,7 @@ def check_options(options: Options, *, simulates: bool, begun: bool) -> None:
 def simulated_workload(
     workload: Workload, options: Options, overrides: Sequence[str]
 ) -> tuple[Workload, tuple[str, ...]]:
-    """``workload`` as it runs on the machine of its ``simulate`` section and ``options``, with notes on what differs.
+    """Returns ``workload`` as it runs on the machine of ``options`` and its own section, and notes on what differs.
 
     ``overrides``: those of -o, which win over what a simulation would leave out. Raises UsageError.
     """
@@ -99,7 +99,7 @@ def simulated_workload(
 
 
 def _settle_model(data: dict[str, Any], asked: str | None, workload: Workload) -> list[str]:
-    """Puts the model that was asked for in the place of the workload's, and settles its name; notes on its dtype."""
+    """Puts the model that was asked for in the place of the workload's; returns notes on its dtype."""
     if asked is not None:
         is_path = Path(asked).suffix == ".json" or Path(asked).is_dir()
         data["model"] = {"config": str(Path(asked).resolve()) if is_path else plan_model(asked).name}
@@ -149,7 +149,7 @@ def machine_of(section: SimulateSection, model: str) -> Machine:
 def gpu_machine(
     device: str, model: str, gpus: int | None, ops: Path | None, calibration: CostCalibration | None = None
 ) -> Machine:
-    """``gpus``: None: as many as ``device`` says, as 4xA100-80GB. Raises UsageError as ``machine_of``."""
+    """Makes a machine of so many ``gpus``; None: as many as ``device`` says, as 4xA100-80GB. Raises UsageError."""
     count, gpu = parse_gpus(device)
     planned, gpus = plan_model(model), gpus or count
     tables = read_tables(find_tables(ops, gpu.name, planned.name, gpus)) if ops else None
@@ -179,7 +179,7 @@ def simulated_target(workload: Workload, notes: Sequence[str] = ()) -> ChosenTar
     }
 
     def refusal(settings: SettingsByName) -> str | None:
-        """Why a configuration is left out: the tables do not have its KV."""
+        """Returns why a configuration is left out: the tables do not have its KV."""
         config, _ = machine.settle(settings)
         try:
             machine.step_timer(config)

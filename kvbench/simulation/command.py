@@ -100,7 +100,7 @@ def _conditions(slo: str | None, rates: Sequence[float] | None) -> tuple[Conditi
 
 
 def _run_all(jobs: Sequence[SimulationJob], conditions: Sequence[Condition], options: Options) -> list[Any]:
-    """What came of each job, a ``Simulation`` or with conditions a search, in their order, while progress is told."""
+    """Returns what came of each job, a ``Simulation`` or with conditions a search, and tells progress."""
     by_name = {job.name: job for job in jobs}
     ray = RayOptions(options["ray_address"], options["ray_wait"]) if options["executor"] == "ray" else None
     with status_line(Console(stderr=True), f"simulating {plural(len(jobs), 'load')}") as update:
@@ -232,11 +232,10 @@ def show(console: Console, results: Sequence[Simulation]) -> None:
     facts, figures = results[0].facts, results[0].figures
     shown = {"TTFT": figures.ttft_ms, "  in the steady window": figures.steady_latency.ttft_ms}
     shown |= {METRICS[name].short: values for name, values in _latencies(figures).items()}
-    rows = [
-        (title, *(_entry(values, which) for which in _SHOWN), count(values.n))
-        for title, values in shown.items()
-        if values.n
-    ]
+    rows = []
+    for title, values in shown.items():
+        entries = [milliseconds(getattr(values, which)) + "*" * (which in values.uncertain) for which in _SHOWN]
+        rows += [(title, *entries, count(values.n))] if values.n else []
     title = f"load {facts.name} · ms, simulated"
     print_table(console, make_table(("", *_SHOWN, "samples"), rows, title=title))
     lines = [*_load_lines(figures), *_step_lines(figures), *_failures(figures), *_length_lines(figures)]
@@ -255,10 +254,6 @@ def _latencies(figures: SimulatedFigures) -> dict[str, Distribution]:
     return {name: distribution for name, distribution in values.items() if distribution.n}
 
 
-def _entry(values: Distribution, which: str) -> str:
-    return milliseconds(getattr(values, which)) + ("*" if which in values.uncertain else "")
-
-
 def _table(head: str, names: Sequence[str], figures: Mapping[str, SimulatedFigures], title: str) -> Table:
     columns = [_COLUMNS[name] for name in names]
     rows = [(name, *(text(one) for _, text in columns)) for name, one in figures.items()]
@@ -266,7 +261,6 @@ def _table(head: str, names: Sequence[str], figures: Mapping[str, SimulatedFigur
 
 
 def _load_lines(f: FleetFigures) -> Iterator[str]:
-    """What was served, and what it took of the engine."""
     yield (
         f"{significant(f.request_throughput)} requests/s, {tokens_per_s(f.output_throughput)} output tokens/s, "
         f"{tokens_per_s(f.total_token_throughput)} with the prompts; {plural(f.completed, 'request')} in "
@@ -297,7 +291,7 @@ def _shares(seconds: Mapping[str, float], total: float) -> list[tuple[float, str
 
 
 def _step_lines(f: FleetFigures) -> Iterator[str]:
-    """Shares of the steps' time by phase, which come to more than all of it where they overlap, and by operator."""
+    """Yields shares of the steps' time by phase, more than all of it where they overlap, and by operator."""
     if phases := [(share, name) for share, name in _shares(f.phase_seconds, f.busy_s) if share > _SHARE]:
         overlap = " (some overlap)" if sum(share for share, _ in phases) > 1.0005 else ""
         moved = f.move_seconds / f.busy_s
@@ -315,7 +309,6 @@ def _failures(f: SimulatedFigures) -> list[str]:
 
 
 def _length_lines(f: FleetFigures) -> Iterator[str]:
-    """What differs from the file's or the trace's lengths, and how evenly the replicas were used."""
     lengths = []
     if (scale := f.notes.get("length_scale", 1.0)) != 1.0:
         lengths.append(f"lengths x {scale:.4g} of those of the trace or the file")
@@ -338,7 +331,7 @@ def _machine_line(facts: SimulationFacts) -> str:
 
 
 def search_table(console: Console, results: Sequence[SimulatedRateSearch]) -> None:
-    """What ``find_rate`` found, a line each, and why the next higher rate missed."""
+    """Prints what ``find_rate`` returned, a line each, and why the next higher rate missed."""
     rows = []
     for result in results:
         missed = min((trial for trial in result.trials if not trial.met), key=lambda trial: trial.rate, default=None)

@@ -38,7 +38,7 @@ Progress = Callable[[int, int | None], None]
 
 
 class SimulationFacts(Record):
-    """What was simulated, as summary.json has it before the figures."""
+    """The simulated load and machine, as summary.json has them before the figures."""
 
     simulated: bool = True
     name: str
@@ -102,7 +102,7 @@ class SimulationJob:
 
 @dataclass(frozen=True)
 class Simulation:
-    """What came of a job. ``due``, ``ends``: of each answered request [s]."""
+    """The result of a job. ``due``, ``ends``: of each answered request [s]."""
 
     facts: SimulationFacts | None
     figures: FleetFigures
@@ -114,7 +114,7 @@ class Simulation:
 
 
 def simulate_and_pack(job: SimulationJob) -> tuple[Simulation, bytes | None]:
-    """``simulate``, and a tar of the files for the job's folder, which is on another machine; None without a folder."""
+    """Simulates a job of another machine; returns its files as a tar too, None without a folder."""
     if job.folder is None:
         return simulate(job), None
     with tempfile.TemporaryDirectory(prefix="kvbench-simulate-") as scratch:
@@ -250,7 +250,7 @@ def sustainable_rate(run: Callable[[float], bool], first: float, tolerance: floa
 
 
 def job_at_rate(job: SimulationJob, rate: float, seconds: float) -> SimulationJob:
-    """``job`` at ``rate`` [1/s] for at least ``seconds``; of a trace the times are scaled."""
+    """Returns ``job`` at ``rate`` [1/s] for at least ``seconds``; of a trace the times are scaled."""
     if job.load.arrivals == "trace":
         load, point = at_rate(job.load, rate, 0, job.native_rate), job.point
     else:

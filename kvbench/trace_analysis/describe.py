@@ -36,7 +36,7 @@ LENGTH_HEADS = ("", *(field.name for field in dataclasses.fields(Quantiles)), "t
 
 @dataclass(frozen=True)
 class MemoryStats:
-    """How much KV the requests need, in tokens of prompt + output, and how much of a reservation they fill.
+    """The KV that the requests need, in tokens of prompt + output, and the share of a reservation that they fill.
 
     reserve_max_util, reserve_p99_filled: filled share when every request gets room for the longest one, or for the
         99th percentile (a longer request fills its room)
@@ -55,7 +55,7 @@ class MemoryStats:
 
 @dataclass(frozen=True)
 class Arrivals:
-    """When requests come; ``rate``: requests over span [1/s].
+    """The times at which requests come; ``rate``: requests over span [1/s].
 
     cv: standard deviation of the gaps over their mean, 1 for Poisson
     zero_gap_share: share of the gaps that are 0
@@ -151,7 +151,7 @@ def spread(values: Sequence[float] | np.ndarray) -> Quantiles:
 
 
 def memory(total_tokens: np.ndarray) -> MemoryStats:
-    """``total_tokens`` [requests, at least one]: prompt + output."""
+    """Computes the need of requests with ``total_tokens`` of prompt + output [requests, at least one]."""
     total = spread(total_tokens)
     needed = float(total_tokens.sum())
     return MemoryStats(
@@ -264,7 +264,7 @@ def _number(value: float) -> str:
 
 
 def as_dict(description: Description) -> dict[str, Any]:
-    """What ``--json`` prints. Rates are shares, 0 to 1; null where the trace does not tell."""
+    """Returns what ``--json`` prints. Rates are shares, 0 to 1; null where the trace does not tell."""
     trace, cache = description.trace, description.cache
     memory, arrivals, sessions = (
         None if part is None else dataclasses.asdict(part)
