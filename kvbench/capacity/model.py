@@ -14,7 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from engine.kv.budget import KVShape, LayerKV
 from engine.model.spec import DTYPE_BYTES, ModelSpec, find_model, shipped_models
-from kvbench.common.errors import UsageError
+from kvbench.common.errors import UsageError, as_usage_error
 from kvbench.common.schema import explain
 from kvbench.common.text import nearest
 
@@ -226,10 +226,8 @@ def plan_model(model: str) -> PlannedModel:
     """
     path = Path(model).expanduser()
     if path.is_dir() or path.suffix == ".json":
-        try:
+        with as_usage_error():
             return _planned(find_model(model, "dummy"))
-        except ValueError as error:
-            raise UsageError(str(error)) from None
     shipped = _by_name(model)
     if shipped is None:
         raise UsageError(

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from engine.execution.simulated_executor import StepWork
 from kvbench.common.console import make_table, print_plain, print_table
-from kvbench.common.errors import UsageError
+from kvbench.common.errors import UsageError, as_usage_error
 from kvbench.common.files import write_text
 from kvbench.common.parsing import parse_yaml
 from kvbench.common.text import shorten
@@ -395,10 +395,8 @@ def _calibrate_sweep(folder: Path, check: Sequence[Path], output: Path | None, *
 
 
 def _read_sweep(folder: Path) -> Run:
-    try:
+    with as_usage_error():
         run = read_run(folder)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
     if run.manifest.gpus:
         raise UsageError(f"{folder} was measured on a GPU: unit costs are for CPUs, whose steps do not overlap")
     return run

@@ -11,7 +11,7 @@ from kvbench.capacity.fit import GIB, Settings, memory_of
 from kvbench.capacity.gpus import GPU, known_gpus
 from kvbench.capacity.model import PlannedModel
 from kvbench.capacity.weights import experts_of, weights_of
-from kvbench.common.errors import UsageError
+from kvbench.common.errors import UsageError, as_usage_error
 from kvbench.common.text import format_bytes, listing
 from kvbench.simulation.cost_model import TYPICAL, CostCalibration, GpuShare, Roofline
 from kvbench.simulation.drive import Replica, SettingsByName, StepTimer
@@ -96,7 +96,7 @@ class Machine:
 
         Raises UsageError for settings that cannot be, and for a model that does not fit, with the numbers.
         """
-        try:
+        with as_usage_error():
             config = EngineConfig.from_mapping({**settings, "model": self.model.name, "device": self.device})
             if config.async_scheduling is None or not self.overlaps:
                 config = replace(config, async_scheduling=self.overlaps)
@@ -105,8 +105,6 @@ class Machine:
                 replace(config, kv_budget=budget), self.model.spec.max_positions, shape, budget, may_lower=True
             )
             return config, capacity_of(config, shape, budget)
-        except ValueError as error:
-            raise UsageError(str(error)) from None
 
     def _kv_budget(self, config: EngineConfig) -> int:
         """Bytes for KV on all GPUs: as many as asked for, or all that they have beside the weights."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from kvbench.common.errors import UsageError
+from kvbench.common.errors import as_usage_error
 from kvbench.common.files import pack, write_json
 from kvbench.common.records import Record
 from kvbench.metrics.model import LoadOutcome
@@ -85,13 +85,11 @@ class SimulationJob:
         """The requests for engines such as ``replica``. Raises UsageError."""
         longest = replica.engine.config.max_model_len
         assert longest is not None
-        try:
+        with as_usage_error():
             return stream_requests(
                 self.load, vocab_size=replica.engine.model_info.vocab_size, max_model_len=longest, seed=self.seed,
                 repeat=_REPEAT, concurrency=self.point.concurrency, rate=self.point.request_rate,
             )  # fmt: skip
-        except ValueError as error:
-            raise UsageError(str(error)) from None
 
     @property
     def native_rate(self) -> float:

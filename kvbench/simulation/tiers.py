@@ -33,7 +33,7 @@ from kvbench.capacity.fit import GIB, Settings, memory_of
 from kvbench.capacity.gpus import parse_gpus
 from kvbench.capacity.model import plan_model
 from kvbench.capacity.weights import weights_of
-from kvbench.common.errors import UsageError
+from kvbench.common.errors import UsageError, as_usage_error
 from kvbench.common.text import format_bytes, parse_bytes
 from kvbench.simulation.machine import Machine
 from kvbench.trace_analysis.cache_sim import PagedPrefixes, PrefixNodes, hit_rates
@@ -378,13 +378,11 @@ def tiers_command(
     count, gpu = parse_gpus(device)
     machine, dtype = Machine(plan_model(model), gpu, count), kv_cache_dtype or "auto"
     sizes = parse_tiers(tiers, machine, dtype)
-    try:
+    with as_usage_error():
         read = read_page_ids(trace, format, page_size)
         assert read.page_size is not None
         with Console(stderr=True).status(f"replaying {len(read):,} requests"):
             result = simulate_tiers(read, FirstTokens(machine, read.page_size, sizes, dtype), policy or "lru", warm_up)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
     title = f"{file_names(trace)}: {machine.model.name} on {machine.title}"
     if html is not None:
         html.write_text(_figure(result, title).to_html(include_plotlyjs=True), encoding="utf-8")
