@@ -312,7 +312,7 @@ def _place(manifest: Manifest) -> tuple[tuple[str, str], ...]:
     profile = f"profile {manifest.profile}" if manifest.profile else None
     if manifest.simulated:  # on any machine: what counts is what it is a simulation of
         facts = {"device": manifest.device, "model": model, "profile": profile}
-        facts |= {name: manifest.simulated.get(name) for name in ("cost_model", "ops", "calibration")}
+        facts |= {name: getattr(manifest.simulated, name) for name in ("cost_model", "ops", "calibration")}
     else:
         cpu = manifest.cpu
         facts = {

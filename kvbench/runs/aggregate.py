@@ -183,7 +183,7 @@ def _summary(
     wrong = tuple(f"repeat {r}: {result.wrong_answers}" for r, result in results.items() if result.wrong_answers)
     canaries = counted(requests)
     return CellSummary(
-        **({"simulated": manifest.simulated} if manifest.simulated else {}),
+        **({"simulated": manifest.simulated.to_json()} if manifest.simulated else {}),
         cell_id=cell.cell_id,
         config_id=configuration.config_id,
         label=configuration.label,

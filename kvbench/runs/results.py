@@ -359,6 +359,19 @@ class RunningServer(Record):
     no_tls_verify: bool | None = None
 
 
+class SimulatedMachine(Record):
+    """On what a simulated run ran, and where its step times came from."""
+
+    model_config = ConfigDict(extra="allow")
+
+    device: str | None = None
+    tensor_parallel: int | None = None
+    model: str | None = None
+    cost_model: str | None = None
+    ops: str | None = None
+    calibration: str | None = None
+
+
 class MeasuredTarget(Record):
     """What is measured, under the names of the command line. ``simulated``: on what a simulation runs."""
 
@@ -371,7 +384,7 @@ class MeasuredTarget(Record):
     target_options: RunningServer = RunningServer()
     backend: str | None = None
     shared_machine: bool = False
-    simulated: Mapping[str, Any] | None = None
+    simulated: SimulatedMachine | None = None
 
     @property
     def is_built_in(self) -> bool:
