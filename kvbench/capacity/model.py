@@ -284,19 +284,14 @@ def _planned(spec: ModelSpec, other_parameters: int = 0) -> PlannedModel:
         row = LayerKV(1, config.kv_lora_rank + config.qk_rope_head_dim, 0)
         layers = (CachedLayers(len(cached), row, latent=True),)
     else:
-        _check_layers(spec, config)
+        others = set(config.layer_types or ()) - _CACHED
+        if others or any(key.startswith(_OTHER_STATES) for key in spec.text_config):
+            raise UsageError(
+                f"model {spec.name!r} has layers ({', '.join(sorted(others)) or config.model_type}) that cache "
+                "something else than K and V of its tokens: kvbench cannot plan their memory"
+            )
         groups = Counter(zip(cached, spec.windows(len(cached)), strict=True))
         layers = tuple(CachedLayers(count, kv, window) for (kv, window), count in groups.items())
     tied = outer.tie_word_embeddings if config.tie_word_embeddings is None else config.tie_word_embeddings
     quantization = outer.quantization_config or config.quantization_config
     return PlannedModel(spec, config, layers, quantization, tied, other_parameters)
-
-
-def _check_layers(spec: ModelSpec, config: DecoderConfig) -> None:
-    """Raises UsageError for layers that cache something else than K and V."""
-    others = set(config.layer_types or ()) - _CACHED
-    if others or any(key.startswith(_OTHER_STATES) for key in spec.text_config):
-        raise UsageError(
-            f"model {spec.name!r} has layers ({', '.join(sorted(others)) or config.model_type}) that cache something "
-            "else than K and V of its tokens: kvbench cannot plan their memory"
-        )

@@ -88,7 +88,15 @@ def simulated_workload(
             f"--device {device}"
         )
     section |= {"device": device} | ({"tensor_parallel": count} if count > 1 else {})
-    notes = _settle_model(data, section.pop("model", None), workload)
+    notes, asked = [], section.pop("model", None)
+    if asked is not None:
+        is_path = Path(asked).suffix == ".json" or Path(asked).is_dir()
+        data["model"] = {"config": str(Path(asked).resolve()) if is_path else plan_model(asked).name}
+    else:
+        dtype, own = workload.model.dtype, plan_model(str(workload.engine["model"])).spec.default_dtype
+        if dtype not in (None, "auto", own):
+            data["model"] = {key: value for key, value in data["model"].items() if key != "dtype"}
+            notes.append(f"weights and KV are counted in {own}, the model's own dtype, not in {dtype}")
     keys = {override.partition("=")[0].strip() for override in overrides}
     keeps_budget = bool(keys & {"engine", "engine.kv_budget"}) or not given.keys() & _MACHINE
     keeps_budget |= device == THIS_CPU  # where the workload's own budget for a CPU is meant
@@ -96,19 +104,6 @@ def simulated_workload(
     data |= {"simulate": section, "max_minutes": None}
     made = resolve(data, profile=workload.profile, source=None, where=str(workload.source or workload.name))
     return dataclasses.replace(made, source=workload.source), tuple(notes)
-
-
-def _settle_model(data: dict[str, Any], asked: str | None, workload: Workload) -> list[str]:
-    """Puts the model that was asked for in the place of the workload's; returns notes on its dtype."""
-    if asked is not None:
-        is_path = Path(asked).suffix == ".json" or Path(asked).is_dir()
-        data["model"] = {"config": str(Path(asked).resolve()) if is_path else plan_model(asked).name}
-        return []
-    dtype, model = workload.model.dtype, plan_model(str(workload.engine["model"]))
-    if dtype in (None, "auto", model.spec.default_dtype):
-        return []
-    data["model"] = {key: value for key, value in data["model"].items() if key != "dtype"}
-    return [f"weights and KV are counted in {model.spec.default_dtype}, the model's own dtype, not in {dtype}"]
 
 
 def _leave_out(data: dict[str, Any], *, keeps_budget: bool) -> list[str]:
