@@ -196,34 +196,29 @@ _LATENCIES = ("ttft", "tpot", "itl", "e2el", "client_queue")
 _SHARE = 0.0005  # of the steps' time: less is not told
 _SHOWN = ("mean", "p50", "p95", "p99", "max")
 
-# Columns of tables: the figure's name, its head, and its text.
-_COLUMNS: Mapping[str, tuple[str, Callable[[Any], str]]] = {
-    "requests": ("requests", lambda f: count(f.completed)),
-    "req/s": ("req/s", lambda f: significant(f.request_throughput)),
-    "tok/s": ("tok/s", lambda f: tokens_per_s(f.output_throughput)),
-    "mean TTFT": ("TTFT mean ms", lambda f: milliseconds(f.ttft_ms.mean)),
-    "p95 TTFT": ("p95", lambda f: milliseconds(f.ttft_ms.p95)),
-    "mean TPOT": ("TPOT mean ms", lambda f: milliseconds(f.tpot_ms.mean)),
-    "p95 TPOT": ("p95", lambda f: milliseconds(f.tpot_ms.p95)),
-    "p95 E2EL": ("E2EL p95 ms", lambda f: milliseconds(f.e2el_ms.p95)),
-    "running": ("running peak", lambda f: count(f.running.peak)),
-    "waiting": ("waiting peak", lambda f: count(f.waiting.peak)),
-    "KV": ("KV peak", lambda f: percent(f.kv_usage.peak)),
-    "hits": ("hit rate", lambda f: percent(f.hit_rate)),
-    "preempted": ("preempted", lambda f: count(f.num_preemptions)),
-    "imbalance": ("imbalance", lambda f: ratio(f.imbalance.get("total_output_tokens"))),
-}
-_OF_A_REPLICA = ("requests", "tok/s", "mean TTFT", "p95 TTFT", "running", "KV", "hits", "preempted")
-_OF_A_LOAD = (
-    "req/s", "tok/s", "mean TTFT", "p95 TTFT", "mean TPOT", "p95 TPOT", "p95 E2EL", "running", "waiting", "KV", "hits",
-    "preempted", "imbalance",
-)  # fmt: skip
+_COLUMNS: Sequence[tuple[str, str, Callable[[Any], str]]] = (
+    ("replica", "requests", lambda f: count(f.completed)),
+    ("load", "req/s", lambda f: significant(f.request_throughput)),
+    ("both", "tok/s", lambda f: tokens_per_s(f.output_throughput)),
+    ("both", "TTFT mean ms", lambda f: milliseconds(f.ttft_ms.mean)),
+    ("both", "p95", lambda f: milliseconds(f.ttft_ms.p95)),
+    ("load", "TPOT mean ms", lambda f: milliseconds(f.tpot_ms.mean)),
+    ("load", "p95", lambda f: milliseconds(f.tpot_ms.p95)),
+    ("load", "E2EL p95 ms", lambda f: milliseconds(f.e2el_ms.p95)),
+    ("both", "running peak", lambda f: count(f.running.peak)),
+    ("load", "waiting peak", lambda f: count(f.waiting.peak)),
+    ("both", "KV peak", lambda f: percent(f.kv_usage.peak)),
+    ("both", "hit rate", lambda f: percent(f.hit_rate)),
+    ("both", "preempted", lambda f: count(f.num_preemptions)),
+    ("load", "imbalance", lambda f: ratio(f.imbalance.get("total_output_tokens"))),
+)
+"""A column of the tables of loads and replicas: which of them has it, its head, and its text."""
 
 
 def show(console: Console, results: Sequence[Simulation]) -> None:
     """One simulation in full, several in a table of one line each."""
     if len(results) > 1:
-        print_table(console, _table("load", _OF_A_LOAD, {r.facts.name: r.figures for r in results}, "simulated"))
+        print_table(console, _table("load", {r.facts.name: r.figures for r in results}, "simulated"))
         print_plain(console, _machine_line(results[0].facts))
         for result in results:
             for line in [*_failures(result.figures), *_cost_notes(result.figures)]:
@@ -246,7 +241,7 @@ def show(console: Console, results: Sequence[Simulation]) -> None:
         print_plain(console, line)
     if figures.replicas:
         numbered = {str(number): replica for number, replica in enumerate(figures.replicas)}
-        print_table(console, _table("replica", _OF_A_REPLICA, numbered, "each replica, simulated"))
+        print_table(console, _table("replica", numbered, "each replica, simulated"))
 
 
 def _latencies(figures: SimulatedFigures) -> dict[str, Distribution]:
@@ -254,10 +249,10 @@ def _latencies(figures: SimulatedFigures) -> dict[str, Distribution]:
     return {name: distribution for name, distribution in values.items() if distribution.n}
 
 
-def _table(head: str, names: Sequence[str], figures: Mapping[str, SimulatedFigures], title: str) -> Table:
-    columns = [_COLUMNS[name] for name in names]
-    rows = [(name, *(text(one) for _, text in columns)) for name, one in figures.items()]
-    return make_table((head, *(heading for heading, _ in columns)), rows, title=title)
+def _table(what: str, figures: Mapping[str, SimulatedFigures], title: str) -> Table:
+    columns = [(head, text) for table, head, text in _COLUMNS if table in (what, "both")]
+    rows = [(name, *(text(values) for _, text in columns)) for name, values in figures.items()]
+    return make_table((what, *(head for head, _ in columns)), rows, title=title)
 
 
 def _load_lines(f: FleetFigures) -> Iterator[str]:
