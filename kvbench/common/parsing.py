@@ -41,6 +41,15 @@ def parse_json(data: str | bytes) -> Any:
     return value
 
 
+def json_at(value: Any, *path: str) -> Any:
+    """Returns what lies at ``path`` in JSON from outside; None where it, or an object on the way to it, is missing."""
+    for name in path:
+        if not isinstance(value, dict):
+            return None
+        value = value.get(name)
+    return value
+
+
 def _check_depth(value: Any) -> None:
     level: list[Any] = [[value]]
     for _ in range(MOST_DEPTH + 1):
@@ -65,7 +74,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def read_yaml(path: Path) -> Any:
-    """``parse_yaml`` of a file. Raises OSError and ValueError, also for a file of more than ``MOST_BYTES``."""
+    """Reads a file as ``parse_yaml`` does. Raises OSError and ValueError, also for more than ``MOST_BYTES``."""
     with path.open("rb") as file:
         data = file.read(MOST_BYTES + 1)
     if len(data) > MOST_BYTES:

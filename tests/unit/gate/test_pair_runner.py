@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 
+from kvbench.gate.compare.clock import Clock
 from kvbench.gate.compare.folder import CompareFolder
-from kvbench.gate.compare.pair_runner import ATTEMPTS, ATTEMPTS_TO_BLAME, LaunchedPairs, PairRunner
+from kvbench.gate.compare.pair_runner import ATTEMPTS, ATTEMPTS_TO_BLAME, PairRunner, measure_launched
 from kvbench.gate.timing.plan import SIDES, match_designs, turns
 from kvbench.gate.timing.rules import DEFAULT_RULES
-from kvbench.sweep.block import Failure
+from kvbench.runs.results import FailedLoad
 from kvbench.workload.design import make_design
 from kvbench.workload.load_section import load_point
 from tests.support.compare_folders import write_load
@@ -43,7 +45,9 @@ class Sides:
             log.write_text(word)
             for cell in block.cells:
                 if word in ("dead", "client"):
-                    failures.append(Failure(cell.cell_id, block.repeat, word, of_server=word == "dead"))
+                    failures.append(
+                        FailedLoad(cell_id=cell.cell_id, repeat=block.repeat, reason=word, of_server=word == "dead")
+                    )
                     continue
                 reasons = [] if word in ("good", "silent") else [word.lstrip("!?")]
                 faults = reasons if word[0] in "!?" else []
@@ -67,7 +71,7 @@ def run(tmp_path, matches, **told):
     sides.kept, sides.failed, sides.most = [], [], []
     sides.runner = PairRunner(
         folder,
-        LaunchedPairs(sides.runners).measure,
+        partial(measure_launched, sides.runners, Clock()),
         DEFAULT_RULES.metrics,
         lambda turn, first: sides.kept.append((turn.match.key, first)),
         lambda attempt, most: (sides.failed.append(attempt), sides.most.append(most)),

@@ -16,14 +16,12 @@ from scipy.optimize import brentq
 
 from kvbench.calibration.calibrate import CalibrationSettings
 from kvbench.common.errors import EXIT_INCONCLUSIVE, EXIT_INVALID, EXIT_OK, MeasurementError
-from kvbench.load.validity import client_report, invalid_reasons
+from kvbench.load.validity import Clocked, client_figures, invalid_reasons
 from kvbench.metrics.latency import summarise
 from kvbench.metrics.model import LoadMetrics
 from kvbench.sweep.load_folder import LoadFolder
-from kvbench.sweep.rate_plan import RunLength
-from kvbench.sweep.rate_run import RateSearch, answer_sentence, client_alone, request_times
-from kvbench.sweep.rate_search import Answer, Bounds, parse_conditions
-from kvbench.sweep.rate_threshold import Interval
+from kvbench.sweep.rate_run import RateSearch, RunLength, answer_sentence, client_alone, request_times
+from kvbench.sweep.rate_search import Bounds, Interval, SearchAnswer, parse_conditions
 from kvbench.sweep.show_load import StoredLoad
 from tests.unit.calibration.test_calibration import taken
 
@@ -31,7 +29,7 @@ TWO_RATES = Bounds(1.0, 0.1, 2.0, 0.2)
 AT_LEAST = Interval(1.9, None, None)
 SERVICE_S = 0.1
 N = 2000  # requests of a run
-CLIENT = client_report([], [0.04] * 5000, cpu_s=9.9, wall_s=10.0, mode="open")  # lagged, and used all of a core
+CLIENT = client_figures([], [0.04] * 5000, [Clocked(cpu_s=9.9)], "open", 10.0)  # lagged, and used all of a core
 
 
 def waiting_cdf(t: float, rate: float, service: float) -> float:
@@ -226,7 +224,9 @@ def test_what_the_answer_says_of_the_runs_behind_it(new):
             )
             for run in search.runs
         ]
-        return answer_sentence(Answer("found", interval or AT_LEAST), search.conditions, runs, search.bounds, length)
+        return answer_sentence(
+            SearchAnswer("found", interval or AT_LEAST), search.conditions, runs, search.bounds, length
+        )
 
     assert "fewer" not in sentence(130, 0) and "129 completed" in sentence(130, 1)
     assert "overload" not in sentence(130, 0, RunLength(1, 0.0, overload=0.05, patience_s=0.5))
