@@ -38,14 +38,27 @@ def quality_table(cells: Sequence[MeasuredCell]) -> ReportTable:
     def fine_percent(value: float | None) -> str:
         return "–" if value is None else f"{value * 100:.2f} %"
 
+    def valid(cell: MeasuredCell) -> Value:
+        if cell.doubt == "invalid":
+            return Value("no", 0, words.plural(len(cell.invalid_reasons), "reason"), "worse")
+        return Value("yes", 1, "wrong answers" if cell.wrong_answers else "requests refused" if cell.refused else "")
+
+    def client_cpu(cell: MeasuredCell) -> Value:
+        worst, cost = _worst(cell.client("cpu_fraction")), _worst(cell.client("cpu_s_per_1000_output_tokens"))
+        return Value(words.percent(worst), worst, "" if cost is None else f"{words.significant(cost)} s/1,000")
+
+    def processes(cell: MeasuredCell) -> Value:
+        most = max((len(p) for p in cell.client("processes")), default=0)
+        return Value(str(most), most) if most else Value("–")
+
     every = [
         *identity_columns(),
-        Column("valid", "valid", "whether all repeats pass their checks", _valid),
+        Column("valid", "valid", "whether all repeats pass their checks", valid),
         Column("client_lag_p99_ms", "lag p99 ms", "of the client's timestamps, worst repeat", _lag),
         _client("schedule_slip_p99_ms", "slip p99 ms", "open loop, worst repeat", words.milliseconds),
         _client("coalesced_share", "coalesced", "share of the chunks, worst repeat", fine_percent),
-        Column("client_cpu", "client CPU", "share of one core, worst repeat", _client_cpu),
-        Column("client_processes", "load processes", "that shared the load", _processes),
+        Column("client_cpu", "client CPU", "share of one core, worst repeat", client_cpu),
+        Column("client_processes", "load processes", "that shared the load", processes),
         _machine("server_cpu_cores", "server cores", words.significant),
         _machine("foreign_cpu_cores", "other processes, cores", words.significant),
         _machine("steal_share", "steal", words.percent),
@@ -102,12 +115,6 @@ def _machine(key: str, title: str, render: Render) -> Column:
     return number_column(f"machine_{key}", title, "worst repeat", worst, render)
 
 
-def _valid(cell: MeasuredCell) -> Value:
-    if cell.doubt == "invalid":
-        return Value("no", 0, words.plural(len(cell.invalid_reasons), "reason"), "worse")
-    return Value("yes", 1, "wrong answers" if cell.wrong_answers else "requests refused" if cell.refused else "")
-
-
 def _lag(cell: MeasuredCell) -> Value:
     worst = _worst(cell.client("lag_p99_ms"))
     sources = sorted({str(source) for source in cell.client("lag_source")})
@@ -116,13 +123,3 @@ def _lag(cell: MeasuredCell) -> Value:
     elif False in cell.client("lag_judged"):
         sources.append("not judged: too few chunks")
     return Value(words.milliseconds(worst), worst, words.listing(sources) if worst is not None else "")
-
-
-def _client_cpu(cell: MeasuredCell) -> Value:
-    worst, cost = _worst(cell.client("cpu_fraction")), _worst(cell.client("cpu_s_per_1000_output_tokens"))
-    return Value(words.percent(worst), worst, "" if cost is None else f"{words.significant(cost)} s/1,000")
-
-
-def _processes(cell: MeasuredCell) -> Value:
-    most = max((len(p) for p in cell.client("processes")), default=0)
-    return Value(str(most), most) if most else Value("–")

@@ -62,8 +62,11 @@ def render(template: str, drawn: Sequence[Drawing], **values: Any) -> str:
     """A template of this package with its style, its script and the figures of ``drawn``. All values are escaped."""
     loader = PackageLoader("kvbench.report")
     made = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    figures_json = "[" + ",".join(drawing.figure.to_json() for drawing in drawn) + "]"
+    for character, code in (("<", "\\u003c"), (">", "\\u003e"), ("&", "\\u0026")):  # safe inside a script element
+        figures_json = figures_json.replace(character, code)
     return made.get_template(template).render(
-        figures_json=Markup(_figures_json(drawn)),
+        figures_json=Markup(figures_json),
         figure_numbers={drawing.key: i for i, drawing in enumerate(drawn)},
         css=Markup(template_file("page.css")),
         js=Markup(template_file(PAGE_JS)),
@@ -76,12 +79,6 @@ def render(template: str, drawn: Sequence[Drawing], **values: Any) -> str:
 def template_file(name: str) -> str:
     """The text of a file in templates/: a script or a style."""
     return (files("kvbench.report") / "templates" / name).read_text(encoding="utf-8")
-
-
-def _figures_json(drawn: Sequence[Drawing]) -> str:
-    """The figures as a JSON array that is safe inside a script element."""
-    text = "[" + ",".join(drawing.figure.to_json() for drawing in drawn) + "]"
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 # --- Markdown ---

@@ -35,26 +35,23 @@ def write_pngs(drawings: Sequence[Drawing], folder: Path) -> list[Path]:
         raise UsageError("PNG files need kaleido, which is not installed: pip install 'kaleido>=1'") from None
     paths = [folder / f"{drawing.key}.png" for drawing in drawings]
     jobs = [
-        {"fig": figure, "path": path, "opts": {"format": "png", "scale": SCALE, **_size(figure)}}
+        {
+            "fig": figure,
+            "path": path,
+            "opts": {"format": "png", "scale": SCALE, "width": figure.layout.width, "height": figure.layout.height},
+        }
         for figure, path in zip(map(_standalone, drawings), paths, strict=True)
     ]
     try:
         # MathJax, which plotly's own write_images always has, would be fetched from the network
         kaleido.write_fig_from_object_sync(jobs, kopts={"mathjax": False}, cancel_on_error=True)
     except (ChromeNotFoundError, BrowserFailedError) as error:
+        why = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise UsageError(
-            f"PNG files need Chrome or Chromium, and none could be started ({_first_line(error)}): install one (apt "
+            f"PNG files need Chrome or Chromium, and none could be started ({why}): install one (apt "
             "install chromium, or kaleido_get_chrome), or name its program in the variable BROWSER_PATH"
         ) from None
     return paths
-
-
-def _size(figure: go.Figure) -> dict[str, int]:
-    return {"width": figure.layout.width, "height": figure.layout.height}
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _standalone(drawing: Drawing) -> go.Figure:

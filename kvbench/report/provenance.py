@@ -237,10 +237,14 @@ def environment(run: Run) -> list[tuple[str, str]]:
     shown = [name for name in _SHOWN if name in stored and not (run.simulated and name in _OF_THIS_MACHINE)]
     budgets = sorted({c.capacity.kv_budget_bytes for c in run.cells} - {None})
     capacities = [f"{kv_capacity(c.capacity)} ({c.name})" for c in run.cells if c.capacity.capacity_tokens]
-    servers = run.manifest.servers.values()
+    servers, known = run.manifest.servers.values(), run.simulated
+    simulated = known and {
+        "simulated": f"{known.model} on {on_what(run)}", "step times": known.cost_model, "ops": known.ops,
+        "calibration": known.calibration,
+    }  # fmt: skip
     facts = [
         ("target", target(run)),
-        *_simulated_facts(run).items(),
+        *(simulated.items() if known else ()),
         *((name, stored[name]) for name in shown),
         ("KV budget", words.listing([words.data_size(b) for b in budgets])),
         ("KV capacity", _once(capacities)),
@@ -329,13 +333,6 @@ def on_what(run: Run) -> str:
 def title(run: Run) -> str:
     """The workload, marked where the run is simulated."""
     return f"{run.workload} (simulated)" if run.simulated else run.workload
-
-
-def _simulated_facts(run: Run) -> dict[str, str | None]:
-    if not (known := run.simulated):
-        return {}
-    facts = {"simulated": f"{known.model} on {on_what(run)}", "step times": known.cost_model}
-    return facts | {"ops": known.ops, "calibration": known.calibration}
 
 
 def simulated_details(run: Run) -> list[str]:

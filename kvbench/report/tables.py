@@ -190,11 +190,15 @@ def main_table(comparisons: Comparisons, slo: str = "", cache_state: str = "") -
         lambda c: _ratio_to(comparisons.references[c.load], c, comparisons.to_reference.get(c.cell_id)),
     )
 
+    def configuration(cell: MeasuredCell) -> Value:
+        notes = filter(None, ("baseline" if cell.is_baseline else "", cell.doubt))
+        return Value(cell.name, cell.name, ", ".join(notes), "" if cell.valid else "worse")
+
     def gauge(key: str, title: str, hint: str, name: str, render: Render) -> Column:
         return number_column(key, title, hint, lambda cell: median(cell.observed(name)), render)
 
     every = [
-        Column("configuration", "configuration", "engine settings", _configuration),
+        Column("configuration", "configuration", "engine settings", configuration),
         identity_columns()[1],
         Column("output_tokens_per_s", "output tok/s", "steady window: median, lowest–highest repeat; then the whole "
                "run, ramp-up and drain included", _throughput),
@@ -330,11 +334,6 @@ def _latency_column(shown: Figure) -> Column:
         return Value(text + UNCERTAIN * uncertain, value, "\n".join(notes))
 
     return Column(_key(shown), f"{title} {which} ms", hint, entry)
-
-
-def _configuration(cell: MeasuredCell) -> Value:
-    notes = filter(None, ("baseline" if cell.is_baseline else "", cell.doubt))
-    return Value(cell.name, cell.name, ", ".join(notes), "" if cell.valid else "worse")
 
 
 def _throughput(cell: MeasuredCell) -> Value:

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvbench.common.console import make_table
-from kvbench.effects.comparison import Call, Comparison
+from kvbench.effects.comparison import Call
 from kvbench.report.comparisons import CALLS, NOT_TOLD, THROUGHPUT, TTFT, WHOLE_RUN, interval, leaders
 from kvbench.report.document import Document
 from kvbench.report.provenance import on_what
@@ -111,20 +111,19 @@ def engine_time_console(report: Document) -> Table | None:
         cell_id = row.cell.cell_id if row.cell else row.values[0].text
         effects = [known.of(cell_id, metric) for metric in (THROUGHPUT, TTFT)]
         calls |= {effect.call for effect in effects if effect}
-        made.add_row(Text(f"  {row.values[0].text}"), *map(_in_one_line, effects))
+        entries = [Text("–")] * len(effects)
+        for i, effect in enumerate(effects):
+            if effect:  # +13.2 (+12.9 to +13.6) ahead
+                ends = f" ({_change(effect.low)} to {_change(effect.high)})" if interval(effect) else ""
+                text = f"{_change(effect.ratio)}{ends} {CALLS[effect.call]}"
+                entries[i] = Text(text, style=_STYLES.get(effect.call, ""))
+        made.add_row(Text(f"  {row.values[0].text}"), *entries)
     caption = "tok/s of the whole run; ahead: for the better" + "\nopen: not decided" * (Call.UNDECIDED in calls)
     made.caption, made.caption_justify = Text(caption), "left"
     return made
 
 
-def _in_one_line(effect: Comparison | None) -> Text:
-    """+13.2 (+12.9 to +13.6) ahead; whole numbers from 100 on"""
-    if effect is None:
-        return Text("–")
-    ends = f" ({_change(effect.low)} to {_change(effect.high)})" if interval(effect) else ""
-    return Text(f"{_change(effect.ratio)}{ends} {CALLS[effect.call]}", style=_STYLES.get(effect.call, ""))
-
-
 def _change(ratio: float) -> str:
+    """+13.2; whole numbers from 100 on."""
     percent = round(100 * (ratio - 1), 1) + 0.0  # no -0.0
     return f"{percent:+.0f}" if abs(percent) >= 100 else f"{percent:+.1f}"

@@ -65,7 +65,7 @@ def effects_figure(frame: pd.DataFrame, margin: float) -> go.Figure:
         figure.add_vrect(-margin, margin, fillcolor="rgba(128,128,128,0.2)", line_width=0, **band)
         figure.add_vline(0, line_width=1, line_color=GREY, **band)
         figure.update_xaxes(range=[low, high], nticks=5, tickangle=0, row=1, col=column)
-    names = [_in_lines(row) for row in rows]
+    names = ["<br>".join(map(safe, wrap(row, _LONGEST))) for row in rows]
     figure.update_yaxes(range=[-0.5, len(rows) - 0.2], tickvals=list(range(len(rows))), ticktext=names)
     lines = max(name.count("<br>") for name in names) + 1
     finish(figure, 112 + max(80, (_ROW + _LINE * lines) * len(rows)))
@@ -115,11 +115,6 @@ def _range(part: pd.DataFrame) -> tuple[float, float]:
     low, high = max(min(ends), -most), min(max(ends), most)
     room = 0.16 * (high - low)
     return min(low - room, -_LEAST_RANGE / 3), max(high + room, _LEAST_RANGE / 3)
-
-
-def _in_lines(name: str) -> str:
-    """A row's name in lines that leave room for the panels."""
-    return "<br>".join(safe(line) for line in wrap(name, _LONGEST))
 
 
 def drawing(comparisons: Comparisons, engine_time: EngineTime | None) -> Drawing | None:

@@ -17,7 +17,7 @@ from kvbench.metrics.definitions import METRICS
 from kvbench.report.comparisons import Comparisons, median
 from kvbench.report.style import Drawing, LineStyle, finish, log_axis, safe
 from kvbench.report.tables import UNCERTAIN, Row, Section, Value, listed_table
-from kvbench.runs.model import MeasuredCell, all_steady, all_steady_latency
+from kvbench.runs.model import all_steady, all_steady_latency
 
 _AXES = {  # column -> title, whether more is better
     "tokens_per_s": (METRICS["output_throughput"].short, True),
@@ -46,11 +46,12 @@ def frontier_frame(comparisons: Comparisons, price_per_hour: float | None = None
     rows, steady, steady_latency = [], all_steady(cells), all_steady_latency(cells)
     for cell in cells:
         tokens = cell.throughput(steady)
+        used = {r.repeat: (r.machine.gpu_energy_j, r.metrics.total_output_tokens) for r in cell.repeats}
         series: dict[str, Mapping[int, float]] = {
             "tokens_per_s": tokens,
             "goodput": cell.per_repeat("goodput"),
             "cost": {r: price_per_hour * 1e6 / (3600 * v) for r, v in tokens.items() if v} if price_per_hour else {},
-            "energy": _energy(cell),
+            "energy": {repeat: joules / count for repeat, (joules, count) in used.items() if joules and count},
             "ttft": cell.latency("ttft_ms.p95", steady_latency),
             "tpot": cell.latency("tpot_ms.p50", steady_latency),
         }
@@ -69,12 +70,6 @@ def frontier_frame(comparisons: Comparisons, price_per_hour: float | None = None
     names = [name + end for name in (*_AXES, *_LATENCIES) for end in _ENDS]
     names += [f"{name}_few" for name in _LATENCIES]
     return pd.DataFrame(rows, columns=["configuration", "name", "load", "rank", "steady", "steady_latency", *names])
-
-
-def _energy(cell: MeasuredCell) -> dict[int, float]:
-    """Joules of all GPUs over the load, per output token."""
-    used = {r.repeat: (r.machine.gpu_energy_j, r.metrics.total_output_tokens) for r in cell.repeats}
-    return {repeat: joules / tokens for repeat, (joules, tokens) in used.items() if joules and tokens}
 
 
 def _interval(values: Mapping[int, float]) -> tuple[float, float, float]:
