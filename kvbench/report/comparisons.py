@@ -80,7 +80,7 @@ def differing(a: MeasuredCell, b: MeasuredCell) -> set[str]:
 
 
 def short_name(cell: MeasuredCell, base: MeasuredCell | None) -> str:
-    """What distinguishes a configuration from the baseline: "page 8", "page 32 with FP8 KV (e4m3)", "contiguous".
+    """The difference to the baseline as a name: "page 8", "page 32 with FP8 KV (e4m3)", "contiguous".
 
     The baseline keeps its full name, and so does a configuration whose difference is not known.
     """
@@ -93,7 +93,7 @@ def short_name(cell: MeasuredCell, base: MeasuredCell | None) -> str:
 
 
 def tokens_held(cell: MeasuredCell, base: MeasuredCell) -> float | None:
-    """How many times as many tokens as ``base`` a configuration holds in the same memory; None where not known."""
+    """The tokens that a configuration holds over those of ``base`` in the same memory; None where not known."""
     held, before = cell.capacity.capacity_tokens, base.capacity.capacity_tokens
     return held / before if held and before else None
 
@@ -197,7 +197,7 @@ class SettingEffect:
 
 @dataclass(frozen=True)
 class Comparisons:
-    """How the configurations of a run compare with the baseline, computed once for everything that is shown of it.
+    """A run's configurations against the baseline, computed once for everything that is shown of it.
 
     clock: of what was served; cells: by configuration, then by load; loads: ascending
     load: the one that the report speaks of: the highest that decides anything, else the highest; None of no cells

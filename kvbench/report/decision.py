@@ -59,7 +59,7 @@ _FINEST = 0.02  # a change below this is not worth deciding
 
 @dataclass(frozen=True)
 class Candidate:
-    """What the run says of one configuration against the baseline, at one load.
+    """A configuration against the baseline, at one load.
 
     ``p95``: metric -> its comparison. ``elsewhere``: what is decided at other loads, and here in the other clock.
     """
@@ -85,7 +85,7 @@ class Candidate:
 
     @property
     def worst(self) -> tuple[MeasuredLoad, Comparison] | None:
-        """What is decided to worsen, and most: a p95, or something at another load or in the other clock."""
+        """The largest decided loss: a p95, or something at another load or in the other clock."""
         every = [*((self.cell.load, one) for one in self.p95.values()), *self.elsewhere]
         losses = [(load, one) for load, one in every if one.call == Call.WORSE]
 
@@ -129,7 +129,7 @@ class Candidate:
 
     @property
     def best(self) -> Comparison | None:
-        """What the configuration wins by: its throughput, or the p95 that is furthest ahead."""
+        """The comparison that the configuration wins by: its throughput, or the p95 that is furthest ahead."""
         return self.best_p95 if self.verdict == FASTER_P95 else self.throughput or self.best_p95
 
     def gain(self, one: Comparison | None, load: MeasuredLoad | None = None) -> str:
@@ -180,7 +180,7 @@ def count_words(text: str) -> int:
 
 
 def _candidate(cell: MeasuredCell, base: MeasuredCell, comparisons: Comparisons, quality: Quality) -> Candidate:
-    """What is known of one configuration against the baseline at its load."""
+    """A configuration against the baseline at its load."""
     decisive, elsewhere = dict(comparisons.decisive[cell.cell_id]), []
     for metric, decided in decisive.items():
         here = [known[cell.cell_id] for known in (comparisons.engine, comparisons.served)]
@@ -193,7 +193,7 @@ def _candidate(cell: MeasuredCell, base: MeasuredCell, comparisons: Comparisons,
 
 
 def wins(every: Sequence[Candidate]) -> list[Candidate]:
-    """Those that pay, the fastest first; without any, those with a better p95, the best p95 first.
+    """The candidates that pay, the fastest first; without any, those with a better p95, the best p95 first.
 
     In open loop the best p95 comes first in any case: the arrivals set the throughput.
     """
@@ -205,12 +205,12 @@ def wins(every: Sequence[Candidate]) -> list[Candidate]:
 
 
 def safe_ones(every: Sequence[Candidate]) -> list[Candidate]:
-    """Those whose answers were measured and found within the limits."""
+    """The candidates whose answers were measured and found within the limits."""
     return [one for one in every if one.quality.safe]
 
 
 def open_ones(every: Sequence[Candidate]) -> list[Candidate]:
-    """Those that a measurement of their answers may yet find safe."""
+    """The candidates that a measurement of their answers may yet find safe."""
     return [one for one in every if one.quality.open]
 
 
@@ -234,7 +234,7 @@ class NextStep:
 
 @dataclass(frozen=True)
 class Decision:
-    """What a run lets one decide, computed once: everything else in a report reads it.
+    """A run's comparisons, quality, limits and candidates, computed once: everything else in a report reads them.
 
     qualities: of the answers, by configuration id; limits: of every valid cell, the highest load first
     breaks: where each configuration breaks as the load grows
@@ -529,7 +529,7 @@ class Decision:
         return steps[:_MOST_STEPS]
 
     def quality_step(self) -> Iterator[NextStep]:
-        """What may be set needs its answers measured; a quantised KV too, since its price is always asked for."""
+        """Measures answers of what may be set, and of a quantised KV, whose price is always asked for."""
         ahead = wins(self.candidates)
         unknown = [one for one in open_ones(self.candidates) if one in ahead or is_quantised(one.cell)]
         if not unknown or self.run.simulated:
@@ -597,7 +597,7 @@ class Decision:
             yield NextStep(what, self.sweep_command(["-o", f"load.concurrency=[{', '.join(users)}]"]))
 
     def again(self) -> Iterator[NextStep]:
-        """What is missing or invalid is measured first."""
+        """Measures what is missing or invalid."""
         if self.validity.status in ("invalid", "incomplete"):
             command = f"kvbench sweep --resume {shlex.quote(str(self.run.folder))}"
             yield NextStep("measure what is missing or invalid", command)

@@ -50,7 +50,7 @@ def _value(effect: Comparison | None) -> Value:
 
 
 def engine_time_note(known: EngineTime) -> str:
-    """How it was measured and what limits it."""
+    """The note on how it was measured and what limits it."""
     effects = [effect.comparison for effect in known.effects]
     launches = max(effect.n for effect in effects)
     times = f"{launches} launch{'' if launches == 1 else 'es'}"

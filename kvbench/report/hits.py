@@ -32,7 +32,7 @@ _PATTERNS = {"level": "", "lost": "/", "unexplained": "."}
 
 @dataclass(frozen=True)
 class Gap:
-    """What lies between two steps of the ledger. ``tokens`` > 0: so many are lost there, < 0: gained."""
+    """The gap between two steps of the ledger. ``tokens`` > 0: so many are lost there, < 0: gained."""
 
     name: str
     tokens: float
@@ -66,7 +66,7 @@ class HitLedger:
     reason: str = ""
 
     def share(self, tokens: float | None) -> float | None:
-        """Of the prompt tokens, 0 to 1."""
+        """The share of the prompt tokens, 0 to 1."""
         return tokens / self.prompt_tokens if tokens is not None and self.prompt_tokens else None
 
     def percent(self, tokens: float | None) -> str:
@@ -79,7 +79,7 @@ class HitLedger:
 
     @property
     def gaps(self) -> tuple[Gap, ...]:
-        """From ``shared`` to ``told``, where both sides are known."""
+        """The gaps from ``shared`` to ``told``, where both sides are known."""
         simulated = next((tokens for tokens in (self.lru, self.whole_pages, self.endless) if tokens is not None), None)
         every = (
             ("cold start", self.shared, self.endless, "computed for the first time, or before the first one was ready"),
@@ -95,7 +95,7 @@ class HitLedger:
 
     @property
     def largest_gap(self) -> Gap | None:
-        """Of those that matter, between what is shared and what the server counted."""
+        """The largest gap that matters between what is shared and what the server counted."""
         every = [g for g in self.gaps if g.name != "not told" and abs(g.tokens) >= NOTHING * self.prompt_tokens]
         return max(every, key=lambda gap: abs(gap.tokens), default=None)
 
@@ -106,7 +106,7 @@ class HitLedger:
 
     @property
     def sentence(self) -> str:
-        """What was hit of what is shared, and the largest gap between the two; empty where no count is known."""
+        """A sentence on hits, shared tokens and the largest gap between them; empty where no count is known."""
         if self.hit is None:
             return ""
         text = f"{self.cell.marked_name}, {self.cell.load.short}: {self.percent(self.hit)} of prompt tokens hit"
@@ -230,7 +230,7 @@ def _ledger(run: Run, cell: MeasuredCell) -> HitLedger:
 
 
 def _source(run: Run, cell: MeasuredCell, repeat: Repeat) -> _SimulationInput | str:
-    """What a repeat is simulated from, or why it cannot be."""
+    """The files and figures that a repeat is simulated from, or why it cannot be."""
     digest = (repeat.requests_sha256 or "")[:8]
     stored = sorted((run.folder / "requests").glob(f"*-{repeat.repeat}-{digest}.jsonl")) if digest.isalnum() else []
     rows = cell.folder / "requests.parquet"

@@ -70,7 +70,7 @@ _FILLS = {
 
 @dataclass(frozen=True)
 class KvUse:
-    """What bytes of the budget are used for; ``title`` and ``hint`` are for readers."""
+    """A use of the budget's bytes; ``title`` and ``hint`` are for readers."""
 
     key: str
     title: str
@@ -157,7 +157,7 @@ def ledger_table(known: Bars) -> ReportTable:
 
 
 def memory_table(measured: Sequence[MeasuredCell], servers: Mapping[str, ServerInfo]) -> ReportTable:
-    """What the KV budget is divided into, a row a configuration: bytes a token, scales, page table, tokens it holds.
+    """A row a configuration on its KV budget: bytes a token, scales, page table, tokens it holds.
 
     Of the highest load of each; empty where neither the server nor the arithmetic before the sweep tells.
     """
@@ -206,7 +206,7 @@ def _swapped(cell: MeasuredCell) -> Value:
 
 
 def reservation(contiguous: MeasuredCell) -> str:
-    """What contiguous reserves for a request, and what requests needed; empty where that is not known."""
+    """A sentence on what contiguous reserves for a request and what requests needed; empty where not known."""
     slots = contiguous.settings.get("max_model_len") or contiguous.capacity.max_model_len
     requests = contiguous.requests()
     if effective(contiguous.settings, "reservation") != "max" or not slots or requests.empty:
@@ -310,7 +310,7 @@ def _stack(use: KvUse, panel: Bars, divisor: float, legend: bool) -> go.Bar:
 
 
 def shown_cells(decision: Decision, load: MeasuredLoad, ledgers: Ledgers) -> tuple[list[MeasuredCell], int]:
-    """Those of a load that tell how full their KV was, at most MOST_SHOWN, and how many there are.
+    """The cells of a load that tell how full their KV was, at most MOST_SHOWN, and their number.
 
     Of more these: the baseline, the two layouts that are compared, the fastest, and those whose KV use differs most
     from the baseline's.
@@ -327,7 +327,7 @@ def shown_cells(decision: Decision, load: MeasuredLoad, ledgers: Ledgers) -> tup
 
 
 def _difference(a: MeasuredCell, b: MeasuredCell, ledgers: Ledgers) -> float:
-    """How differently two cells used their KV over the steady window: 0 (alike) to 2."""
+    """The difference of two cells' KV use over the steady window: 0 (alike) to 2."""
     if a.cell_id in ledgers and b.cell_id in ledgers:
         x, y = ledgers[a.cell_id], ledgers[b.cell_id]
         return sum(abs(x.share(use) - y.share(use)) for use in SLOT_USES)
@@ -336,7 +336,7 @@ def _difference(a: MeasuredCell, b: MeasuredCell, ledgers: Ledgers) -> float:
 
 
 def timeline(cells: Sequence[MeasuredCell]) -> pd.DataFrame:
-    """What one repeat of each cell (that of median throughput) did over time; a row a reading of its server.
+    """A row a reading of the server, for one repeat of each cell (that of median throughput).
 
     configuration: the cell's name, with "invalid" or "refused" behind it where its figures are not compared
     t: seconds since the load started; uses and events are means since the reading before
@@ -412,7 +412,7 @@ def timeline_figure(frame: pd.DataFrame) -> go.Figure:
 
 
 def _width(columns: int) -> int:
-    """How narrow [px] the figure may be; a phone has 370."""
+    """The least width of the figure [px]; a phone has 370."""
     return max(370, 140 * columns + 70)
 
 

@@ -45,7 +45,7 @@ GROWN = 1.0  # requests that more wait in the last third of the arrivals of an o
 
 @dataclass(frozen=True)
 class LoadFacts:
-    """What the rules read of a cell; shares are 0 to 1, None where nobody tells."""
+    """The figures of a cell that the rules read; shares are 0 to 1, None where nobody tells."""
 
     asked: float | None = None  # requests or users at once (closed loop)
     running: float | None = None  # sequences, mean
@@ -85,7 +85,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class CellLimit:
-    """What limited a cell, with what each rule that holds saw, the naming rule's first."""
+    """The limit of a cell, with what each rule that holds saw, the naming rule's first."""
 
     cell: MeasuredCell
     facts: LoadFacts
@@ -359,7 +359,7 @@ class Break:
 
 
 def breaks(comparisons: Comparisons, known: Sequence[CellLimit]) -> list[Break]:
-    """Of each configuration with valid cells at two loads or more of one kind, in display order."""
+    """The break of each configuration with valid cells at two or more loads of one kind, in display order."""
     limit_of = {each.cell.cell_id: each.limit for each in known}
     found = []
     for name in dict.fromkeys(cell.name for cell in comparisons.cells):
@@ -374,7 +374,7 @@ def breaks(comparisons: Comparisons, known: Sequence[CellLimit]) -> list[Break]:
 
 
 def sized_loads(comparisons: Comparisons) -> list[MeasuredLoad]:
-    """Those of the most frequent kind (closed, or open at a rate), ascending."""
+    """The loads of the most frequent kind (closed, or open at a rate), ascending."""
     # In a closed loop more users always wait longer; measured, that says nothing of a break.
     closed_too = comparisons.clock == SIMULATED
     sized = [load for load in comparisons.loads if load.value and (closed_too or load.mode == "open")]

@@ -46,7 +46,7 @@ def _value(figure: Predicted | None) -> Value:
 
 
 def prediction_sentences(known: Predictions) -> list[str]:
-    """How far off the predictions are, and what was not predicted."""
+    """Sentences on how far off the predictions are, and what was not predicted."""
     parts = []
     for name in _HEADLINE:
         errors = 100 * np.abs(known.errors(name))

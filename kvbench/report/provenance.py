@@ -170,18 +170,18 @@ def warnings(run: Run) -> list[str]:
 
 
 def random_weights(run: Run) -> bool:
-    """Whether the workload asks for them; a model of which nothing is known counts as trained."""
+    """Tests whether the workload asks for them; a model of which nothing is known counts as trained."""
     return not run.simulated and ("load_format", "dummy") in _workload_model(run).items()
 
 
 def code_paths(run: Run) -> list[str]:
-    """What besides the page table distinguishes the built-in engine's layouts, in a run of both."""
+    """A sentence on what besides the page table distinguishes the built-in engine's layouts, in a run of both."""
     both = any(cell.is_contiguous for cell in run.cells) and any(cell.is_paged for cell in run.cells)
     return [_SIMULATED_CODE_PATHS if run.simulated else CODE_PATHS] if both and run.is_built_in else []
 
 
 def repeats_are(run: Run) -> str:
-    """What one repeat is: a freshly launched server, or the one that ran before and throughout."""
+    """A sentence on what one repeat is: a freshly launched server, or the one that ran throughout."""
     return _SIMULATED_REPEATS if run.simulated else _REPEATS["://" in str(run.manifest.target)]
 
 
@@ -197,17 +197,17 @@ def brief(run: Run) -> list[str]:
 
 
 def model_name(run: Run) -> str:
-    """Of the model that was served; empty where nobody told."""
+    """The name of the model that was served; empty where nobody told."""
     return model_of(run.manifest.model or _workload_model(run))
 
 
 def model_of(model: Mapping[str, Any]) -> str:
-    """What a model is called: by its name, else its configuration or its path."""
+    """A model's name, else its configuration or its path."""
     return str(next((model[key] for key in ("name", "config", "path") if model.get(key)), ""))
 
 
 def target(run: Run) -> str:
-    """Which server was measured, with its version: "vLLM 0.32.0"; empty for the built-in one."""
+    """The server that was measured, with its version: "vLLM 0.32.0"; empty for the built-in one."""
     shown = []
     for info in run.manifest.servers.values():
         server, title = info.server, info.server.title
@@ -279,7 +279,7 @@ def _launches(run: Run) -> list[tuple[str, str]]:
 
 
 def made_from(run: Run) -> str:
-    """How the requests came about, where the workload scaled lengths or played a trace; empty elsewhere."""
+    """A phrase on how requests came about: scaled lengths, a trace; empty elsewhere."""
     ways: dict[str, list[str]] = {}
     prompts = run.load_section.get("prompts") or {}
     for cell in run.cells:
@@ -336,7 +336,7 @@ def title(run: Run) -> str:
 
 
 def simulated_details(run: Run) -> list[str]:
-    """What limits the numbers of a simulated run, the most important first."""
+    """Sentences on what limits the numbers of a simulated run, the most important first."""
     if not (known := run.simulated):
         return []
     source = f"{known.cost_model}{f' by {known.calibration}' if known.calibration else ', not calibrated'}"

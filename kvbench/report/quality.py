@@ -39,7 +39,7 @@ _FEWEST_CANARIES = 20  # all right: then fewer than 15 % are wrong, at 95 % (3 /
 
 @dataclass(frozen=True)
 class Quality:
-    """What is known of one configuration's answers.
+    """The quality of one configuration's answers.
 
     ``figures``: as quality.json has them; None where it was not measured.
     ``model``: which one answered, where it is not the run's own.
@@ -62,12 +62,12 @@ class Quality:
 
     @property
     def safe(self) -> bool:
-        """Whether its answers were measured and lie within the limits, or all its canaries were right."""
+        """Tests whether its answers were measured and lie within the limits, or all its canaries were right."""
         return not (self.outside or self.doubt) and (bool(self.figures) or self.canaries > 0)
 
     @property
     def open(self) -> bool:
-        """Whether a measurement may yet find it safe."""
+        """Tests whether a measurement may yet find it safe."""
         return not (self.safe or self.outside)
 
     @property
@@ -99,7 +99,7 @@ def _costs(figures: ConfigurationFigures | None) -> Iterator[str]:
 
 
 def is_quantised(cell: MeasuredCell) -> bool:
-    """Whether its KV is not in the model's own dtype."""
+    """Tests whether its KV is not in the model's own dtype."""
     return effective(cell.settings, "kv_cache_dtype") != "auto"
 
 
@@ -136,7 +136,7 @@ def saturation_words(cell: MeasuredCell) -> str:
 
 
 def qualities(run: Run) -> dict[str, Quality]:
-    """What is known of the answers of each configuration, by its id."""
+    """The quality of each configuration's answers, by its id."""
     result, by_id = run.quality, {}
     doubt = "random weights" if result and result.random_weights else ""
     if result and not doubt and result.differs_from(run.manifest):
@@ -173,7 +173,7 @@ def quality_parts(
 
 
 def answer_sentences(run: Run, result: QualityResult, short_names: Mapping[str, str]) -> Iterator[str]:
-    """How many are within the limits, with which model; ``short_names``: by cell id."""
+    """Sentences on how many are within the limits, with which model; ``short_names``: by cell id."""
     names = {cell.config_id: short_names[cell.cell_id] for cell in run.cells}
     outside = [names.get(config_id, config_id) for config_id, known in result.configurations.items() if known.outside]
     whole = words.plural(len(result.configurations), "configuration")

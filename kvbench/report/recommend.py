@@ -86,7 +86,7 @@ class Recommendation:
 
 
 def recommend(run: Run) -> Recommendation:
-    """What the run supports; with its doubts alone where nothing of it can be compared."""
+    """The settings that a run supports; its doubts alone where nothing of it can be compared."""
     decision = Decision.of(run)
     said = Recommendation(str(run.folder), tuple(_doubts(decision)), decision.headline)
     return _Advice(decision, decision.base).fill(said) if decision.base else said
@@ -188,7 +188,7 @@ class _Advice:
         return next((one for one in self.decision.by_load[load] if one.cell.name == cell.name), None)
 
     def _evidence(self) -> Iterator[str]:
-        """What the best does at each load, the reported one first; where the baseline stays, why not the others."""
+        """Tells what the best does at each load, the reported one first; of a baseline, why not the others."""
         if self.best is None:
             pair = self.decision.pair or ()
             for one in self.candidates:
@@ -210,7 +210,7 @@ class _Advice:
         return f"{one.name} {self._told(one)}"
 
     def _by_load(self) -> Iterator[str]:
-        """What pays at one load and not at another: not the best everywhere, or worse elsewhere."""
+        """Tells what pays at one load and not at another: not the best everywhere, or worse elsewhere."""
         for load in reversed(self.loads):
             every = self.decision.by_load[load]
             here = self._at(load, self.best.cell) if self.best else None
@@ -221,7 +221,7 @@ class _Advice:
                 yield f"only {load.where} {self._line(one)}"
 
     def _alone(self, best: Candidate) -> list[Candidate]:
-        """What pays beside the best, changes other settings, and was not measured together with it."""
+        """The candidates that pay beside the best by other settings, and were not measured together with it."""
         changed = differing(best.cell, best.base)
         return [
             one
@@ -405,7 +405,7 @@ def _paging_advice(one: Candidate) -> str:
 
 
 def _latency(one: Candidate) -> tuple[str, str, str] | None:
-    """Of the p95 that is most behind, its name and both sides as served: p95 ITL, 119 ms, 7.4 ms; None without one."""
+    """The p95 that is most behind and both sides as served: p95 ITL, 119 ms, 7.4 ms; None without one."""
     worse = [p95 for p95 in one.p95.values() if p95.call == Call.WORSE]
     if not worse:
         return None
@@ -458,7 +458,7 @@ def _what_to_set(said: Recommendation, width: int) -> list[str]:
 
 
 def _open(said: Recommendation, width: int) -> Iterator[str]:
-    """What pays alone with the command that measures it together, then what was not measured."""
+    """Lists what pays alone with the command that measures it together, then what was not measured."""
     if said.alone:
         yield from _items([f"pays alone, not measured together with it: {'; '.join(said.alone)}"], width)
     if said.together and said.together.command:

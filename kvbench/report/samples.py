@@ -23,7 +23,7 @@ _BEFORE = 80  # characters shown before the first difference, where the start ha
 
 @dataclass(frozen=True)
 class Agreement:
-    """How many outputs of ``configuration`` are those of the baseline."""
+    """The number of outputs of ``configuration`` that are the baseline's."""
 
     configuration: str
     equal: int
@@ -73,7 +73,7 @@ class OutputSamples:
 
 @dataclass(frozen=True)
 class _Output:
-    """What one request got; ``ids``: its tokens, empty where the server did not tell them."""
+    """The output of one request; ``ids``: its tokens, empty where the server did not tell them."""
 
     ids: tuple[int, ...]
     text: str
@@ -156,7 +156,7 @@ def _request(facts: pd.Series, key: tuple[int, int], mine: _Output, others: Mapp
 
 
 def section(samples: OutputSamples | None) -> Section:
-    """How many outputs of each configuration are the baseline's; no rows where no outputs are stored."""
+    """A row a configuration: outputs that are the baseline's; no rows where no outputs are stored."""
     rows = [
         Row(None, (*texts(one.configuration), Value(str(one), one.equal / one.both)))
         for one in (samples.agreements if samples else ())

@@ -153,7 +153,7 @@ def named(side: CellSide, group: Group) -> str:
 
 
 def facts(side: CellSide, settings: Iterable[str] = ()) -> dict[str, str]:
-    """What a cell was measured with, as text by name: the machine, the code, the requests, the settings.
+    """The machine, code, requests and settings that a cell was measured with, as text by name.
 
     ``settings``: further ones, at the built-in engine's default where the cell leaves them out.
     """
@@ -173,7 +173,7 @@ def facts(side: CellSide, settings: Iterable[str] = ()) -> dict[str, str]:
 
 
 def run_facts(run: Run, server: ServerInfo | None = None) -> dict[str, str]:
-    """What a run was measured with, as text by name. ``server``: what one of its servers reported."""
+    """The machine and code that a run was measured with, by name. ``server``: what one of its servers reported."""
     manifest = run.manifest
     git, cpu, model = manifest.git, manifest.cpu, manifest.model or {}
     versions = {**manifest.versions, **(server.versions if server else {})}
@@ -206,7 +206,7 @@ def _known(named_values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _requests(run: Run) -> dict[str, str]:
-    """What the requests are drawn from: dotted keys of the workload's load, and the seed."""
+    """The seed and the keys of the workload's load, dotted, that requests are drawn from."""
     flat = {"seed": str(run.manifest.seeds.get("workload", run.spec.get("seed")))}
 
     def add(section: Mapping[str, Any], prefix: str) -> None:
@@ -333,7 +333,7 @@ def _bounds(ratio: Comparison) -> str:
 
 
 def headline(groups: Sequence[Group]) -> str:
-    """How output tokens/s changed, in one sentence."""
+    """A sentence on how output tokens/s changed."""
     every = [(side.letter, _throughput(group[0], side)) for group, side in _pairs(groups)]
     first, *others = groups[0]
     if len(groups) > 1:
@@ -375,7 +375,7 @@ def _ratio_words(ratio: Comparison) -> str:
 
 
 def _side_rows(groups: Sequence[Group]) -> list[tuple[str, ...]]:
-    """Which run and cell each letter stands for."""
+    """A row a letter: the run and cell that it stands for."""
     rows = []
     for side in groups[0]:
         cells = words.plural(len(groups), "cell") if len(groups) > 1 else side.title
@@ -504,7 +504,7 @@ def _of_group(group: Group, number: int, several: bool) -> list[Drawing]:
 
 
 def _without(cells: Sequence[MeasuredCell], shown: pd.DataFrame) -> str:
-    """Which cells are not in a figure, since they have no samples or readings; empty where all are."""
+    """A sentence on the cells without samples or readings in a figure; empty where all have some."""
     there = set(shown["configuration"])
     missing = [cell.name[:1] for cell in cells if not {cell.name, cell.marked_name} & there]
     return f"Nothing stored of {words.listing(missing)}." if missing else ""

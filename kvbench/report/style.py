@@ -27,7 +27,7 @@ FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, s
 
 @dataclass(frozen=True)
 class LineStyle:
-    """How one configuration is drawn."""
+    """The colour and dash of one configuration."""
 
     colour: str
     dash: str = "solid"
@@ -156,7 +156,7 @@ def label_above(figure: go.Figure, y: float, text: str, bold: bool = False) -> N
 
 
 def room_for_labels(labels: Iterable[str]) -> int:
-    """How wide [px] a figure must be for ``label_above`` to show the longest of these whole; 0: a phone is enough."""
+    """The width [px] at which ``label_above`` shows the longest of these whole; 0: a phone's."""
     width = 56 + 6.4 * max(map(len, labels), default=0)
     return round(width) if width > _PHONE else 0
 

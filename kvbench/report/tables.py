@@ -303,7 +303,7 @@ def ratio_value(ratio: Comparison | None, cell: MeasuredCell, other: MeasuredCel
 
 
 def mark_of(call: Call) -> str:
-    """How an entry with this call is marked: better, worse or not at all."""
+    """The mark of an entry with this call: better, worse or none."""
     return str(call) if call in (Call.BETTER, Call.WORSE) else ""
 
 
@@ -462,7 +462,7 @@ def effect_table(comparisons: Comparisons) -> ReportTable:
 
 
 def effects_note(comparisons: Comparisons) -> str:
-    """What stands under the table of effects."""
+    """The note under the table of effects."""
     ids = [effect.cell.cell_id for effect in comparisons.alone]
     ratios = [[comparisons.served[cell_id].get(metric) for cell_id in ids] for metric in compared()]
     seen = _smallest_effects(dict(zip(compared_heads(), ratios, strict=True)))
@@ -470,7 +470,7 @@ def effects_note(comparisons: Comparisons) -> str:
 
 
 def plateau_table(cells: Sequence[MeasuredCell]) -> ReportTable:
-    """What each step of a changing rate came to, cell by cell; empty where no rate changes."""
+    """A row a cell and step of a changing rate; empty where no rate changes."""
     rows = []
     for cell in cells:
         steps = [repeat.metrics.plateaus for repeat in cell.repeats]
@@ -528,7 +528,7 @@ def _of_group(summary: GroupLatencies, shown: Figure) -> Value:
 
 
 def _smallest_effects(ratios: Mapping[str, Sequence[Comparison | None]]) -> str:
-    """What these repeats could have shown at least, from the least scattered row to the most; ``ratios``: by metric.
+    """The smallest effects that these repeats could have shown, by row; ``ratios``: by metric.
 
     Empty where there is no ratio.
     """
@@ -551,7 +551,7 @@ def served_words(cell: MeasuredCell) -> str:
 
 
 def cells_note(table: ReportTable, comparisons: Comparisons, slo: str) -> str:
-    """What stands under the table of all cells, about the marks that it has."""
+    """The note under the table of all cells, about the marks that it has."""
     cells = [cell for cell in comparisons.cells if cell is not comparisons.references[cell.load]]
     ratios = [comparisons.to_reference.get(cell.cell_id) for cell in cells]
     entries = [value.text + value.note for row in table.rows for value in row.values]

@@ -70,7 +70,7 @@ def console_table(report: Document) -> Table:
 
 
 def _caption(table: Table, cells: Sequence[MeasuredCell]) -> Text | None:
-    """What the marks in ``table`` mean, a line each; None without marks."""
+    """The meaning of the marks in ``table``, a line each; None without marks."""
     entries = "".join(str(entry) for column in table.columns for entry in column.cells)
     lines = [Text(text) for mark, text in _MARKS.items() if mark in entries]
     wrong = [cell for cell in cells if cell.wrong_answers]

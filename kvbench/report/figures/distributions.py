@@ -111,7 +111,7 @@ def _curve(points: pd.DataFrame, look: LineStyle, first: bool, visible: bool) ->
 
 
 def _menu(frame: pd.DataFrame, groups: list[str], shown: list[str]) -> dict:
-    """Which requests are drawn: all, or one class of them, each with the number of requests of a configuration."""
+    """A menu of what is drawn: all requests or one class, with the number of requests of a configuration."""
 
     def label(group: str) -> str:
         counts = frame.loc[frame["group"] == group, "requests"]
@@ -152,7 +152,7 @@ def drawing(comparisons: Comparisons, look: Mapping[str, LineStyle]) -> Drawing 
 
 
 def _title(cells: Sequence[MeasuredCell]) -> str:
-    """How far the configurations' p95 TTFT spreads, and where the baseline stands."""
+    """The title: how far the configurations' p95 TTFT spreads, and where the baseline stands."""
     load = cells[0].load
     steady = all_steady_latency(cells)
     every = {cell.name: cell.percentile("ttft_ms", "p95", steady) for cell in cells}

@@ -84,7 +84,7 @@ def _interval(values: Mapping[int, float]) -> tuple[float, float, float]:
 
 
 def certain(frame: pd.DataFrame, axis: str, latency: str) -> pd.Series:
-    """Which rows no other row can beat in both ``axis`` and ``latency`` (less is better), by their intervals.
+    """Marks rows that no other can beat in both ``axis`` and ``latency`` (less is better), by their intervals.
 
     A row is certain if against every other row it is surely better in one of the two. Without intervals nothing is.
     """

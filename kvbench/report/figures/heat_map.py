@@ -91,7 +91,7 @@ def _value(cell: MeasuredCell, key: str) -> str:
 
 
 def _entry(cell: MeasuredCell, base: MeasuredCell, ratio: Comparison | None) -> dict[str, Any]:
-    """What the frame has of a measured combination beside its settings."""
+    """The frame's entries of a measured combination beside its settings."""
     entry = _NO_ENTRY | {"configuration": cell.name}
     if ratio is None:
         return entry | {"text": cell.doubt or base.doubt or "no value"}

@@ -104,7 +104,7 @@ def slowest_figure(frame: pd.DataFrame) -> go.Figure:
 
 
 def _label(parts: pd.DataFrame) -> str:
-    """How long a request took, its class, prompt and output tokens, and which it is."""
+    """A request's time, class, prompt and output tokens, and its number."""
     one = parts.iloc[0]
     kind, tokens = shorten(str(one["class"]), 24), f"{one['prompt_tokens']:,} → {one['output_tokens']:,}"
     return f"{words.ms(parts['ms'].sum())} · {kind} · {tokens} · #{one['index']} r{one['repeat']}"
@@ -131,7 +131,7 @@ def _drawing(cell: MeasuredCell, frame: pd.DataFrame, requests: int) -> Drawing:
 
 
 def _title(frame: pd.DataFrame, of: int) -> str:
-    """What two parts of their time the requests spent most of it with."""
+    """The title: the two parts that took most of the requests' time."""
     shares = (frame.groupby("part")["ms"].sum() / frame["ms"].sum()).nlargest(2)
     said = [f"{words.percent(share)} {_SAID.get(part, _PARTS[part][0])}" for part, share in shares.items()]
     return f"The slowest {frame['request'].nunique()} of {of:,} requests: {', '.join(said)}"

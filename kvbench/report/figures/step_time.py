@@ -152,7 +152,7 @@ def drawing(cells: Sequence[MeasuredCell]) -> Drawing | None:
 
 
 def _title(frame: pd.DataFrame) -> str:
-    """What most of the time went into, and how much scheduling took at most."""
+    """The title: what most of the time went into, and how much scheduling took at most."""
     frame = frame[frame["valid"]] if frame["valid"].any() else frame
     shares = frame.pivot_table(index="cell_id", columns="phase", values="share", observed=True) / 100
     largest = str(shares.mean().idxmax())
