@@ -166,9 +166,9 @@ def _of_run(folder: Path) -> tuple[Workload, tuple[str, ...]]:
     from kvbench.common.git import git_state
     from kvbench.common.machine import versions
     from kvbench.runs.folder import open_run
+    from kvbench.runs.manifest import stored_workload
     from kvbench.runs.quality import code_differences
     from kvbench.runs.results import GitState
-    from kvbench.runs.resume import stored_workload
 
     manifest = open_run(folder).manifest()
     if manifest.simulated:

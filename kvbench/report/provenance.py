@@ -18,9 +18,9 @@ from kvbench.metrics.canaries import WRONG_ANSWERS
 from kvbench.metrics.model import failed_words
 from kvbench.report.comparisons import NOT_TOLD, SCATTER, scatters
 from kvbench.requests.prefix_hits import hit_notes
+from kvbench.runs.manifest import resumed_differences
 from kvbench.runs.model import MeasuredCell, Run, number
 from kvbench.runs.results import Capacity
-from kvbench.runs.resume import resumed_differences
 from kvbench.runs.server_info import ServerInfo
 from kvbench.targets.cores import core_words
 from kvbench.targets.launch_plan import is_template, placeholders

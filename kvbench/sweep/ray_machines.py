@@ -37,9 +37,8 @@ from kvbench.common.ray_cluster import (
     usable_nodes,
 )
 from kvbench.common.text import and_more, plural
-from kvbench.runs.manifest import StoredManifest
+from kvbench.runs.manifest import StoredManifest, environment_differences
 from kvbench.runs.results import ClusterMachine, Environment, Executor, GitState, LostBlock, Manifest
-from kvbench.runs.resume import environment_differences
 from kvbench.sweep.block import BlockRunner, Finished, ThisMachine, why_unanswered
 from kvbench.sweep.block_task import (
     BlockEnded,

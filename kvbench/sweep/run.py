@@ -38,17 +38,22 @@ from kvbench.metrics.canaries import WRONG_ANSWERS
 from kvbench.runs.aggregate import aggregate_cell
 from kvbench.runs.engine_time import EngineTime, read_engine_time
 from kvbench.runs.folder import RunFolder, create_run
-from kvbench.runs.manifest import StoredManifest, new_manifest, with_server
+from kvbench.runs.manifest import (
+    StoredManifest,
+    accept_server,
+    new_manifest,
+    reopen,
+    require_same_workload,
+    with_server,
+)
 from kvbench.runs.model import repeat_notes
 from kvbench.runs.quality import read_quality
 from kvbench.runs.results import COMPLETE, INCOMPLETE, Capacity, CellSummary, FailedLoad, LoadResult, Manifest, SetAside
-from kvbench.runs.resume import accept_server, reopen, require_same_workload
 from kvbench.runs.server_info import ServerInfo
 from kvbench.runs.work import FolderWork, kept, work_in
 from kvbench.sweep.block import BlockRunner, ThisMachine, Unanswered, why_unanswered
-from kvbench.sweep.capacity import memory_notes
 from kvbench.sweep.order import Measured, blocks_in_time, blocks_left
-from kvbench.sweep.plan import describe_plan, preflight
+from kvbench.sweep.plan import describe_plan, memory_notes, preflight
 from kvbench.sweep.progress import Estimator, SweepProgress
 from kvbench.targets.base import Target
 from kvbench.targets.choose import ChosenTarget

@@ -57,7 +57,7 @@ from kvbench.lockstep.process import OPEN_LIMIT_S
 from kvbench.measure.http import HttpInstrument
 from kvbench.measure.instrument import Job, Listener
 from kvbench.runs.folder import RunFolder, create_run
-from kvbench.runs.resume import stored_workload
+from kvbench.runs.manifest import stored_workload
 from kvbench.runs.server_info import ModelInfo, ServerInfo
 from kvbench.runs.work import kept, orderly_end
 from kvbench.sweep.block import BlockRunner
