@@ -301,7 +301,7 @@ class SearchAnswer:
     """The end of a search. ``interval``: None when no run could be judged. ``reason``: why it stopped short."""
 
     outcome: str
-    interval: Interval | None
+    interval: RateInterval | None
     reason: str = ""
 
 
@@ -328,12 +328,12 @@ def next_step(trials: Sequence[Trial], bounds: Bounds) -> float | SearchAnswer:
     return _next_rate(met, missed, likely, bounds, highest)  # the same again after one that is not judged
 
 
-def interval_so_far(trials: Sequence[Trial], bounds: Bounds) -> Interval | None:
+def interval_so_far(trials: Sequence[Trial], bounds: Bounds) -> RateInterval | None:
     """The 95 % interval of the runs so far; None when none could be judged."""
     return _threshold(trials, bounds)[1]
 
 
-def _threshold(trials: Sequence[Trial], bounds: Bounds) -> tuple[Posterior, Interval | None]:
+def _threshold(trials: Sequence[Trial], bounds: Bounds) -> tuple[Posterior, RateInterval | None]:
     met, missed, ceiling = _rates(trials, True), _rates(trials, False), _client_limit(trials)
     likely = posterior(met, missed, bounds.low, bounds.high, bounds.tolerance)
     highest = min(bounds.high, ceiling.rate) if ceiling else bounds.high
@@ -344,7 +344,7 @@ def _rates(trials: Sequence[Trial], met: bool) -> list[float]:
     return [t.rate for t in trials if t.met is met]
 
 
-def _narrow(threshold: Interval, bounds: Bounds, highest: float) -> bool:
+def _narrow(threshold: RateInterval, bounds: Bounds, highest: float) -> bool:
     """Tests whether the interval is within the tolerance; an open end counts as the last rate that may be run."""
     if threshold.low is None and threshold.high is None:
         return False
@@ -400,7 +400,7 @@ def _given_up(trials: Sequence[Trial]) -> tuple[str, str] | None:
 
 
 @dataclass(frozen=True)
-class Interval:
+class RateInterval:
     """The rates [1/s] between which the threshold lies with 95 % confidence; None: open, then without a ``rate``."""
 
     low: float | None
@@ -452,7 +452,7 @@ def _log_chance(rate: float, met: bool, low: float, high: float, tolerance: floa
     return np.log(np.maximum(chance, 1e-300)) if met else np.log1p(-chance)
 
 
-def interval(likely: Posterior, met: Sequence[float], missed: Sequence[float], low: float, high: float) -> Interval:
+def interval(likely: Posterior, met: Sequence[float], missed: Sequence[float], low: float, high: float) -> RateInterval:
     """The 95 % interval. An end beyond the rates that may be run (``low`` to ``high``) is open, and so is one on whose
     side no run was made that shows it. "At least" is never more than a rate that was met, "less than" never less than
     one that was missed.
@@ -462,4 +462,4 @@ def interval(likely: Posterior, met: Sequence[float], missed: Sequence[float], l
     upper = max(likely.quantile(1 - tail), min(missed)) if missed else None
     lower = None if lower is None or lower < low else lower
     upper = None if upper is None or upper > high else upper
-    return Interval(lower, None if lower is None or upper is None else likely.quantile(0.5), upper)
+    return RateInterval(lower, None if lower is None or upper is None else likely.quantile(0.5), upper)

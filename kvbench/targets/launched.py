@@ -19,7 +19,7 @@ from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.common.foreign_cpu import ServerProcess
 from kvbench.common.ports import free_port
 from kvbench.common.text import plural
-from kvbench.runs.server_info import EngineSettings, KVRoom, ModelInfo, ModelRow, Resolved, ServerFacts, ServerInfo
+from kvbench.runs.server_info import EngineSettings, KVRoom, ModelAnswer, ModelRow, Resolved, ServerFacts, ServerInfo
 from kvbench.targets.base import ModelFacts, Target
 from kvbench.targets.cores import bound_cores, core_words
 from kvbench.targets.launch_plan import HOST, Launcher
@@ -217,7 +217,9 @@ class LaunchedTarget(ProcessTarget):
         threads = self._threads(engine)
         return ServerInfo(
             engine=engine,
-            model=ModelInfo(**{"name": self._model_name(), "vocab_size": self.model.vocab_size} | self._served_facts()),
+            model=ModelAnswer(
+                **{"name": self._model_name(), "vocab_size": self.model.vocab_size} | self._served_facts()
+            ),
             resolved=Resolved(
                 device=engine.device if engine.device != "auto" else None,
                 dtype=engine.dtype,
