@@ -29,7 +29,7 @@ from kvbench.common.errors import UsageError
 from kvbench.common.git import git_state
 from kvbench.common.machine import versions
 from kvbench.quality import answering
-from kvbench.quality.figures import Positions, figures, full_pool_figures
+from kvbench.quality.figures import Positions, figures, full_pool_figures, outside_of
 from kvbench.quality.full_pool import FullPool, engine_with_small_pool, tokens_of
 from kvbench.quality.prompts import FILLER, FOLDER, SETS, Answers, Prompt, in_tokens, make_passkeys, read_set
 from kvbench.requests.build import build_requests
@@ -42,7 +42,6 @@ from kvbench.runs.quality import (
     QualityFacts,
     QualityResult,
     limits_of,
-    outside_of,
 )
 from kvbench.workload.design import Configuration
 from kvbench.workload.file import Workload

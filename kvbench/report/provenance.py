@@ -14,6 +14,7 @@ from pydantic import BeforeValidator
 from kvbench.common import text as words
 from kvbench.common.records import Record
 from kvbench.effects.comparison import MARGINS
+from kvbench.measure.words import repeat_notes
 from kvbench.metrics.canaries import WRONG_ANSWERS
 from kvbench.metrics.model import failed_words
 from kvbench.report.comparisons import NOT_TOLD, SCATTER, scatters
@@ -150,7 +151,7 @@ def warnings(run: Run) -> list[str]:
         f"{words.listing(scattered)}. Other work on the machine is a common cause.": scattered,
         **{
             f"{words.upper_first(note)}.": True
-            for note in (*run.repeat_notes, *run.manifest.notes)
+            for note in (*repeat_notes(run.manifest, run.cells), *run.manifest.notes)
             if not note.startswith(SKIPPED)
         },
         f"The run was resumed in another environment; different: {words.listing(resumed)}. "

@@ -34,6 +34,7 @@ from kvbench.lockstep.process import OPEN_LIMIT_S
 from kvbench.lockstep.sitting import Sitting, begin_anew
 from kvbench.measure.http import HttpInstrument
 from kvbench.measure.instrument import Instrument, Job
+from kvbench.measure.words import repeat_notes
 from kvbench.metrics.canaries import WRONG_ANSWERS
 from kvbench.runs.aggregate import aggregate_cell
 from kvbench.runs.engine_time import EngineTime, read_engine_time
@@ -46,7 +47,6 @@ from kvbench.runs.manifest import (
     require_same_workload,
     with_server,
 )
-from kvbench.runs.model import repeat_notes
 from kvbench.runs.quality import read_quality
 from kvbench.runs.results import COMPLETE, INCOMPLETE, Capacity, CellSummary, FailedLoad, LoadResult, Manifest, SetAside
 from kvbench.runs.server_info import ServerInfo
@@ -503,8 +503,7 @@ class Sweep:
         if not complete and not self.failures:
             self._say(f"cells are left; go on with:\n  {self.resume}")
         manifest = self.stored.manifest
-        counted = [(each.cell_id, len(each.repeats), each.invalid_repeats) for each in self.summaries]
-        for note in repeat_notes(manifest, counted):
+        for note in repeat_notes(manifest, self.summaries):
             self._note(note)
         if complete and manifest.left_out:
             self._say(f"measure the repeats that are left out with:\n  {self.resume} --max-minutes <more>")
