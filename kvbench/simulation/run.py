@@ -20,7 +20,7 @@ from kvbench.runs.results import COST_NOTES
 from kvbench.simulation.choose import machine_of
 from kvbench.simulation.drive import ROUTERS, TURNAROUND_S, Drive, EndedRequest, Replica, SettingsByName, prime
 from kvbench.simulation.recorder import FleetFigures, Recorder, row_writer
-from kvbench.sweep.rate_plan import at_rate, mean_rate
+from kvbench.sweep.rate_run import at_rate, mean_rate
 from kvbench.sweep.rate_search import Condition, misses, queue_growth
 from kvbench.workload.design import LoadPoint
 from kvbench.workload.file import SimulateSection
