@@ -21,7 +21,7 @@ PASSED, FAILED, SKIPPED = "passed", "FAILED", "SKIPPED"
 
 
 @dataclass
-class Outcome:
+class PartEnd:
     """The end of a part. ``data``: its JSON, as far as it got."""
 
     name: str
@@ -46,7 +46,7 @@ class Outcome:
 
 
 def write_results(
-    outdir: Path, scratch: Path, manifest: dict[str, Any], outcomes: list[Outcome], beside: Sequence[str] = ()
+    outdir: Path, scratch: Path, manifest: dict[str, Any], outcomes: list[PartEnd], beside: Sequence[str] = ()
 ) -> None:
     """Everything into ``outdir``; what is too large is left out, and the summary says so.
 
@@ -88,7 +88,7 @@ def _json(data: Any) -> bytes:
     return (json.dumps(data, indent=1) + "\n").encode()
 
 
-def _log(scratch: Path, outcomes: list[Outcome]) -> bytes:
+def _log(scratch: Path, outcomes: list[PartEnd]) -> bytes:
     """The end of each part's output."""
     pieces = []
     for outcome in outcomes:
@@ -99,7 +99,7 @@ def _log(scratch: Path, outcomes: list[Outcome]) -> bytes:
     return b"".join(pieces)
 
 
-def render(manifest: dict[str, Any], outcomes: list[Outcome], left_out: list[str], beside: Sequence[str] = ()) -> str:
+def render(manifest: dict[str, Any], outcomes: list[PartEnd], left_out: list[str], beside: Sequence[str] = ()) -> str:
     """The summary as Markdown."""
     device, versions = manifest.get("device") or {}, manifest.get("versions") or {}
     name = device.get("name") or "no GPU"
@@ -157,7 +157,7 @@ def _code(manifest: dict[str, Any]) -> str:
     return f"{sha[:12] if sha else 'of no known commit'}{state}, sources {manifest.get('sources', '–')}"
 
 
-def _tables(outcomes: list[Outcome]) -> dict[tuple[str, tuple[str, ...]], list[list[str]]]:
+def _tables(outcomes: list[PartEnd]) -> dict[tuple[str, tuple[str, ...]], list[list[str]]]:
     """Rows by title and columns: parts that tell the same of different things share a table."""
     found: dict[tuple[str, tuple[str, ...]], list[list[str]]] = {}
     for outcome in outcomes:
@@ -178,7 +178,7 @@ def _cell(text: Any) -> str:
     return str(text).replace("|", "\\|").replace("\n", " ")
 
 
-def _troubles(title: str, outcomes: list[Outcome], key: str) -> list[str]:
+def _troubles(title: str, outcomes: list[PartEnd], key: str) -> list[str]:
     """Equal reasons once, with what they concern."""
     grouped: dict[tuple[str, str], list[str]] = {}
     for outcome in outcomes:
