@@ -57,7 +57,7 @@ OnEngine = Callable[[str, Match, ServerInfo], None]
 
 def lockstep_command(side: OpenSide) -> tuple[tuple[str, ...], Mapping[str, str | None]] | None:
     """The command and environment of a side's engine process; None where the engine is not the built-in one."""
-    if not side.has_own_engine:
+    if side.stored or side.choice.runs_already or not side.choice.manifest.is_built_in:
         return None
     if side.build is None:
         return LOCKSTEP_COMMAND, {}
