@@ -103,6 +103,8 @@ def render(manifest: dict[str, Any], outcomes: list[PartEnd], left_out: list[str
     """The summary as Markdown."""
     device, versions = manifest.get("device") or {}, manifest.get("versions") or {}
     name = device.get("name") or "no GPU"
+    reached = manifest.get("ceilings") or {}
+    ceilings = [f"{ceiling.replace('_', ' ')} {value:,.4g}" for ceiling, value in reached.items()]
     lines = [f"# {name}: kvbench GPU run", ""]
     if manifest["arguments"]["device"] == "cpu":
         lines += ["**Run on the CPU: it shows that the runner works. No figure here is of a GPU.**", ""]
@@ -114,7 +116,7 @@ def render(manifest: dict[str, Any], outcomes: list[PartEnd], left_out: list[str
         f"Python {versions.get('python')}, code {_code(manifest)}, host {device.get('host', '–')} "
         f"({device.get('cpu', '–')})",
         "",
-        f"Ceilings here: {_ceilings(manifest)}.",
+        f"Ceilings here: {', '.join(ceilings) or 'not measured'}.",
         "",
         *_table(
             ["part", "result", "seconds", "W", "throttled s", "what"],
@@ -143,11 +145,6 @@ def render(manifest: dict[str, Any], outcomes: list[PartEnd], left_out: list[str
     if notes:
         lines += ["## Notes", "", *(f"- {_cell(note)}" for note in notes), ""]
     return "\n".join(lines).rstrip() + "\n"
-
-
-def _ceilings(manifest: dict[str, Any]) -> str:
-    ceilings = manifest.get("ceilings") or {}
-    return ", ".join(f"{name.replace('_', ' ')} {value:,.4g}" for name, value in ceilings.items()) or "not measured"
 
 
 def _code(manifest: dict[str, Any]) -> str:
