@@ -34,7 +34,7 @@ from kvbench.measure.instrument import Instrument, Job
 from kvbench.metrics.definitions import ENGINE
 from kvbench.metrics.latency import summarise
 from kvbench.metrics.model import ClientFigures, LoadOutcome
-from kvbench.requests.build import build_requests
+from kvbench.requests.build import LoadDraw, build_requests
 from kvbench.requests.request import RequestList, RequestSpec, distinct_prefixes, store_requests
 from kvbench.runs.results import LoadResult
 from kvbench.targets.prometheus import counter_changes, parse_metrics
@@ -76,10 +76,10 @@ def requests_of(
     notes: dict[str, Any] = {}
     for part in range(times):
         of = (repeat - 1) * times + part + 1
-        made = build_requests(
+        made = build_requests(LoadDraw(
             load, vocab_size=vocab_size, max_model_len=max_model_len, seed=seed, repeat=of,
             concurrency=point.concurrency, rate=point.request_rate,
-        )  # fmt: skip
+        ))  # fmt: skip
         notes = made.notes
         drawn += [dataclasses.replace(each, index=len(drawn) + i) for i, each in enumerate(made)]
     return RequestList(drawn, notes)

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.common.machine import usable_cores
-from kvbench.load.dialect import OPENAI, Dialect
-from kvbench.load.endpoints import PATHS
+from kvbench.load.endpoints import OPENAI, PATHS, Dialect
 from kvbench.targets.cores import cores_for
 from kvbench.targets.preset import (
     COMMON,
@@ -30,6 +29,7 @@ from kvbench.targets.preset import (
     switch,
 )
 from kvbench.targets.prometheus import OURS, MetricNames
+from kvbench.workload.settings import effective
 
 _OFFLINE = {"HF_HUB_OFFLINE": "1"}
 _TEXT_ONLY = "prompts are sent as text, since it takes no token ids"
@@ -44,19 +44,18 @@ _PRELOADED = ("libtcmalloc*.so.4", "libiomp5.so")  # what its CPU backend looks 
 _BINDING = "VLLM_CPU_OMP_THREADS_BIND"
 
 
-def _page_step(context: Context) -> int:
-    return 32 if context.on_cpu else 16
+_PAGE_STEPS = {True: ("CPU", 32), False: ("GPU", 16)}  # by whether it runs on the CPU
 
 
 def _vllm_page_refusal(value: Any, context: Context) -> str | None:
-    step = _page_step(context)
+    device, step = _PAGE_STEPS[context.on_cpu]
     if isinstance(value, int) and value > 0 and value % step == 0:
         return None
-    return f"its {'CPU' if context.on_cpu else 'GPU'} attention takes multiples of {step}"
+    return f"its {device} attention takes multiples of {step}"
 
 
 def _vllm_nearest_page(value: Any, context: Context) -> int:
-    step = _page_step(context)
+    _, step = _PAGE_STEPS[context.on_cpu]
     return max(step, round(int(value) / step) * step)
 
 
@@ -66,10 +65,11 @@ def _no_cpu(why: str, *values: Any) -> Callable[[Any, Context], str | None]:
 
 
 def _vllm_chunk_refusal(value: Any, context: Context) -> str | None:
-    batch, longest = (context.settings.get(k) for k in ("max_num_batched_tokens", "max_model_len"))
-    if value or not batch or not longest or batch >= longest:
+    if value or not {"max_num_batched_tokens", "max_model_len"} <= context.given.keys():
         return None
-    return f"without chunked prefill it needs max_num_batched_tokens of at least max_model_len ({batch} < {longest})"
+    batch, longest = context.given["max_num_batched_tokens"], context.given["max_model_len"]
+    why = f"without chunked prefill it needs max_num_batched_tokens of at least max_model_len ({batch} < {longest})"
+    return why if batch < longest else None
 
 
 # reasoning/basic_parsers.py, count_reasoning_tokens: it looks for <think> in the answer, not in the prompt
@@ -80,9 +80,8 @@ _VLLM_CALLS = "it shows a tool call once its name is whole, so TTFT is later and
 def _vllm_budget(value: Any, context: Context) -> str:
     """The bytes of as many tokens as every other server gets, without the page table's; unknown: the whole budget."""
     capacity = context.capacity
-    tokens, a_token = capacity.capacity_tokens, capacity.bytes_per_token
-    count = tokens * a_token if tokens and a_token else capacity.kv_budget_bytes or value
-    return f"--kv-cache-memory-bytes {count}"
+    in_tokens = (capacity.capacity_tokens or 0) * (capacity.bytes_per_token or 0)
+    return f"--kv-cache-memory-bytes {in_tokens or capacity.kv_budget_bytes or value}"
 
 
 def _vllm_environment(context: Context) -> Mapping[str, str | None]:
@@ -98,7 +97,7 @@ def _vllm_environment(context: Context) -> Mapping[str, str | None]:
         **_OFFLINE,
     }
     if context.on_cpu:
-        if cores := cores_for(context.settings.get("num_threads")):
+        if cores := cores_for(context.given.get("num_threads")):
             variables["OMP_NUM_THREADS"] = str(len(cores))
             variables[_BINDING] = os.environ.get(_BINDING) or ",".join(map(str, cores))
         variables["OMP_THREAD_LIMIT"] = None  # else torch would get one thread
@@ -178,12 +177,8 @@ VLLM = Preset(
 # 21413 and 21490 (/flush_cache answers 400 while requests run, 200 once the radix tree is empty).
 
 
-def _sglang_batch(value: Any, context: Context) -> str:
-    return f"--chunked-prefill-size {value if context.settings.get('enable_chunked_prefill', True) else -1}"
-
-
 def _sglang_chunk_refusal(value: Any, context: Context) -> str | None:
-    if value or context.settings.get("max_num_batched_tokens"):
+    if value or "max_num_batched_tokens" in context.given:
         return None
     return "--chunked-prefill-size says both, so max_num_batched_tokens must be given beside it"
 
@@ -203,7 +198,11 @@ SGLANG = Preset(
         "enable_chunked_prefill": switch("", "", refuse=_sglang_chunk_refusal),
         "max_model_len": flag("--context-length {}"),
         "max_num_seqs": flag("--max-running-requests {}"),
-        "max_num_batched_tokens": Setting(words=_sglang_batch),
+        "max_num_batched_tokens": Setting(
+            lambda n, where: (
+                f"--chunked-prefill-size {n if effective(where.settings, 'enable_chunked_prefill') else -1}"
+            )
+        ),
         "max_num_waiting": flag("--max-queued-requests {}"),
         "scheduling_policy": choice(
             "it has no such policy",
@@ -258,8 +257,9 @@ _MOST_REQUESTS = "65536"  # its router refuses any above its limit, 128 by defau
 
 def _tgi_environment(context: Context) -> Mapping[str, str | None]:
     variables = {**_OFFLINE, "USAGE_STATS": "off", "MAX_CONCURRENT_REQUESTS": _MOST_REQUESTS}
-    if (caching := context.settings.get("enable_prefix_caching")) is not None:
-        variables |= dict.fromkeys(("PREFIX_CACHING", "USE_PREFIX_CACHING"), "1" if caching else "0")
+    if "enable_prefix_caching" in context.given:
+        value = "1" if context.given["enable_prefix_caching"] else "0"
+        variables |= dict.fromkeys(("PREFIX_CACHING", "USE_PREFIX_CACHING"), value)
     return variables
 
 
@@ -398,10 +398,7 @@ LLAMACPP = Preset(
 # prompts only) and generation/configuration_utils.py (ContinuousBatchingConfig) of transformers 5.23.
 
 _LEAST_PAGE = 4
-
-
-def _transformers_page_refusal(value: Any, context: Context) -> str | None:
-    return None if isinstance(value, int) and value >= _LEAST_PAGE else f"its pages have at least {_LEAST_PAGE} tokens"
+_TOO_SHORT = f"its pages have at least {_LEAST_PAGE} tokens"
 
 
 def _transformers_batch_refusal(value: Any, context: Context) -> str | None:
@@ -425,7 +422,9 @@ TRANSFORMERS = Preset(
     settings={
         **COMMON,
         "page_size": flag(
-            "--cb-block-size {}", refuse=_transformers_page_refusal, nearest=lambda value, context: _LEAST_PAGE
+            "--cb-block-size {}",
+            refuse=lambda n, context: None if isinstance(n, int) and n >= _LEAST_PAGE else _TOO_SHORT,
+            nearest=lambda value, context: _LEAST_PAGE,
         ),
         "kv_budget": budget_in("num_pages", "--cb-num-blocks {}"),
         "kv_cache_dtype": always("auto", "its KV cache has the model's dtype"),
