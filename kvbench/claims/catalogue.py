@@ -41,7 +41,6 @@ class Claim:
 
     @property
     def rule(self) -> str:
-        """When it held."""
         return self._judge.__doc__ or ""
 
     def verdict(self, found: Mapping[str, Finding]) -> ClaimVerdict:
@@ -79,9 +78,8 @@ MEASUREMENTS = {
 def chosen(names: Sequence[str]) -> tuple[Claim, ...]:
     """The claims of these names, all without any. Raises UsageError for a name that is not known."""
     every = [claim.name for claim in CLAIMS]
-    for name in names:
-        if name not in every:
-            raise UsageError(f"no claim is called {name!r}: there are {', '.join(every)}")
+    if unknown := [name for name in names if name not in every]:
+        raise UsageError(f"no claim is called {unknown[0]!r}: there are {', '.join(every)}")
     return tuple(claim for claim in CLAIMS if not names or claim.name in names)
 
 

@@ -69,21 +69,18 @@ class WorkloadFacts:
         """What its KV budget holds."""
         return self.capacity[self.find(**settings).config_id]
 
-    def _folders(self, configuration: Configuration) -> list[Path]:
-        cell = next(each for each in self.design.cells if each.configuration is configuration)
-        return self.sitting.loads_of(cell.cell_id, self.launches)
-
     def took_part(self) -> list[Configuration]:
         """The configurations beside the baseline that have a load of every launch."""
-        return [each for each in self.design.configurations[1:] if self._took_part(each)]
+        return [each for each in self.design.configurations[1:] if self._stored(each) is not None]
 
-    def _took_part(self, configuration: Configuration) -> bool:
-        return all((each / DONE).is_file() for each in self._folders(configuration))
+    def _stored(self, configuration: Configuration) -> list[Path] | None:
+        cell = next(each for each in self.design.cells if each.configuration is configuration)
+        folders = self.sitting.loads_of(cell.cell_id, self.launches)
+        return folders if all((each / DONE).is_file() for each in folders) else None
 
     def loads(self, configuration: Configuration) -> list[Path]:
         """The folders of its loads, one a launch. Raises MeasurementError where it took no part to the end."""
-        folders = self._folders(configuration)
-        if not self._took_part(configuration):
+        if (folders := self._stored(configuration)) is None:
             reasons = [note for note in self.sitting.notes if note.startswith(configuration.label)]
             raise MeasurementError(reasons[0] if reasons else f"{configuration.label} was not measured")
         return folders
@@ -100,11 +97,12 @@ class WorkloadFacts:
         """The ratio of output tokens/s to the baseline's, with the noise that all configurations have in common."""
         if self.launches < 2:
             return self.ratio(to)
-        self.loads(self.find(**to))  # raises where it took no part
+        subject = self.find(**to)
+        self.loads(subject)  # raises where it took no part
         kin = {each.config_id: self.launch_ratios(each.varied) for each in self.took_part()}
-        y = {name: [each.log_ratio for each in ratios] for name, ratios in kin.items()}
+        y = {name: [launch.log_ratio for launch in ratios] for name, ratios in kin.items()}
         effects = pooled_effects({name: effect(ratios) for name, ratios in kin.items()}, y)
-        return self._careful(effects[self.find(**to).config_id])
+        return self._careful(effects[subject.config_id])
 
     def ratio(self, to: Settings, of: Settings | None = None) -> Comparison:
         """The ratio of output tokens/s of ``to`` to those of ``of`` (None: the baseline), from its own noise alone."""
@@ -157,7 +155,6 @@ class WorkloadFacts:
         return float(steps["decode_tokens"][steps["seconds"].cumsum() <= last].mean())
 
     def tokens_held(self, **settings: Any) -> int:
-        """Tokens that its KV budget holds."""
         return int(self.capacity_of(**settings).capacity_tokens)
 
 

@@ -11,7 +11,7 @@ A claim that cannot be measured is undecided, and says why; the others go on.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,11 @@ class ClaimsRun:
         began, started = time.monotonic(), utc_now()
         names = list(dict.fromkeys(name for claim in self.claims for name in claim.measured))
         machine = environment()
+        settings = [workload.engine for workload in self.workloads.values()]
+        known = {
+            name: {str(each[name]) for each in settings if each.get(name) is not None} for name in Engines.model_fields
+        }
+        engines = Engines(**{name: tuple(sorted(values)) for name, values in known.items()})
         for number, name in enumerate(names, 1):
             left_s = 60 * self.minutes - (time.monotonic() - began)
             if left_s > _LEAST_S:  # the first launches may take three times the limit
@@ -65,8 +70,8 @@ class ClaimsRun:
                 self._failed[name] = f"the {self.minutes:g} minutes were over before it was measured (--minutes)"
             self._judge(name)
             self.result = ClaimsResult(
-                claims=self._results(),
-                engines=self._engines(),
+                claims=tuple(self._results()),
+                engines=engines,
                 finished=number == len(names),
                 started=started,
                 profile=self.profile,
@@ -102,7 +107,7 @@ class ClaimsRun:
             self._failed[name] = str(error)
 
     def _is_enough(self, name: str, measured: WorkloadFacts) -> bool:
-        """Whether no claim is undecided that needs nothing else, and for the others all intervals are narrow."""
+        """Tests whether each claim is decided that needs nothing else, and all intervals are narrow for the others."""
         measurements = {**self._measured, name: measured}
         for claim in self._claims_on(name):
             if claim.counted:
@@ -127,9 +132,11 @@ class ClaimsRun:
                 reason = f" ({verdict.reason})" if verdict.reason else ""
                 self.say(f"{claim.name}: {verdict.word}{reason}. {verdict.evidence}")
 
-    def _results(self) -> list[ClaimResult]:
-        return [
-            ClaimResult(
+    def _results(self) -> Iterator[ClaimResult]:
+        for claim in self.claims:
+            if (verdict := self._verdicts.get(claim.name)) is None:
+                continue
+            yield ClaimResult(
                 name=claim.name,
                 says=claim.says,
                 source=claim.source,
@@ -139,15 +146,3 @@ class ClaimsRun:
                 reason=verdict.reason,
                 measured={name: getattr(self._measured.get(name), "launches", None) for name in claim.measured},
             )
-            for claim in self.claims
-            if (verdict := self._verdicts.get(claim.name)) is not None
-        ]
-
-    def _engines(self) -> Engines:
-        engines = [workload.engine for workload in self.workloads.values()]
-        return Engines(
-            **{
-                name: sorted({str(engine[name]) for engine in engines if engine.get(name) is not None})
-                for name in Engines.model_fields
-            }
-        )

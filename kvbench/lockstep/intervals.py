@@ -125,10 +125,7 @@ def as_it_recurs(seconds: np.ndarray) -> np.ndarray:
 
 
 def launch_ratios(bases: Sequence[Steps], others: Sequence[Steps], same_work: bool = False) -> list[LaunchRatio]:
-    """The ratio of throughputs of ``others`` to ``bases`` in each launch, in which they took turns.
-
-    ``same_work``: every launch computed the same steps.
-    """
+    """The ratio of throughputs in each launch. ``same_work``: every launch computed the same steps."""
     steps = [*bases, *others]
     tokens = [math.log(np.sum(other.tokens) / np.sum(base.tokens)) for base, other in zip(bases, others, strict=True)]
     shortest = min(np.count_nonzero(each.tokens) for each in steps)
@@ -218,7 +215,7 @@ def pooled_effects(alone: Mapping[str, Comparison], log_ratios: Mapping[str, Seq
 
 
 def _baseline_scatters_more(y: np.ndarray) -> bool:
-    """Whether the baseline scatters more than ``y`` [launches, configurations], log ratios to it: F test at 1 %.
+    """Tests whether the baseline scatters more than ``y`` [launches, configurations], log ratios to it: F test at 1 %.
 
     Its noise is in all ratios of a launch alike, so it shows in their mean, and not in how they differ.
     """
@@ -271,7 +268,7 @@ def for_other_requests(
 
 
 def _weighted_quantile(values: Sequence[np.ndarray], counts: np.ndarray, quantile: float) -> np.ndarray:
-    """The quantile [draws] of the values of requests of which each draw has so many. ``counts`` [draws, requests]"""
+    """The quantile [draws] of values of which each draw has so many. ``counts`` [draws, requests]"""
     owner = np.repeat(np.arange(len(values)), [len(each) for each in values])
     pooled = np.concatenate(values)
     order = np.argsort(pooled)
@@ -334,7 +331,7 @@ def fewest_launches(configurations: int) -> int:
 
 
 def goes_on(effects: Iterable[Comparison]) -> bool:
-    """Whether another launch is needed: a question (one of ``effects``) is undecided, or has too few launches."""
+    """Tests whether another launch is needed: a question is undecided, or has too few launches."""
     questions = list(effects)
     alone = FEWEST_LAUNCHES + (len(questions) == 1)
     return any(

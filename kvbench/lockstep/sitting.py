@@ -115,7 +115,7 @@ class Sitting:
         if self.baseline is None or alone:
             return "there is no second configuration to compare the baseline with"
         for point in self.points:
-            if reason := loads.why_not(self.workload.load, self._requests(point)):
+            if reason := loads.SteppedInstrument.why_not(self.workload.load, self._requests(point)):
                 return reason
         return None
 
@@ -153,7 +153,7 @@ class Sitting:
         return self.effects(launch, points, time.monotonic() - began, done=True)
 
     def _launch(self, launch: int, points: Sequence[LoadPoint], began: float) -> list[LoadPoint]:
-        """One process with all engines; the loads that they have computed."""
+        """Measures the loads in one process with all engines; returns those that they have computed."""
         order = random.Random(f"kvbench-sitting/{self._order_seed}/{launch}")
         with EngineProcess(LOCKSTEP_COMMAND, self.folder.server_log(str(launch)), check=self.check) as process:
             process.greet()
@@ -171,10 +171,7 @@ class Sitting:
         return list(points)
 
     def _open(self, process: EngineProcess, order: random.Random, until: float) -> list[Seat]:
-        """The engines in random order. What has no room beside the baseline, or is refused, takes no more part.
-
-        On a GPU the engine itself says whether the device has room.
-        """
+        """The engines that take part, in random order. On a GPU the engine itself says whether the device has room."""
         names = [each for each in self.design.configurations if each.is_baseline or each in self._others]
         order.shuffle(names)
         room = free_memory() - sum(self._budget(each) for each in names if each.is_baseline)
@@ -212,10 +209,7 @@ class Sitting:
             raise MeasurementError(self.notes[-1])
 
     def _holds(self, point: LoadPoint, left: int, took: Sequence[float], began: float) -> bool:
-        """Whether the time holds enough launches that have this load too, if it takes as long as the longest so far.
-
-        ``left``: how many loads are not measured yet.
-        """
+        """Tests whether the time holds enough launches with this load too; ``left``: loads not measured yet."""
         fewest, elapsed = fewest_launches(len(self._others)), time.monotonic() - began
         if fewest * (elapsed + max(took)) <= self.limit_s:
             return True
@@ -226,11 +220,10 @@ class Sitting:
         return False
 
     def _limit(self, name: str) -> int:
-        """The smallest that any configuration has."""
         return min(getattr(known, name) for known in self.capacity.values())
 
     def _requests(self, point: LoadPoint) -> Any:
-        """Those of the first repeat over HTTP, for the smallest limits that any configuration has."""
+        """The requests of the first repeat over HTTP, for the smallest limits that any configuration has."""
         sizes = {name: self._limit(name) for name in ("vocab_size", "max_model_len")}
         return loads.requests_of(self.workload.load, point, seed=self.workload.seed, repeat=1, **sizes)
 
@@ -290,7 +283,6 @@ class Sitting:
         return stored
 
     def _effects_at(self, point: LoadPoint, launches: int) -> Iterator[EngineEffect]:
-        """The effects under one load."""
         assert self.baseline is not None
         base, *cells = (f"{each.config_id}-{point.load_id}" for each in (self.baseline, *self._others))
         stored = {cell: self.loads_of(cell, launches) for cell in (base, *cells)}
@@ -336,12 +328,11 @@ class Sitting:
 
 
 def _ttfts(load: Path) -> list[np.ndarray]:
-    """[requests] of float64 [1]"""
+    """The TTFT of each request [ms]. [requests] of float64 [1]"""
     return [np.array([ttft]) for ttft in request_latencies(pd.read_parquet(load / "requests.parquet"))["ttft_ms"]]
 
 
 def _gaps(load: Path) -> list[np.ndarray]:
-    """[requests] of float64 [gaps]"""
     return request_gaps(pd.read_parquet(load / "requests.parquet"))
 
 
@@ -380,7 +371,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def begin_anew(run: RunFolder) -> bool:
-    """Removes an interrupted sitting, whose launches would be hours before the others; whether there was one."""
+    """Removes an interrupted sitting, whose launches would be hours before the others; tests whether there was one."""
     there = (run.path / FOLDER).is_dir()
     shutil.rmtree(run.path / FOLDER, ignore_errors=True)
     return there

@@ -61,9 +61,6 @@ class Seat:
         self.output_tokens += sum(step[-1] for step in answer["steps"])
         self.clock, self.ended = answer["clock"], answer["ended"]
 
-    def result(self) -> dict[str, Any]:
-        return self.process.ask(do="result", name=self.name)
-
     def table(self) -> np.ndarray:
         """The steps as float64 [steps, 4], see ``STEP_COLUMNS``."""
         return np.asarray(self.steps, dtype=float).reshape(-1, len(STEP_COLUMNS))
@@ -84,7 +81,7 @@ def take_turns(seats: Sequence[Seat], rng: random.Random, length: int, until: fl
 
 
 def share_done(seats: Sequence[Seat], output_tokens: int) -> float:
-    """How much of their present load of ``output_tokens`` all engines have computed, 0 to 1: the mean over them."""
+    """The share (0 to 1) of their load of ``output_tokens`` that engines have computed: the mean over them."""
     shares = [1.0 if seat.ended else min(1.0, seat.output_tokens / output_tokens) for seat in seats]
     return sum(shares) / len(shares)
 
@@ -107,25 +104,24 @@ def warm_up(
 
 
 def cold_cost(seats: Sequence[Seat]) -> np.ndarray | None:
-    """By how much longer the first steps of a turn take than its late ones: float64 [longest turn], 0.05 is 5 %.
+    """The share by which the first steps of a turn are longer than its late ones: float64 [longest turn].
 
     Measured in whole turns of the longest length in which every step decodes the same number of tokens and nothing
-    else, so that only their place in the turn differs: for each place the median over the turns of all engines. None
-    where there are fewer than 8 such turns.
+    else: for each place the median over the turns of all engines. None where there are fewer than 8 such turns.
     """
-    longest, found = TURNS[-1], []
+    longest, relative = TURNS[-1], []
     for seat in seats:
         ends = np.cumsum(seat.turns)
         table = seat.table()
         for end, length in zip(ends, seat.turns, strict=True):
             steps = table[end - length : end]
             if length == longest and not steps[:, 1].any() and (steps[:, 2] == steps[0, 2]).all() and steps[0, 2]:
-                found.append(steps[:, 0] / np.median(steps[_WARM_FROM:, 0]))
-    return np.median(found, axis=0) - 1.0 if len(found) >= 8 else None
+                relative.append(steps[:, 0] / np.median(steps[_WARM_FROM:, 0]))
+    return np.median(relative, axis=0) - 1.0 if len(relative) >= 8 else None
 
 
 def mean_step(seats: Sequence[Seat], decodes_only: bool = False) -> float:
-    """Of all steps [s] of the engines' present loads; ``decodes_only``: of those without prompts."""
+    """The mean step [s] of the engines' present loads; ``decodes_only``: of the steps without prompts."""
     steps = np.concatenate([seat.table() for seat in seats])
     return float(steps[(steps[:, 1] == 0) | (not decodes_only), 0].mean())
 
@@ -138,5 +134,5 @@ def choose_turn(cost: np.ndarray | None) -> int:
 
 
 def cold_facts(cost: np.ndarray | None, length: int) -> dict[str, Any]:
-    """For a result file: the turn's length, and by how much its steps are slower than those of an engine alone."""
+    """Facts for a result file: a turn's length, and the share by which its steps are slower than an engine's alone."""
     return {"turn_steps": length, "cold_cost": None if cost is None else float(cost[:length].mean())}

@@ -133,11 +133,11 @@ class Instrument:
         """Ends what ``open`` brought up."""
 
     def needs_new_engine(self) -> bool:
-        """Whether the next load needs an engine that was opened anew."""
+        """Tests whether the next load needs an engine that was opened anew."""
         return False
 
     def is_gone(self) -> bool:
-        """Whether the engine has ended by itself."""
+        """Tests whether the engine has ended by itself."""
         return False
 
     def reason_of(self, error: MeasurementError) -> str:

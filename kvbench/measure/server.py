@@ -49,10 +49,7 @@ class MeasuredServer:
 
 
 def requests_for(load: LoadConfig, point: LoadPoint, target: Target, seed: int, repeat: int) -> RequestList:
-    """The requests of one load, as ``target`` takes them. Raises MeasurementError when none can be made for it.
-
-    UsageError for canaries that are not of the model that it serves.
-    """
+    """The requests of a load, as ``target`` takes them. MeasurementError; UsageError for another model's canaries."""
     facts, canaries = target.model, canaries_for(load, target)
     if facts.max_model_len is None and getattr(load.prompts, "length_scale", None) == "auto":
         raise MeasurementError(

@@ -81,9 +81,8 @@ def warm_up(
     if not answered and isinstance(failures[-1], RefusedError):
         raise RefusedError(f"the server takes no request of this load: {failures[-1]}")
     if not answered:
-        raise MeasurementError(
-            f"the server answers no warm-up request ({plural(len(failures), 'attempt')}): {failures[-1]}"
-        )
+        attempts = plural(len(failures), "attempt")
+        raise MeasurementError(f"the server answers no warm-up request ({attempts}): {failures[-1]}")
     return WarmUpResult(
         requests=total,
         answered=answered,
@@ -107,10 +106,7 @@ def captured_sizes(most: int) -> list[int]:
 
 
 def _concurrent_requests(server: MeasuredServer, requests: Sequence[RequestSpec], count: int) -> list[RequestSpec]:
-    """``count`` short requests whose lengths let the number in flight fall through all captured sizes.
-
-    Each size lasts ``_STEPS_A_SIZE`` tokens.
-    """
+    """Makes ``count`` short requests whose number in flight falls through all captured sizes."""
     sizes, room = captured_sizes(count), max(1, server.target.model.most_tokens // 2)
     made = []
     for number in range(count):
@@ -127,8 +123,7 @@ _Send = Callable[[MeasuredServer, Any], tuple[bool, list[MeasurementError]]]
 def _results(
     server: MeasuredServer, requests: Sequence[Any], at_once: int, send: _Send
 ) -> Iterator[tuple[bool, list[MeasurementError]]]:
-    """Yields what ``send`` returns for each. MeasurementError for a server that is gone or does not answer, and
-    what ``server.check`` raises."""
+    """Yields what ``send`` returns for each. Raises MeasurementError for a server that is gone or does not answer."""
     results, left = _begin(server, requests, at_once, send), len(requests)
     limit = (server.load.timeout_s + _MARGIN_S) * -(-len(requests) // at_once)
     due, watch = time.monotonic() + limit, HealthWatch(server.target)

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, ConfigDict
 
 from kvbench.common.records import Record
 from kvbench.common.text import shorten
-from kvbench.metrics.definitions import ENGINE
+from kvbench.metrics.definitions import ENGINE, METRICS
 
 _MESSAGE_CHARACTERS = 120  # of a server's message
 MIN_STEADY_REQUESTS = 8  # the fewest samples whose extremes enclose the median with 99 % confidence: 2 / 2^n <= 1 %
@@ -34,9 +34,8 @@ class Distribution(Record):
 
 
 _QUANTILES = ("p50", "p90", "p95", "p99")
-EMPTY = Distribution(
-    n=0, uncertain=_QUANTILES, **dict.fromkeys(("mean", "std", *_QUANTILES, "min", "max"))
-)  # its fields are set, so that they are stored
+_UNKNOWN = dict.fromkeys(("mean", "std", *_QUANTILES, "min", "max"))
+EMPTY = Distribution(n=0, uncertain=_QUANTILES, **_UNKNOWN)  # its fields are set, so that they are stored
 
 
 def _added(value: Any) -> Any:
@@ -333,7 +332,6 @@ class LoadMetrics(PooledLatencies, Rates):
 
     @property
     def sent(self) -> int:
-        """Requests that were sent."""
         return self.completed + self.failed
 
     @property
@@ -374,9 +372,7 @@ class LoadMetrics(PooledLatencies, Rates):
     @property
     def goodput_share(self) -> float | None:
         """The share of the requests sent, failed ones included, that met every SLO; None without an SLO."""
-        if self.goodput is None or not self.duration_s or not self.sent:
-            return None
-        return self.goodput * self.duration_s / self.sent
+        return METRICS["goodput_share"].computed(self.value)
 
 
 def failure_words(messages: Mapping[str, FailureMessage], sent: int, kinds: bool = False) -> str:
@@ -385,9 +381,7 @@ def failure_words(messages: Mapping[str, FailureMessage], sent: int, kinds: bool
     ``messages``: the most frequent of each kind of failure, as ``most_frequent_failures`` returns them; with ``kinds``
     in front of each.
     """
-    return ", ".join(
-        f"{failure.requests} of {sent}: {_quoted(kind, failure, kinds)}" for kind, failure in messages.items()
-    )
+    return ", ".join(f"{each.requests} of {sent}: {_quoted(kind, each, kinds)}" for kind, each in messages.items())
 
 
 def failed_words(messages: Mapping[str, FailureMessage], failed: int, sent: int, kinds: bool = False) -> str:

@@ -1,22 +1,50 @@
 """What single requests show: columns of requests.parquet as arrays, and the latencies of each row. Pure functions.
 
-Times are in seconds since the load's start, latencies in ms; NaN: undefined.
+Times are in seconds since the load's start, latencies in ms; NaN: undefined. A request with n > 1 or beams returns
+several sequences, whose chunks share one stream. A gap between two chunks is one only within a sequence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-
-from kvbench.metrics import sequences
-from kvbench.metrics.sequences import Choices, by_sequence, gaps_within
 
 if TYPE_CHECKING:
     import pandas as pd
 
 MS = 1000.0
+Choices = Sequence[int] | np.ndarray | None
+"""Which sequence each chunk of a request belongs to; None: the request has one sequence."""
+
+
+def by_sequence(values: Sequence[float] | np.ndarray, choices: Choices) -> list[np.ndarray]:
+    """``values`` of a request's chunks [chunks], those of each sequence by themselves, in order of their numbers."""
+    values = np.asarray(values, dtype=float)
+    if choices is None:
+        return [values]
+    choices = np.asarray(choices)
+    return [values[choices == choice] for choice in np.unique(choices)]
+
+
+def sequence_tpots(
+    times: Sequence[float] | np.ndarray, choices: Choices, tokens: Sequence[int] | np.ndarray | None, total: float
+) -> np.ndarray:
+    """(last - first chunk) / (tokens - 1) of each sequence; NaN for one token, or all in one chunk. float64 [sequences]
+
+    tokens: of each chunk; None where that is not known: the request's ``total`` is then shared out evenly over them
+    """
+    if choices is None or tokens is None:
+        tokens = np.full(len(times), total / max(len(times), 1))
+    further = np.array([own.sum() - 1 for own in by_sequence(tokens, choices)])
+    spans = np.array([own[-1] - own[0] if len(own) > 1 else np.nan for own in by_sequence(times, choices)])
+    return np.divide(spans, further, out=np.full(len(spans), np.nan), where=further > 0)
+
+
+def gaps_within(times: Sequence[float] | np.ndarray, choices: Choices) -> np.ndarray:
+    """The gaps between neighbouring chunks of the same sequence, all sequences together. float64 [gaps]"""
+    return np.concatenate([np.empty(0), *map(np.diff, by_sequence(times, choices))])
 
 
 def chunk_times(requests: pd.DataFrame) -> list[np.ndarray]:
@@ -47,7 +75,8 @@ def chunk_choices(requests: pd.DataFrame) -> list[Choices]:
 def times_to_end(request: Mapping[str, Any]) -> np.ndarray:
     """When the chunks of a row's sequence that ended last arrived [s]. float64 [chunks of it]"""
     times = request["chunk_times"]
-    return sequences.last_to_end(() if times is None else times, choices_of(request.get("chunk_choices")))
+    own = by_sequence(() if times is None else times, choices_of(request.get("chunk_choices")))
+    return max(own, key=lambda of_one: of_one[-1] if len(of_one) else -np.inf)
 
 
 def stored(requests: pd.DataFrame, name: str) -> np.ndarray:
@@ -76,11 +105,10 @@ def reasoned(requests: pd.DataFrame) -> np.ndarray:
     return streams_reasoning(requests) | (reasoning_tokens(requests) > 0)
 
 
-def _sequence_tpots(requests: pd.DataFrame) -> list[np.ndarray]:
-    """The time per output token [s] of each sequence of each request (NaN: undefined). [requests] of [sequences]"""
-    totals = streamed_tokens(requests)
-    columns = (chunk_times(requests), chunk_choices(requests), chunk_tokens(requests), totals)
-    return [sequences.times_per_output_token(*of) for of in zip(*columns, strict=True)]
+def _tpots(requests: pd.DataFrame) -> list[np.ndarray]:
+    """The time per output token [s] of each sequence of each request. [requests] of [sequences]"""
+    columns = (chunk_times(requests), chunk_choices(requests), chunk_tokens(requests), streamed_tokens(requests))
+    return [sequence_tpots(*row) for row in zip(*columns, strict=True)]
 
 
 def from_start(requests: pd.DataFrame, column: str, since: str = "t0") -> np.ndarray:
@@ -96,7 +124,7 @@ def reasoning_times(requests: pd.DataFrame) -> np.ndarray:
 
 def slowest_tpots(requests: pd.DataFrame) -> np.ndarray:
     """The time per output token [ms] of each row's slowest sequence. float64 [requests]"""
-    return np.array([np.fmax.reduce(own) for own in _sequence_tpots(requests)], dtype=float) * MS
+    return np.array([np.fmax.reduce(own) for own in _tpots(requests)], dtype=float) * MS
 
 
 def longest_gaps(requests: pd.DataFrame) -> np.ndarray:
@@ -106,7 +134,7 @@ def longest_gaps(requests: pd.DataFrame) -> np.ndarray:
 
 def times_per_output_token(requests: pd.DataFrame) -> np.ndarray:
     """tpot [ms] of every sequence that has one, of all rows together. float64 [sequences]"""
-    tpots = np.concatenate([np.empty(0), *_sequence_tpots(requests)])
+    tpots = np.concatenate([np.empty(0), *_tpots(requests)])
     return tpots[~np.isnan(tpots)] * MS
 
 

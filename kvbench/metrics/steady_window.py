@@ -22,11 +22,8 @@ _DRIFT = 0.02  # a server may become this much slower within a load and still ke
 
 
 @dataclass(frozen=True)
-class Plateau:
-    """A stretch of one offered rate [requests/s; None: that of the whole load] from ``start`` to ``end`` [s].
-
-    ``window``: its steady part, None where there is none.
-    """
+class RatePlateau:
+    """A stretch of one offered rate [requests/s; None: the load's], and the window of its steady part or None. [s]"""
 
     start: float
     end: float
@@ -36,14 +33,11 @@ class Plateau:
 
 @dataclass(frozen=True)
 class SteadyState:
-    """``window`` [s]: of the whole load; None where it has none or several, and ``why`` says so in a sentence.
-
-    ``plateaus``: of a rate that changes.
-    """
+    """The ``window`` [s] of a load; None where it has none or several (``why``). ``plateaus``: of a changing rate."""
 
     window: tuple[float, float] | None
     why: str | None = None
-    plateaus: tuple[Plateau, ...] = ()
+    plateaus: tuple[RatePlateau, ...] = ()
 
 
 def steady_state(
@@ -76,7 +70,7 @@ def steady_state(
         window = settled(t0, ends, first, last)
         return SteadyState(window, None if window else _unsettled(t0, first, last))
     stretches = [(float(begin), min(float(end), last), float(rate)) for begin, end, rate in changing]
-    plateaus = tuple(Plateau(begin, end, rate, settled(t0, ends, begin, end)) for begin, end, rate in stretches)
+    plateaus = tuple(RatePlateau(begin, end, rate, settled(t0, ends, begin, end)) for begin, end, rate in stretches)
     if not plateaus:
         return SteadyState(None, "the offered rate changed all the time")
     if len(plateaus) > 1:
@@ -115,15 +109,11 @@ def settled(t0: np.ndarray, ends: np.ndarray, begin: float, finish: float) -> tu
     numbers = in_system(t0, ends, np.linspace(begin, finish, _BINS + 1))
     rest = np.cumsum(numbers[::-1])[::-1] / np.arange(_BINS, 0, -1)
     reached = int(np.flatnonzero(numbers >= rest)[0])  # the last one is its own rest
-    if reached > _BINS // 2 or not _comes_back(numbers[reached:]):
+    late = numbers[min(reached, _BINS // 2) :]
+    early = np.quantile(late[: len(late) // 2], 0.25)
+    if reached > _BINS // 2 or late[-(len(late) // 3) :].min() > early * (1 + _DRIFT):
         return None
     return begin + (finish - begin) * reached / _BINS, finish
-
-
-def _comes_back(numbers: np.ndarray) -> bool:
-    """Whether ``numbers`` [intervals], late, fall to the lower quartile of the first half."""
-    early = float(np.quantile(numbers[: len(numbers) // 2], 0.25))
-    return float(numbers[-(len(numbers) // 3) :].min()) <= early * (1 + _DRIFT)
 
 
 def comes_at(t0: np.ndarray, ts: np.ndarray, sessions: Sequence[float | None] | np.ndarray | None = None) -> np.ndarray:

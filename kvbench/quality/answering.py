@@ -127,7 +127,7 @@ def predictions(
 
 @dataclass(frozen=True)
 class Arm:
-    """One of the engines that are compared. ``order``: from conversations and most tokens of a chunk to its steps."""
+    """One of the engines that are compared; ``order`` makes the steps of conversations with this ``chunk`` at most."""
 
     engine: TeacherForced
     chunk: int
@@ -158,10 +158,7 @@ def compare_arms(
 def compare_logits(
     expected: torch.Tensor, got: torch.Tensor, following: torch.Tensor, decoded: np.ndarray, own: np.ndarray
 ) -> Positions:
-    """Two engines' logits ``[N, vocab]`` of the same tokens, in float64; ``following [N]``: the next token of each.
-
-    Negative KLDs of rounding (1e-17) become 0.
-    """
+    """Two engines' logits ``[N, vocab]`` of the same tokens, in float64; ``following [N]``: the next token of each."""
     parts: list[tuple[torch.Tensor, ...]] = []
     block = max(1, _BLOCK_ELEMENTS // expected.shape[-1])
     for one, other, token in zip(*(each.split(block) for each in (expected, got, following)), strict=True):

@@ -31,7 +31,7 @@ DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 LONGEST = 2048  # tokens, whatever the model's context is: the time grows with it
 _SHORTEST = 100
 _SHARING = 4  # so many share the text before their keys, and prefix caching must tell them apart
-_DIGITS = 5
+DIGITS = 5
 
 
 @dataclass(frozen=True)
@@ -140,10 +140,6 @@ class PasskeyParts:
         return (*filler[:before], *self.fact, *filler[before : before + after], *self.question)
 
 
-def random_value(rng: np.random.Generator) -> str:
-    return random_digits(rng, _DIGITS)
-
-
 def spread_lengths(shortest: int, longest: int, count: int, rng: np.random.Generator) -> list[int]:
     """``count`` lengths from ``shortest`` to ``longest`` in order, most of them short, since the time grows with them.
 
@@ -166,11 +162,11 @@ def make_passkeys(
     prompts start with.
     """
     rng = np.random.default_rng(seed)
-    room = len(PasskeyParts.of("0" * _DIGITS, encode).answer) + 1
+    room = len(PasskeyParts.of("0" * DIGITS, encode).answer) + 1
     prompts = []
     start = 0
     for index, length in enumerate(spread_lengths(_SHORTEST, min(longest, LONGEST) - room, RESIDUES, rng)):
-        parts = PasskeyParts.of(random_value(rng), encode)
+        parts = PasskeyParts.of(random_digits(rng, DIGITS), encode)
         if index % _SHARING == 0:
             start = int(rng.integers(0, len(filler)))
         text = np.take(filler, np.arange(start, start + length), mode="wrap").tolist()

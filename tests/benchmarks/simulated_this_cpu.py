@@ -82,10 +82,10 @@ def measure(cells: list[_Cell]) -> dict[str, list[loads.Repetition]]:
         found: dict[str, list[loads.Repetition]] = {cell.name: [] for cell in cells}
         for repetition in range(_TIMES):
             for cell, seat in zip(cells, seats, strict=True):
-                loads.begin([seat], cell.workload.load, cell.point, cell.replayed.requests, until)
+                loads.begin(seat, cell.workload.load, cell.point, cell.replayed.requests, until)
             take_turns(seats, random.Random(repetition), _TURN, until)
             for seat in seats:
-                found[seat.name].append(loads.computed(seat))
+                found[seat.name].append(loads.Repetition.of(seat))
         return found
 
 

@@ -79,13 +79,13 @@ def test_engines_that_share_weights_and_take_turns_generate_what_each_generates_
         process.greet()
         open_all([(process, name, each) for name, each in settings.items()])
         seats = [Seat(process, name) for name in settings]
-        before = loads.begin(seats, workload.load, point, requests, math.inf)
+        before = [loads.begin(seat, workload.load, point, requests, math.inf) for seat in seats]
         take_turns(seats, random.Random(3), 2, math.inf)
         done, tables = {}, {}
         for seat, metrics in zip(seats, before, strict=True):
             out = tmp_path / seat.name
             out.mkdir()
-            done[seat.name] = loads.store(out, [loads.computed(seat)], workload.load, point, requests, metrics)
+            done[seat.name] = loads.store(out, [loads.Repetition.of(seat)], workload.load, point, requests, metrics)
             tables[seat.name] = pd.read_parquet(out / "requests.parquet")
             assert done[seat.name].valid, done[seat.name].invalid_reasons
     wanted = sum(spec.max_tokens for spec in requests)
@@ -120,11 +120,11 @@ def test_requests_of_several_sequences_are_what_each_engine_generates_alone(work
         process.greet()
         open_all([(process, name, each) for name, each in settings.items()])
         seats = [Seat(process, name) for name in settings]
-        before = loads.begin(seats, load, point, requests, math.inf)
+        before = [loads.begin(seat, load, point, requests, math.inf) for seat in seats]
         take_turns(seats, random.Random(3), 2, math.inf)
         for seat, metrics in zip(seats, before, strict=True):
             (out := tmp_path / seat.name).mkdir()
-            done = loads.store(out, [loads.computed(seat)], load, point, requests, metrics)
+            done = loads.store(out, [loads.Repetition.of(seat)], load, point, requests, metrics)
             assert done.valid, done.invalid_reasons
             assert done.metrics.total_output_tokens == seat.output_tokens == 3 * 3 * 12 + 3 * 2 * 8
             assert done.metrics.per_class["samples"].tpot_ms.n == 9

@@ -36,7 +36,7 @@ from kvbench.lockstep.process import (
     LOCKSTEP_COMMAND,
     EngineFailedError,
     EngineProcess,
-    RefusedError,
+    EngineRefusedError,
     open_all,
     why_not_stepped,
 )
@@ -74,7 +74,7 @@ def why_not_lockstep(workloads: Sequence[PairedWorkload], log: Path) -> str | No
             workload, options = opened.choice.workload, set[str]()
             for cell in each.matches[0].cells(side):
                 requests = _requests(each, side, cell, 1, 1)
-                if reason := loads.why_not(workload.load, requests):
+                if reason := loads.SteppedInstrument.why_not(workload.load, requests):
                     return f"{each.name}: {reason}"
                 options.update(*(request.answers for request in requests))
             settings = [match.of(side).settings for match in each.matches]
@@ -164,7 +164,7 @@ class LockstepPairs:
         try:
             infos = dict(zip(sides, open_all(opened, self.open_limit_s), strict=True))
         except UsageError as error:
-            if pair == 1 or not isinstance(refused := error.__cause__, RefusedError):
+            if pair == 1 or not isinstance(refused := error.__cause__, EngineRefusedError):
                 raise
             raise refused from None  # it opened before: its memory is missing, its settings are not wrong
         start_s = time.monotonic() - started

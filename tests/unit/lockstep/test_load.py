@@ -91,7 +91,7 @@ def test_an_engine_keeps_its_cache_where_the_load_declares_it(state, keeps):
     point = load_point("closed", concurrency=2, rate=None, num_requests=4)
     drawn = requests_of(load, point, vocab_size=512, max_model_len=64, seed=3, repeat=1)
     seat = Mock()
-    begin([seat], load, point, drawn, until=0.0)
+    begin(seat, load, point, drawn, until=0.0)
     assert seat.load.call_args.kwargs["keep_cache"] is keeps
 
 
