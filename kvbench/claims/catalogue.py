@@ -51,28 +51,11 @@ class Claim:
             return ClaimVerdict(UNDECIDED, "", str(error))
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """One workload to measure. ``workload``: its file, where that has another name; ``overrides``: over its values."""
-
-    name: str
-    workload: str = ""
-    overrides: Sequence[str] = ()
-
-    def load(self, profile: str | None) -> Workload:
-        """Raises UsageError."""
-        file = WORKLOADS / f"{self.workload or self.name}.yaml"
-        return load_workload(file, profile=profile, overrides=tuple(self.overrides))
-
-
 _FILE = read_yaml(Path(__file__).with_name("claims.yaml"))
 CLAIMS = tuple(Claim(name, **row) for name, row in _FILE["claims"].items())
-MEASUREMENTS = {
-    name: Measurement(name, **_FILE["measurements"].get(name, {}))
-    for claim in CLAIMS
-    for name in claim.measured
-    if name not in OTHERS
-}
+_USED = [name for claim in CLAIMS for name in claim.measured if name not in OTHERS]
+MEASUREMENTS = {name: {"workload": name, "overrides": [], **_FILE["measurements"].get(name, {})} for name in _USED}
+"""Name -> the workload's file, and what is set over its values."""
 
 
 def chosen(names: Sequence[str]) -> tuple[Claim, ...]:
@@ -83,7 +66,13 @@ def chosen(names: Sequence[str]) -> tuple[Claim, ...]:
     return tuple(claim for claim in CLAIMS if not names or claim.name in names)
 
 
+def workload_of(measurement: str, profile: str | None) -> Workload:
+    """Raises UsageError."""
+    row = MEASUREMENTS[measurement]
+    return load_workload(WORKLOADS / f"{row['workload']}.yaml", profile=profile, overrides=tuple(row["overrides"]))
+
+
 def workloads_of(claims: Sequence[Claim], profile: str | None) -> dict[str, Workload]:
     """Measurement -> its workload. Raises UsageError."""
     names = (name for claim in claims for name in claim.measured if name in MEASUREMENTS)
-    return {name: MEASUREMENTS[name].load(profile) for name in dict.fromkeys(names)}
+    return {name: workload_of(name, profile) for name in dict.fromkeys(names)}

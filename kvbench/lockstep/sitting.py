@@ -98,16 +98,13 @@ class Sitting:
 
     def __post_init__(self) -> None:
         self.folder = RunFolder(self.run.path / FOLDER)
+        self.baseline = next((each for each in self.design.configurations if each.is_baseline), None)
 
     @property
     def points(self) -> list[LoadPoint]:
         """The loads, most users first."""
         points = {cell.load.load_id: cell.load for cell in self.design.cells}
         return sorted(points.values(), key=lambda p: -(p.concurrency or p.request_rate or 0))
-
-    @property
-    def baseline(self) -> Configuration | None:
-        return next((each for each in self.design.configurations if each.is_baseline), None)
 
     def why_not(self) -> str | None:
         """Why these configurations cannot be compared in engine time, None if they can."""

@@ -55,7 +55,7 @@ class TargetInstrument(Instrument):
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
-        self.target: Target | None = None
+        self.target = Target("")  # until one is opened
         self.facts: dict[str, Any] = {}
         self.requests = RequestList(())
         self.started = False
@@ -81,36 +81,32 @@ class TargetInstrument(Instrument):
 
     def _check(self) -> None:
         self.job.check()
-        if self.target is not None:
-            self.target.check_alive()
+        self.target.check_alive()
 
     def close(self) -> None:
         """Stops the server, if it was launched here."""
-        if self.target is not None:
-            self.target.stop()
+        self.target.stop()
 
     def needs_new_engine(self) -> bool:
         """Tests whether the next load needs an empty prefix cache, and only another server of ours has one."""
-        target = self.target
-        if target is None or not target.starts_cold or self.job.workload.load.cache_state == "steady":
+        if not self.target.starts_cold or self.job.workload.load.cache_state == "steady":
             return False
         try:
-            return target.reset_prefix_cache() is None
+            return self.target.reset_prefix_cache() is None
         except MeasurementError:
             return False  # the load itself will say why
 
     def is_gone(self) -> bool:
         """Tests whether a launched server has ended."""
         try:
-            if self.target is not None:
-                self.target.check_alive()
+            self.target.check_alive()
         except MeasurementError:
             return True
         return False
 
     def reason_of(self, error: MeasurementError) -> str:
         """How the server ended if it has, else the error itself."""
-        return reason_of(self.target, error) if self.target is not None and self.started else str(error)
+        return reason_of(self.target, error) if self.started else str(error)
 
     def run(self, cell: Cell, repeat: int, out: Path) -> LoadResult:
         """Draws the load's requests, stores them and sends them."""

@@ -38,14 +38,11 @@ _FIRST_WORD = "0"  # every tokenizer has it, also one of the words of ids; llama
 _SEED = 0x5EED  # other lengths and contents than any measured request, where they are drawn
 
 
-OnAnswer = Callable[[int, int], None]  # answered, of so many requests
-
-
 def warm_up(
     server: MeasuredServer,
     point: LoadPoint,
     count: int = WARM_UP_REQUESTS,
-    on_answer: OnAnswer = lambda answered, of: None,
+    on_answer: Callable[[int, int], None] = lambda answered, asked: None,
 ) -> WarmUpResult:
     """Sends ``count`` requests of the load's shape but other contents, then short ones at once: kernels compile.
 
@@ -57,16 +54,12 @@ def warm_up(
     """
     if count < 1:
         return WarmUpResult(requests=0, answered=0)
-    requests = sorted(
-        server.requests(point, 0, server.seed ^ _SEED),
-        key=lambda r: len(r.prompt_token_ids or r.prompt or ()),
-    )
-    step = max(1, (len(requests) - 1) // max(1, count - 1))
-    chosen = requests[::step][:count]
-    answered, failures = 0, []
+    drawn = server.requests(point, 0, server.seed ^ _SEED)
+    requests = sorted(drawn, key=lambda request: len(request.prompt_token_ids or request.prompt or ()))
+    chosen = requests[:: max(1, (len(requests) - 1) // max(1, count - 1))][:count]
     at_once = warm_up_concurrency(server, point, requests)
     concurrent = _concurrent_requests(server, requests, at_once) if at_once > 1 else []
-    total = len(chosen) + len(concurrent)
+    answered, failures, total = 0, [], len(chosen) + len(concurrent)
     rounds = (  # the shortest alone: what it shows of a dead server needs no others
         (chosen[:1], 1, _complete),
         (chosen[1:], WARM_UP_REQUESTS, _complete),

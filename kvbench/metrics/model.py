@@ -164,69 +164,64 @@ class ProcessClock(Record):
     readings: int | None = None
 
 
-class ProcessFigures(Record):
-    """What one of several load processes says of itself, under the names of ``ClientFigures``."""
+class _ClientFigures(Record):
+    """What a load process and the whole client say of themselves; None where they do not. Times [ms], shares 0 to 1.
+
+    cpu_fraction: of a core, of the busiest process; lag: how late its timestamps were, as lag_source shows
+    loop_lag: how late its loop was
+    """
+
+    priority: str | None = None
+    cpu_fraction: float | None = None
+    cpu_us_per_chunk: float | None = None
+    lag_source: str | None = None
+    lag_p50_ms: float | None = None
+    lag_p99_ms: float | None = None
+    loop_lag_p99_ms: float | None = None
+    schedule_slip_p99_ms: float | None = None
+    turnaround_p50_ms: float | None = None
+    turnaround_p99_ms: float | None = None
+    turnaround_share: float | None = None
+    coalesced_share: float | None = None
+
+
+class ProcessFigures(_ClientFigures):
+    """What one of several load processes says of itself."""
 
     name: str
     host: str | None = None
     pid: int | None = None
     requests: int | None = None
     completed: int | None = None
-    priority: str | None = None
-    cpu_fraction: float | None = None
-    cpu_us_per_chunk: float | None = None
-    lag_source: str | None = None
-    lag_p50_ms: float | None = None
-    lag_p99_ms: float | None = None
-    loop_lag_p99_ms: float | None = None
-    schedule_slip_p99_ms: float | None = None
-    turnaround_p50_ms: float | None = None
-    turnaround_p99_ms: float | None = None
-    turnaround_share: float | None = None
     chunks: int | None = None
-    coalesced_share: float | None = None
     clock: ProcessClock = ProcessClock()
 
 
-class ClientFigures(Record):
-    """What the load client says of itself; None where it does not. Times [ms] and [s], shares 0 to 1.
+class ClientFigures(_ClientFigures):
+    """What the load client says of itself, all its processes together.
 
-    cpu_fraction: of a core, of the busiest process; cpu_fraction_total: of all processes together
-    lag: how late its timestamps were, as lag_source shows; lag_judged: whether this load's were held to the limit
-    loop_lag: how late its loop was; loop_lag_stopped_share: of the time that it stood still
+    lag_judged: whether this load's lag was held to the limit; loop_lag_stopped_share: of the time that it stood still
     """
 
     model_config = ConfigDict(extra="allow")
 
-    cpu_fraction: float | None = None
     cpu_fraction_total: float | None = None
-    cpu_us_per_chunk: float | None = None
     cpu_s: float | None = None
     parse_cpu_s: float | None = None
     cpu_s_per_1000_output_tokens: float | None = None
-    lag_source: str | None = None
-    lag_p50_ms: float | None = None
-    lag_p99_ms: float | None = None
     lag_samples: int = 0
     lag_judged: bool | None = None
     loop_lag_p50_ms: float | None = None
-    loop_lag_p99_ms: float | None = None
     loop_lag_max_ms: float | None = None
     loop_lag_stopped_share: float | None = None
-    schedule_slip_p99_ms: float | None = None
     schedule_slip_beyond_bursts_p99_ms: float | None = None
-    turnaround_p50_ms: float | None = None
-    turnaround_p99_ms: float | None = None
-    turnaround_share: float | None = None
     turnarounds: int = 0
     chunks: int = 0
     chunks_of_busiest_second: int | None = None
     coalesced_chunks: int = 0
-    coalesced_share: float | None = None
     itl_p50_ms: float | None = None
     prompt_token_mismatches: int | None = None
     read_delay_p99_ms: float | None = None
-    priority: str | None = None
     reopened_connections: int = 0
     unstamped_share: float | None = None
     short_outputs: int = 0

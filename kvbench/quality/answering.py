@@ -6,6 +6,7 @@ same tokens, the prompts and the baseline's answers to them, batch by batch.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -48,9 +49,8 @@ class Conversation:
         return len(self.tokens) - 1
 
     def run(self, start: int) -> int:
-        """Tokens from ``start`` to the next answer, to be fed in chunks."""
-        ends = np.flatnonzero(self.answered[start : self.fed])
-        return int(ends[0]) if len(ends) else self.fed - start
+        """The number of tokens from ``start`` to the next answer, to be fed in chunks."""
+        return next(iter(np.flatnonzero(self.answered[start : self.fed]).tolist()), self.fed - start)
 
 
 def in_order(rows: Sequence[Conversation], chunk: int) -> Steps:
@@ -179,8 +179,8 @@ def answer_all(engine: Engine, prompts: Sequence[Prompt]) -> Answers:
 
     def ask(prompt: Prompt) -> None:
         given = answers[prompt.prompt_id]
-        spoken = [part for pair in zip(prompt.turns, given, strict=False) for part in pair]
-        ids = tuple(token for part in (*spoken, prompt.turns[len(given)]) for token in part)
+        parts = [*itertools.chain(*zip(prompt.turns, given, strict=False)), prompt.turns[len(given)]]
+        ids = tuple(itertools.chain(*parts))
         growing[prompt.prompt_id] = []
         params = SamplingParams(max_tokens=prompt.max_tokens, temperature=0.0, ignore_eos=True)
         engine.add_request(Request(prompt.prompt_id, ids, params))

@@ -6,6 +6,7 @@ the lengths of the passkeys have every remainder by 64 once. Pure.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -53,9 +54,8 @@ class PromptText:
     @property
     def row(self) -> str:
         """Its line in a file."""
-        row = {"id": self.prompt_id, **self.__dict__}
-        del row["prompt_id"]
-        return json.dumps(row, ensure_ascii=True) + "\n"
+        others = {name: value for name, value in vars(self).items() if name != "prompt_id"}
+        return json.dumps({"id": self.prompt_id, **others}, ensure_ascii=True) + "\n"
 
 
 @dataclass(frozen=True)
@@ -81,11 +81,11 @@ class Prompt:
 
     def conversation(self, answers: Sequence[Sequence[int]]) -> list[Sequence[int]]:
         """Each turn, and after it the answer to it."""
-        return [part for pair in zip(self.turns, answers, strict=True) for part in pair]
+        return list(itertools.chain(*zip(self.turns, answers, strict=True)))
 
     def last_prompt(self, answers: Sequence[Sequence[int]]) -> tuple[int, ...]:
         """The tokens before the last answer, with the answers to earlier turns."""
-        return tuple(token for part in self.conversation(answers)[:-1] for token in part)
+        return tuple(itertools.chain(*self.conversation(answers)[:-1]))
 
     def is_right(self, text: str) -> bool:
         """Whether ``text``, the last answer, is the right one."""
@@ -170,10 +170,8 @@ def make_passkeys(
         if index % _SHARING == 0:
             start = int(rng.integers(0, len(filler)))
         text = np.take(filler, np.arange(start, start + length), mode="wrap").tolist()
-        own = length - len(begin)
-        free = own - len(parts.fact) - len(parts.question)
-        depth = DEPTHS[index % len(DEPTHS)]
-        if free < 0:
+        own, depth = length - len(begin), DEPTHS[index % len(DEPTHS)]
+        if (free := own - len(parts.fact) - len(parts.question)) < 0:
             continue
         prompt = (*begin, *parts.prompt(text, own, round(depth * free)))
         prompts.append(Prompt(f"passkey-{length}", "passkey", (prompt,), len(parts.answer), parts.value, depth))
