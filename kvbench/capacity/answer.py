@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
-from kvbench.capacity.fit import GIB, Load, Memory, Settings, memory_of, pick, smallest_fits
+from kvbench.capacity.fit import GIB, GpuMemory, PlannedLoad, Settings, memory_of, pick, smallest_fits
 from kvbench.capacity.gpus import GPU, known_gpus
 from kvbench.capacity.model import PlannedModel
 from kvbench.capacity.weights import Weights, weights_of
@@ -41,16 +41,7 @@ class FittingGPUs:
 
 
 @dataclass(frozen=True)
-class AtOnce:
-    """The most sequences of ``tokens`` tokens at once, in pages and each in one piece."""
-
-    tokens: int
-    paged: int
-    contiguous: int
-
-
-@dataclass(frozen=True)
-class Answer:
+class MemoryPlan:
     """What is planned, and what came of it.
 
     fitting: by kind of GPU the fewest that hold the load
@@ -62,10 +53,10 @@ class Answer:
     model: PlannedModel
     weights: Weights
     settings: Settings
-    load: Load
-    fitting: Sequence[Memory]
+    load: PlannedLoad
+    fitting: Sequence[GpuMemory]
     prices: Mapping[str, float]
-    memory: Memory | None
+    memory: GpuMemory | None
     picked: bool
     vendor: str | None = None
 
@@ -93,8 +84,8 @@ class Answer:
     def fitting_gpus(self) -> list[FittingGPUs]:
         return [
             FittingGPUs(
-                m.gpu.name,
-                m.count,
+                gpu=m.gpu.name,
+                count=m.count,
                 memory_gib=m.count * m.gpu.memory_bytes / GIB,
                 kv_gib=m.kv / GIB,
                 at_once=m.at_once(self.load.context),
@@ -118,7 +109,7 @@ def answer(
     prices: Mapping[str, float] | None = None,
     quantization: str | None = None,
     choose: bool = False,
-) -> Answer:
+) -> MemoryPlan:
     """Raises UsageError for a context beyond the model's limit, or GPUs that cannot split the model."""
     limit = max_model_len or model.spec.max_positions or max(context or 0, _DEFAULT_CONTEXT)
     context = context or min(_DEFAULT_CONTEXT, limit)
@@ -128,7 +119,7 @@ def answer(
         raise UsageError(
             f"--context {context} is more than {limited}{whose}: give a shorter one, or {larger}--max-model-len"
         )
-    load, weights, prices = Load(context, concurrency, limit), weights_of(model, quantization), prices or {}
+    load, weights, prices = PlannedLoad(context, concurrency, limit), weights_of(model, quantization), prices or {}
     fitting = smallest_fits(model, weights, known_gpus(vendor), settings, load)
     fitting.sort(
         key=lambda m: (m.gpu.name not in prices, m.count * prices.get(m.gpu.name, 0), m.count * m.gpu.memory_bytes)
@@ -136,39 +127,30 @@ def answer(
     memory = pick(fitting, prices) if choose else None
     if gpus is not None:
         memory = memory_of(model, weights, gpus[1], gpus[0], settings, concurrency)
-    return Answer(model, weights, settings, load, fitting, prices, memory, choose and memory is not None, vendor)
+    return MemoryPlan(model, weights, settings, load, fitting, prices, memory, choose and memory is not None, vendor)
 
 
-def sentences(a: Answer) -> list[str]:
+def sentences(a: MemoryPlan) -> list[str]:
     """First whether it fits, then what there is to know about it."""
     load = f"{plural(a.load.concurrency, 'sequence')} of {count(a.load.context)} tokens"
     needed = f"{_size(a.weights.total_bytes)} of weights and {_size(a.kv_bytes)} of KV"
-    if a.memory is None:
+    if (memory := a.memory) is None:
         return [_without_gpus(a, load, needed)]
-    return [_on_gpus(a, a.memory, load, needed), *_about_room(a, a.memory), *_about_dtypes(a, a.memory.gpu)]
-
-
-def _about_room(a: Answer, memory: Memory) -> list[str]:
-    lines = []
+    lines, gpu = [_on_gpus(a, memory, load, needed)], memory.gpu
     if memory.kv <= 0:
         if memory.weights < memory.taken:
             lines.append("A larger --gpu-memory-utilization or a smaller --max-num-seqs can make room.")
-        return lines
-    if memory.at_once(a.load.max_model_len) == 0:
-        lines.append(
-            f"vLLM starts only with room for one sequence of its max_model_len ({count(a.load.max_model_len)}): "
-            f"start it with --max-model-len {a.load.context} or a little more."
-        )
-    if memory.at_once(a.load.context) > memory.step.sequences:
-        lines.append(
-            f"Of these, vLLM runs {count(memory.step.sequences)} at once, its max_num_seqs here; a larger "
-            "--max-num-seqs takes memory for activations."
-        )
-    return lines
-
-
-def _about_dtypes(a: Answer, gpu: GPU) -> list[str]:
-    lines = []
+    else:
+        if memory.at_once(a.load.max_model_len) == 0:
+            lines.append(
+                f"vLLM starts only with room for one sequence of its max_model_len ({count(a.load.max_model_len)}): "
+                f"start it with --max-model-len {a.load.context} or a little more."
+            )
+        if memory.at_once(a.load.context) > memory.step.sequences:
+            lines.append(
+                f"Of these, vLLM runs {count(memory.step.sequences)} at once, its max_num_seqs here; a larger "
+                "--max-num-seqs takes memory for activations."
+            )
     if not gpu.bfloat16 and a.model.spec.default_dtype == "bfloat16":
         lines.append(f"{gpu.name} has no bfloat16: start the engine with --dtype half.")
     if a.converts(gpu):
@@ -176,7 +158,7 @@ def _about_dtypes(a: Answer, gpu: GPU) -> list[str]:
     return lines
 
 
-def _without_gpus(a: Answer, load: str, needed: str) -> str:
+def _without_gpus(a: MemoryPlan, load: str, needed: str) -> str:
     if not a.fitting:
         vendor = f"{a.vendor.upper()} " if a.vendor else ""
         return (
@@ -188,7 +170,7 @@ def _without_gpus(a: Answer, load: str, needed: str) -> str:
     return f"{a.model.name} with {load} needs {needed}; the table has the GPUs that hold it."
 
 
-def _on_gpus(a: Answer, memory: Memory, load: str, needed: str) -> str:
+def _on_gpus(a: MemoryPlan, memory: GpuMemory, load: str, needed: str) -> str:
     gpus = f"{memory.count} x {memory.gpu.name}"
     has, does, hold = ("has", "does", "holds") if memory.count == 1 else ("have", "do", "hold")
     if memory.kv <= 0:
@@ -207,7 +189,7 @@ def _on_gpus(a: Answer, memory: Memory, load: str, needed: str) -> str:
     return f"Yes: {gpus} {hold} {a.model.name} with {load}: {needed}; {room}."
 
 
-def model_table(a: Answer) -> Table:
+def model_table(a: MemoryPlan) -> Table:
     """What the model takes, whatever the GPU."""
     one = count(a.model.token_bytes(a.settings.kv_cache_dtype))
     rows = [
@@ -221,7 +203,7 @@ def model_table(a: Answer) -> Table:
     return _with_notes(make_table(["", a.model.name, "counted as"], rows))
 
 
-def _attention_words(a: Answer) -> str:
+def _attention_words(a: MemoryPlan) -> str:
     dtype = a.settings.kv_cache_dtype
     kind = "latent (MLA): one row a layer, whole on each GPU" if a.model.layers[0].latent else "K and V of all KV heads"
     words = [kind, f"in {a.model.spec.default_dtype if dtype == 'auto' else dtype}"]
@@ -234,7 +216,7 @@ def _attention_words(a: Answer) -> str:
     return ", ".join(words)
 
 
-def memory_table(a: Answer, m: Memory) -> Table:
+def memory_table(a: MemoryPlan, m: GpuMemory) -> Table:
     """Where the memory of each GPU goes."""
     step = f"a step of {count(m.step.tokens)} tokens and {count(m.step.sequences)} sequences, as vLLM tries at start"
     talk = " and of talking to the others" if m.count > 1 else ""
@@ -256,14 +238,14 @@ def _with_notes(table: Table) -> Table:
     return table
 
 
-def concurrency_table(a: Answer, memory: Memory) -> Table:
+def concurrency_table(a: MemoryPlan, memory: GpuMemory) -> Table:
     """The most sequences at once by length, paged beside contiguous."""
     heads = ["sequences of", "paged", f"contiguous, reserving {count(a.load.max_model_len)}"]
-    rows = [(count(row.tokens), count(row.paged), count(row.contiguous)) for row in _by_length(a, memory)]
+    rows = [tuple(map(count, row)) for row in _by_length(a, memory)]
     return make_table(heads, rows, title="How many sequences are in memory at once, at most")
 
 
-def gpus_table(a: Answer) -> Table:
+def gpus_table(a: MemoryPlan) -> Table:
     """The GPUs that hold the load, of each kind the fewest of 1, 2, 4 and 8; with prices only those that have one."""
     heads = ["GPUs", "left for KV,\nGiB a GPU", "sequences\nat once", "memory\nGiB", "at best\ntokens/s"]
     entries, fitting = [], a.fitting_gpus()
@@ -279,7 +261,7 @@ def gpus_table(a: Answer) -> Table:
     return make_table(heads, entries, title=title)
 
 
-def footnote(a: Answer) -> str:
+def footnote(a: MemoryPlan) -> str:
     """What the arithmetic stands for, and the words of the table of GPUs."""
     notes = []
     if a.shows_gpus:
@@ -293,7 +275,7 @@ def footnote(a: Answer) -> str:
     return "\n".join([*notes, f"{engine}, tensor parallel. How it is counted: docs/commands.md."])
 
 
-def as_dict(a: Answer) -> dict[str, Any]:
+def as_dict(a: MemoryPlan) -> dict[str, Any]:
     """The same figures for scripts; sizes in bytes but for those named gib."""
     m = a.memory
     return {
@@ -314,13 +296,14 @@ def as_dict(a: Answer) -> dict[str, Any]:
             "memory_bytes": m.gpu.memory_bytes, "taken_bytes": m.taken, "weight_bytes": m.weights,
             "activation_bytes": m.activations, "context_bytes": m.context, "kv_bytes": m.kv,
             "max_num_batched_tokens": m.step.tokens, "max_num_seqs": m.step.sequences,
-            "at_once": [dataclasses.asdict(row) for row in _by_length(a, m)],
+            "at_once": [dict(zip(("tokens", "paged", "contiguous"), row, strict=True)) for row in _by_length(a, m)],
         },
     }  # fmt: skip
 
 
-def _by_length(a: Answer, memory: Memory) -> list[AtOnce]:
+def _by_length(a: MemoryPlan, memory: GpuMemory) -> list[tuple[int, int, int]]:
+    """Lengths, and the most sequences of each at once: in pages, and each in one piece."""
     limit = a.load.max_model_len
     lengths = sorted({length for length in (*_LENGTHS, a.load.context, limit) if length <= limit})
     contiguous = memory.at_once(limit, contiguous=True)
-    return [AtOnce(length, memory.at_once(length), contiguous) for length in lengths]
+    return [(length, memory.at_once(length), contiguous) for length in lengths]

@@ -27,7 +27,7 @@ _LARGE_GPU = 70 * GIB  # from here on, but for the A100, vLLM has larger steps
 
 
 @dataclass(frozen=True)
-class Step:
+class LargestStep:
     """The largest step that the engine is built for: vLLM's ``max_num_batched_tokens`` and ``max_num_seqs``."""
 
     tokens: int
@@ -35,7 +35,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Load:
+class PlannedLoad:
     """``concurrency`` sequences of ``context`` tokens at once; a contiguous cache reserves ``max_model_len`` each."""
 
     context: int
@@ -53,15 +53,15 @@ class Settings:
     max_num_batched_tokens: int | None = None
     max_num_seqs: int | None = None
 
-    def step_on(self, gpu: GPU, concurrency: int = 1) -> Step:
+    def step_on(self, gpu: GPU, concurrency: int = 1) -> LargestStep:
         """The engine's largest step on ``gpu``; it takes all sequences of the load."""
         large = gpu.memory_bytes >= _LARGE_GPU and not gpu.name.startswith("A100")
         tokens, sequences = (8192, 1024) if large else (2048, 256)
-        return Step(self.max_num_batched_tokens or tokens, self.max_num_seqs or max(sequences, concurrency))
+        return LargestStep(self.max_num_batched_tokens or tokens, self.max_num_seqs or max(sequences, concurrency))
 
 
 @dataclass(frozen=True)
-class Memory:
+class GpuMemory:
     """A model on ``count`` GPUs, and the bytes on each of them: the share that the engine takes, and what it goes to.
 
     read_bytes: of all GPUs' weights, what a decode step reads at least
@@ -71,7 +71,7 @@ class Memory:
     settings: Settings
     gpu: GPU
     count: int
-    step: Step
+    step: LargestStep
     taken: int
     weights: int
     read_bytes: int
@@ -89,11 +89,11 @@ class Memory:
         dtype = self.settings.kv_cache_dtype
         return max(0, self.kv) // self.model.sequence_bytes(tokens, dtype, gpus=self.count, page_size=page)
 
-    def fits(self, load: Load) -> bool:
+    def fits(self, load: PlannedLoad) -> bool:
         """Whether all sequences of the load are in memory at once."""
         return self.at_once(load.context) >= load.concurrency
 
-    def tokens_per_s(self, load: Load) -> float:
+    def tokens_per_s(self, load: PlannedLoad) -> float:
         """At best: a decode step reads the weights and all KV once, at the memory's full bandwidth."""
         one = self.model.sequence_bytes(load.context, self.settings.kv_cache_dtype, gpus=self.count)
         return load.concurrency * self.gpu.bytes_per_s / (self.read_bytes / self.count + load.concurrency * one)
@@ -101,11 +101,11 @@ class Memory:
 
 def memory_of(
     model: PlannedModel, weights: Weights, gpu: GPU, count: int, settings: Settings, concurrency: int = 1
-) -> Memory:
+) -> GpuMemory:
     """Raises UsageError where the model cannot be split over ``count`` GPUs."""
     model.check_split(count)
     step = settings.step_on(gpu, concurrency)
-    return Memory(
+    return GpuMemory(
         model,
         settings,
         gpu,
@@ -119,7 +119,7 @@ def memory_of(
     )
 
 
-def activation_bytes(model: PlannedModel, step: Step, gpus: int) -> int:
+def activation_bytes(model: PlannedModel, step: LargestStep, gpus: int) -> int:
     """The peak of one step on each GPU: that of sampling, or of an MLP whose inner dimension is large.
 
     Sampling holds hidden states and residual of all tokens, and the logits of all sequences, on every GPU. An MLP holds
@@ -139,8 +139,8 @@ def usable(gpu: GPU, model: PlannedModel, settings: Settings) -> bool:
 
 
 def smallest_fits(
-    model: PlannedModel, weights: Weights, gpus: Sequence[GPU], settings: Settings, load: Load
-) -> list[Memory]:
+    model: PlannedModel, weights: Weights, gpus: Sequence[GPU], settings: Settings, load: PlannedLoad
+) -> list[GpuMemory]:
     """The fewest of 1, 2, 4 and 8 GPUs of each kind that hold the load; kinds that do not are left out."""
     smallest = []
     for gpu in gpus:
@@ -155,7 +155,7 @@ def smallest_fits(
     return smallest
 
 
-def pick(fitting: Sequence[Memory], prices: Mapping[str, float]) -> Memory | None:
+def pick(fitting: Sequence[GpuMemory], prices: Mapping[str, float]) -> GpuMemory | None:
     """The cheapest of those with a price; without any prices the fewest GPUs, of them the smallest."""
     if prices:
         priced = [memory for memory in fitting if memory.gpu.name in prices]

@@ -38,7 +38,7 @@ class _GroupWeights(_Part):
     num_bits: int | None = None
 
 
-class _Group(_Part):
+class _QuantizedGroup(_Part):
     weights: _GroupWeights | None = None
 
 
@@ -48,7 +48,7 @@ class Quantization(_Part):
     quant_method: Any = None
     bits: int | float | None = None
     w_bit: int | float | None = None
-    config_groups: dict[str, _Group] | None = None
+    config_groups: dict[str, _QuantizedGroup] | None = None
 
 
 class _Config(_Part):

@@ -95,7 +95,6 @@ def count_parameters(model: PlannedModel) -> Parameters:
     """Counts them from the config's dimensions, by the rules of its model_type."""
     config, layers = model.config, model.config.num_hidden_layers
     hidden = config.hidden_size
-    usual = config.family.startswith(("gemma", "opt"))  # what transformers takes where none is stated
     matrices, vectors = _attention(config)
     norms = (4 if config.family.startswith(("gemma2", "gemma3")) else 2) * hidden
     linear, experts, used, other = matrices * layers, 0, 0, (vectors + norms) * layers + hidden
@@ -112,7 +111,8 @@ def count_parameters(model: PlannedModel) -> Parameters:
             linear, other = linear + shared * sparse, other + small * sparse
             experts, used = every * sparse, used_by_token * sparse
     embedding = config.vocab_size * hidden
-    head = 0 if (usual if model.tied is None else model.tied) else embedding
+    tied = config.family.startswith(("gemma", "opt")) if model.tied is None else model.tied  # as transformers has it
+    head = 0 if tied else embedding
     return Parameters(embedding, head, linear, experts, other + model.other_parameters, used)
 
 

@@ -2,44 +2,23 @@
 
 from __future__ import annotations
 
+import pkgutil
 import sys
 
 import click
 
 from kvbench import __version__
-from kvbench.cli.cache_sim import cache_sim
-from kvbench.cli.calibrate_client import calibrate_client
-from kvbench.cli.calibrate_model import calibrate_model
-from kvbench.cli.canaries import canaries
-from kvbench.cli.claims import claims
-from kvbench.cli.compare import calibrate, compare
-from kvbench.cli.doctor import doctor
-from kvbench.cli.engine import bench_engine, serve
-from kvbench.cli.gate import gate
-from kvbench.cli.gate_counters import accept
-from kvbench.cli.help import help_command
-from kvbench.cli.history import history
-from kvbench.cli.init import init
-from kvbench.cli.load import load
-from kvbench.cli.mock_server import mock_server
-from kvbench.cli.plan import plan
-from kvbench.cli.predict import predict
-from kvbench.cli.quality import quality
-from kvbench.cli.recommend import recommend
-from kvbench.cli.report import report
 from kvbench.cli.run_guarded import guarded
-from kvbench.cli.simulate import simulate
-from kvbench.cli.sweep import sweep
-from kvbench.cli.trace import trace
-from kvbench.cli.tune import tune
-from kvbench.cli.view import view
 from kvbench.common.packages import check_packages
 
 _COMMANDS = (
-    init, plan, sweep, simulate, report, recommend, predict, claims, load, compare, gate, accept, calibrate, history,
-    view, quality, canaries, serve, bench_engine, tune, trace, cache_sim, mock_server, calibrate_client,
-    calibrate_model, doctor, help_command,
+    "init:init", "plan:plan", "sweep:sweep", "simulate:simulate", "report:report", "recommend:recommend",
+    "predict:predict", "claims:claims", "load:load", "compare:compare", "gate:gate", "gate_counters:accept",
+    "compare:calibrate", "history:history", "view:view", "quality:quality", "canaries:canaries", "engine:serve",
+    "engine:bench_engine", "tune:tune", "trace:trace", "cache_sim:cache_sim", "mock_server:mock_server",
+    "calibrate_client:calibrate_client", "calibrate_model:calibrate_model", "doctor:doctor", "help:help_command",
 )  # fmt: skip
+"""The file in this folder and the name of each command, in the order of --help."""
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -81,7 +60,7 @@ def cli() -> None:
 
 
 for _command in _COMMANDS:
-    cli.add_command(_command)
+    cli.add_command(pkgutil.resolve_name(f"{__package__}.{_command}"))
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -94,7 +94,8 @@ def plan(what: str | None, profile: str | None, overrides: tuple[str, ...], **op
             "nothing to plan: give a model such as Qwen3-32B, a workload such as workloads/mixed.yaml, or "
             "--input-len 600 --output-len 150 --concurrency 20"
         )
-    if what is None or _is_workload(what):
+    is_config = what is not None and Path(what).suffix == ".json"
+    if what is None or Path(what).suffix in (".yaml", ".yml") or (Path(what).is_file() and not is_config):
         if given:
             missing = "leave it out, or name a model such as Qwen3-32B" if what else "name one, such as Qwen3-32B"
             raise UsageError(f"{flag(given[0].removeprefix('as_'))} is for the plan of a model: {missing}")
@@ -107,11 +108,6 @@ def plan(what: str | None, profile: str | None, overrides: tuple[str, ...], **op
             "workload file that ends in .yaml"
         )
     return _plan_model(what, options.get("concurrency") or (1,), model_options)
-
-
-def _is_workload(what: str) -> bool:
-    path = Path(what)
-    return path.suffix in (".yaml", ".yml") or (path.is_file() and path.suffix != ".json")
 
 
 def _plan_workload(workload: str | None, answers: dict[str, Any], **how: Any) -> int:
@@ -138,7 +134,10 @@ def _plan_workload(workload: str | None, answers: dict[str, Any], **how: Any) ->
 def _plan_model(name: str, concurrency: tuple[int, ...], options: dict[str, Any]) -> int:
     from rich.console import Console
 
+    from engine.config import KV_CACHE_DTYPE_ALIASES
+    from kernels.kv_formats import find_format
     from kvbench.capacity import answer as shown
+    from kvbench.capacity.fit import Settings
     from kvbench.capacity.gpus import parse_gpus, parse_prices
     from kvbench.capacity.model import plan_model
     from kvbench.capacity.weights import QUANTIZATIONS
@@ -152,9 +151,17 @@ def _plan_model(name: str, concurrency: tuple[int, ...], options: dict[str, Any]
         raise UsageError("--gpu names the GPUs, so --vendor has nothing to choose: leave it out")
     if (quantization := options["quantization"]) and quantization not in QUANTIZATIONS:
         raise UsageError(f"--quantization {quantization!r} is not one of {', '.join(QUANTIZATIONS)}: give one of these")
+    names = ("kv_cache_dtype", "page_size", "gpu_memory_utilization", "max_num_batched_tokens", "max_num_seqs")
+    settings = {name: options[name] for name in names if options[name]}
+    if dtype := settings.get("kv_cache_dtype"):
+        settings["kv_cache_dtype"] = KV_CACHE_DTYPE_ALIASES.get(dtype, dtype)
+        try:
+            find_format(settings["kv_cache_dtype"])
+        except ValueError as error:
+            raise UsageError(str(error)) from None
     planned = shown.answer(
         plan_model(name),
-        _settings(options),
+        Settings(**settings),
         context=options["context"],
         concurrency=concurrency[0],
         max_model_len=options["max_model_len"],
@@ -181,20 +188,3 @@ def _plan_model(name: str, concurrency: tuple[int, ...], options: dict[str, Any]
         print_table(console, shown.gpus_table(planned), drop_first=shown.DROP_FIRST)
     console.print(shown.footnote(planned), highlight=False, markup=False)
     return 0
-
-
-def _settings(options: dict[str, Any]) -> Any:
-    """The engine's settings among the options. Raises UsageError for an unknown KV dtype."""
-    from engine.config import KV_CACHE_DTYPE_ALIASES
-    from kernels.kv_formats import find_format
-    from kvbench.capacity.fit import Settings
-
-    names = ("kv_cache_dtype", "page_size", "gpu_memory_utilization", "max_num_batched_tokens", "max_num_seqs")
-    given = {name: options[name] for name in names if options[name]}
-    if dtype := given.get("kv_cache_dtype"):
-        given["kv_cache_dtype"] = KV_CACHE_DTYPE_ALIASES.get(dtype, dtype)
-        try:
-            find_format(given["kv_cache_dtype"])
-        except ValueError as error:
-            raise UsageError(str(error)) from None
-    return Settings(**given)

@@ -32,6 +32,7 @@ def predict(results: Path, no_report: bool) -> int:
     from kvbench.common.console import print_plain
     from kvbench.common.errors import UsageError
     from kvbench.report.predictions import prediction_sentences
+    from kvbench.runs.predictions import read_predictions
     from kvbench.runs.read import read_run
     from kvbench.simulation.predict import predict_run
 
@@ -41,8 +42,9 @@ def predict(results: Path, no_report: bool) -> int:
     except ValueError as error:
         raise UsageError(str(error)) from None
     print_plain(console, f"predictions: {predict_run(run)}")
-    for sentence in prediction_sentences(read_run(results)):
-        print_plain(console, sentence)
+    if known := read_predictions(results):
+        for sentence in prediction_sentences(known):
+            print_plain(console, sentence)
     if not no_report:
         show_report(results, console)
     return 0

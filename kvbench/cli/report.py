@@ -94,21 +94,21 @@ def show_report(
     from kvbench.runs.read import read_run
 
     run = read_run(run_dir)
-    found = document(run, price_per_hour)
+    made = document(run, price_per_hour)
     paths, full = [], None
     try:
-        paths = write_report(run, output_dir or run_dir, found)
+        paths = write_report(made, output_dir or run_dir)
     except OSError as error:  # a full disk must not take the figures away
         full = error
-    print_table(console, console_table(run), drop_first=DROP_FIRST)
-    if (engine_time := engine_time_console(run)) is not None:
+    print_table(console, console_table(made), drop_first=DROP_FIRST)
+    if (engine_time := engine_time_console(made.decision.comparisons, run.engine_time)) is not None:
         print_table(console, engine_time)
-    print_plain(console, found.verdict)
-    for answer in found.answers:
+    print_plain(console, made.verdict)
+    for answer in made.answers:
         print_plain(console, f"  {answer.subject}: {answer.verdict}, {answer.evidence}")
-    for line in found.limits:
+    for line in made.limits:
         print_plain(console, f"  limit at {line.load}: {line.limit} ({line.names})")
-    for step in found.next_steps[:1]:
+    for step in made.next_steps[:1]:
         print_plain(console, f"next: {step.why}{f': {step.command}' if step.command else ''}")
     for sentence in run.damaged:
         print_plain(console, f"note: {sentence}")
@@ -119,6 +119,6 @@ def show_report(
     if png:
         from kvbench.report.png import main_drawings, write_pngs
 
-        drawn = found.drawings if png == "all" else main_drawings(found.drawings)
+        drawn = made.drawings if png == "all" else main_drawings(made.drawings)
         for path in write_pngs(drawn, output_dir or run_dir):
             print_plain(console, f"figure: {path}")

@@ -7,13 +7,9 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from kvbench.common.errors import MeasurementError, UsageError, log_traceback, say, storage_sentence
 from kvbench.common.text import nearest, shorten
-
-if TYPE_CHECKING:
-    import click
 
 EXIT_UNREAD = 128 + signal.SIGPIPE  # what any program is ended with whose reader has gone
 
@@ -28,7 +24,11 @@ def guarded(run: Callable[[], int]) -> int:
         say(error.format_message())
         return 2
     except click.ClickException as error:
-        say(f"error: {_only_near(error).format_message()}")
+        # Near names only of a misspelt option or command: click counts the dashes as alike.
+        if names := {name.strip("-"): name for name in getattr(error, "possibilities", None) or ()}:
+            misspelt = getattr(error, "option_name", None) or getattr(error, "command_name", "")
+            error.possibilities = [names[name] for name in nearest(misspelt.strip("-"), names, most=3)]
+        say(f"error: {error.format_message()}")
         context = getattr(error, "ctx", None)
         if context is not None:
             say(f"see: {context.command_path} --help")
@@ -56,14 +56,6 @@ def guarded(run: Callable[[], int]) -> int:
         return MeasurementError.exit_code
     except Exception as error:
         return _unexpected(error)
-
-
-def _only_near(error: click.ClickException) -> click.ClickException:
-    """The error of a misspelt option or command with near suggestions only: click counts the dashes as alike."""
-    name = getattr(error, "option_name", None) or getattr(error, "command_name", "")
-    if names := {each.strip("-"): each for each in getattr(error, "possibilities", None) or ()}:
-        error.possibilities = [names[each] for each in nearest(name.strip("-"), names, most=3)]
-    return error
 
 
 def _unexpected(error: Exception) -> int:

@@ -35,8 +35,6 @@ _LOAD_OPTIONS = (
     click.option("--num-prompts", type=click.IntRange(1), metavar="N",
                  help="Requests of the load, or conversations where the workload has them."),
     click.option("--goodput", multiple=True, metavar="NAME:MS", help="An SLO such as 'ttft:200 tpot:50'. Repeatable."),
-)  # fmt: skip
-_FLEET_OPTIONS = (
     click.option("--replicas", type=NumberList(int), default="1", show_default=True, metavar="N[,N]",
                  help="So many engines, each with GPUs and a prefix cache of its own."),
     click.option("--router", multiple=True, type=click.Choice(("round-robin", "least-loaded", "prefix-aware")),
@@ -44,8 +42,6 @@ _FLEET_OPTIONS = (
                  "and they are compared."),
     click.option("--processes", type=click.IntRange(1), metavar="N",
                  help="Of several simulations, so many at once (default: one a core)."),
-)  # fmt: skip
-_SEARCH_OPTIONS = (
     click.option("--find-max-rate", metavar="SLO",
                  help="The highest request rate that meets SLO: conditions such as p95_ttft<=500ms,p99_itl<=50ms or "
                  "goodput>=95%, as `kvbench load` has them."),
@@ -62,7 +58,7 @@ _SEARCH_OPTIONS = (
 @click.option("--profile", metavar="NAME", help="cpu or gpu: which of the file's profiles to use (default: gpu).")
 @OVERRIDES
 @SEED
-@add_options(*_LOAD_OPTIONS, *_FLEET_OPTIONS, *_SEARCH_OPTIONS)
+@add_options(*_LOAD_OPTIONS)
 @ray_options("Where several simulations run: in processes of this machine, or on all cores of a Ray cluster.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of the tables.")
 @click.option("--output-dir", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",

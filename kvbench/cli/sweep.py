@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from kvbench.measure.instrument import Instrument
     from kvbench.runs.folder import RunFolder
+    from kvbench.runs.results import Manifest
     from kvbench.targets.choose import ChosenTarget
     from kvbench.workload.file import Workload
 
@@ -146,6 +147,7 @@ def sweep(*, workload: str | None, resume: str | None, dry_run: bool, **options:
 
     from kvbench.cli.quality import measure_run
     from kvbench.lockstep.process import OPEN_LIMIT_S
+    from kvbench.runs.results import Manifest
     from kvbench.runs.resume import planned_cells
     from kvbench.sweep.machines import ThisMachine
     from kvbench.sweep.run import Sweep
@@ -164,11 +166,11 @@ def sweep(*, workload: str | None, resume: str | None, dry_run: bool, **options:
     loaded, run = workload_and_run(workload, resume, options)
     if options["force"] and run is None:
         raise UsageError("--force goes with --resume: a new run has nothing to differ from; leave it out")
-    stored = run.manifest().to_json() if run else {}
-    choice, instrument = _target_and_instrument(loaded, options, stored, resume)
+    stored = run.manifest() if run else Manifest()
+    choice, instrument = _target_and_instrument(loaded, options, stored, begun=run is not None)
     only = tuple(options["only"])
     if run:
-        only = planned_cells(run.manifest(), only) if only else tuple(stored.get("only") or ())
+        only = planned_cells(stored, only) if only else stored.only or ()
     if choice.runs_already:
         require_answer(choice)
     with contextlib.ExitStack() as stack:
@@ -189,7 +191,7 @@ def sweep(*, workload: str | None, resume: str | None, dry_run: bool, **options:
             quality=None if options["no_quality"] else measure_run,
             calibrate=not options["no_calibration"],
             resumed=run,
-            lockstep_minutes=0.0 if choice.manifest.get("simulated") else options["lockstep_minutes"],
+            lockstep_minutes=0.0 if choice.manifest.simulated else options["lockstep_minutes"],
             wait_idle_minutes=options["wait_idle_minutes"],
             open_limit_s=options["start_timeout"] or OPEN_LIMIT_S,
             force=options["force"],
@@ -201,15 +203,15 @@ def sweep(*, workload: str | None, resume: str | None, dry_run: bool, **options:
 
 
 def _target_and_instrument(
-    loaded: Workload, options: Mapping[str, Any], stored: Mapping[str, Any], resume: str | None
+    loaded: Workload, options: Mapping[str, Any], stored: Manifest, begun: bool
 ) -> tuple[ChosenTarget, type[Instrument]]:
     """What is measured, or simulated, and with which instrument. Raises UsageError."""
     from kvbench.simulation.choose import check_options
 
-    simulates = bool(options["simulate"] or stored.get("simulated"))
-    if options["simulate"] and stored and not stored.get("simulated"):
+    simulates = bool(options["simulate"] or stored.simulated)
+    if options["simulate"] and begun and not stored.simulated:
         raise UsageError("--simulate cannot go on with a run that was measured: start a new run without --resume")
-    check_options(options, simulates=simulates, begun=bool(stored) and not options["simulate"])
+    check_options(options, simulates=simulates, begun=begun and not options["simulate"])
     if not simulates:
         if loaded.simulate:
             say(f"note: {loaded.name} is measured here; its section `simulate` counts with --simulate only")
@@ -271,9 +273,10 @@ def workload_and_run(
                 f"{option} cannot change a run that has begun: leave it out, or start a new run without --resume"
             )
         run = open_run(Path(resume))
-        if run.manifest().kind == "load":
+        manifest = run.manifest()
+        if manifest.kind == "load":
             raise UsageError(f"{run.path} is the folder of a `kvbench load`: go on with `kvbench load ... --resume`")
-        return stored_workload(run.manifest()), run
+        return stored_workload(manifest), run
     loaded = workload_of(workload, options, **changes)
     if resume is None:
         return loaded, None

@@ -12,7 +12,7 @@ from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len
 from rich.console import Console
 from rich.live import Live
-from rich.table import Column, Table
+from rich.table import Table
 from rich.text import Text
 
 QUIET_S = 30.0  # so long nothing is printed where there is no terminal
@@ -139,7 +139,8 @@ def print_table(console: Console, table: Table, *, drop_first: Sequence[str] = (
     usual, wide, hidden = console.width, console.options.update(max_width=_NO_LIMIT), []
     for column in table.columns:
         if column.no_wrap:
-            column.min_width = max(console.measure(cell, options=wide).maximum for cell in _cells(column))
+            cells = (column.header, *column.cells)
+            column.min_width = max(console.measure(cell, options=wide).maximum for cell in cells)
     if console.is_terminal or os.environ.get("COLUMNS"):
         rest = [column for column in reversed(table.columns[2:]) if column.header not in drop_first]
         first = [column for head in drop_first for column in table.columns if column.header == head]
@@ -157,8 +158,3 @@ def print_table(console: Console, table: Table, *, drop_first: Sequence[str] = (
     if hidden:
         names = [" ".join(str(column.header).split()) for column in sorted(hidden, key=lambda column: column._index)]
         print_plain(console, f"not shown at this width: {', '.join(names)}")
-
-
-def _cells(column: Column) -> Iterator[str | Text]:
-    yield column.header
-    yield from column.cells

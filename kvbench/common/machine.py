@@ -98,16 +98,13 @@ def _usable(count: int) -> Iterable[int]:
 
     All, where CUDA may number them otherwise than NVML: it puts the fastest first, unless it is told not to.
     """
-    ordered = os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or _are_alike(count)
+    import pynvml
+
+    kinds = {pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(i)) for i in range(count)}
+    ordered = os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or len(kinds) < 2
     named = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if ordered else [""]
     numbers = [int(name) for name in named if name.isdecimal() and int(name) < count]
     return numbers if len(numbers) == len(named) else range(count)
-
-
-def _are_alike(count: int) -> bool:
-    import pynvml
-
-    return len({pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(i)) for i in range(count)}) < 2
 
 
 def environment() -> dict[str, Any]:

@@ -29,13 +29,14 @@ _HTTP2_BEGIN = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 _REACH_S = 5.0  # until the head's port answers
 MAX_LOST = 3  # processes or machines that one task may cost
 _GONE = ("NodeDiedError", "TaskUnschedulableError", "LocalRayletDiedError")  # the machine, not the process alone
+_RAYS_OWN = re.compile(r"node:|memory$|object_store_memory$")  # resources that hold addresses
 _LOOK_S = 0.5  # how long one wait for tasks lasts
 _CANCEL_S = 30.0  # a task stops its server within 13 s; after this its process is killed
 _KILL_S = 10.0
 
 
 @dataclass(frozen=True)
-class Node:
+class ClusterNode:
     """A machine of the cluster. ``resources``: what Ray may hand out on it, by name."""
 
     node_id: str
@@ -47,11 +48,15 @@ class Node:
         return self.node_id[:8]
 
 
+Needs = Callable[[ClusterNode], Mapping[str, float] | None]
+"""What a task asks of a machine, by resource; None: the machine does not have it."""
+
+
 @dataclass(eq=False)
 class Task:
     """A generator that runs on ``node``. ``began``: whether anything of it has come; ``sent``: time.monotonic()."""
 
-    node: Node
+    node: ClusterNode
     stream: ObjectRefGenerator
     sent: float
     began: bool = False
@@ -73,28 +78,32 @@ class Raised:
 
 
 @dataclass(frozen=True)
-class Ended:
+class TaskEnded:
     """The end of a task that has yielded everything."""
 
 
-ENDS = (Lost, Raised, Ended)
+ENDS = (Lost, Raised, TaskEnded)
 
 
 class Cluster:
     """A cluster that this process is connected to."""
 
-    def nodes(self) -> list[Node]:
+    def nodes(self) -> list[ClusterNode]:
         """The machines that are alive, the one that this process is on first, then by their ids."""
         ray = _ray()
         here = ray.get_runtime_context().get_node_id()
         alive = sorted((n for n in ray.nodes() if n["Alive"]), key=lambda n: (n["NodeID"] != here, n["NodeID"]))
-        return [Node(node["NodeID"], _resources(node["Resources"])) for node in alive]
+        nodes = []
+        for node in alive:
+            given = {name: number for name, number in node["Resources"].items() if not _RAYS_OWN.match(name)}
+            nodes.append(ClusterNode(node["NodeID"], given))
+        return nodes
 
-    def is_alive(self, node: Node) -> bool:
+    def is_alive(self, node: ClusterNode) -> bool:
         return any(other["NodeID"] == node.node_id and other["Alive"] for other in _ray().nodes())
 
     def start(
-        self, node: Node, needs: Mapping[str, float], function: Callable[..., Iterator[Any]], *arguments: Any
+        self, node: ClusterNode, needs: Mapping[str, float], function: Callable[..., Iterator[Any]], *arguments: Any
     ) -> Task:
         """Runs the generator ``function(*arguments)`` on ``node``, as soon as what it ``needs`` is free there."""
         ray, asked = _ray(), {"CPU": 0, "GPU": 0, **needs}
@@ -118,7 +127,7 @@ class Cluster:
         try:
             value = ray.get(next(task.stream))
         except StopIteration:
-            return task, Ended()
+            return task, TaskEnded()
         except ray.exceptions.RayTaskError as error:
             return task, Raised(error.cause if isinstance(error.cause, Exception) else error)
         except ray.exceptions.RayError as error:
@@ -148,8 +157,8 @@ class TaskSlots:
     """
 
     cluster: Cluster
-    free: list[Node]
-    needs: Callable[[Node], Mapping[str, float] | None]
+    free: list[ClusterNode]
+    needs: Needs
     wait_s: float
     running: dict[Task, Any] = field(default_factory=dict)
 
@@ -159,11 +168,11 @@ class TaskSlots:
         return bool(self.free or self.running)
 
     @property
-    def nodes(self) -> set[Node]:
+    def nodes(self) -> set[ClusterNode]:
         """The machines that have places."""
         return {*self.free, *(task.node for task in self.running)}
 
-    def submit(self, what: Any, node: Node, function: Callable[..., Iterator[Any]], *arguments: Any) -> None:
+    def submit(self, what: Any, node: ClusterNode, function: Callable[..., Iterator[Any]], *arguments: Any) -> None:
         """Begins ``function(*arguments)`` in a free place on ``node``; ``what`` stands for it in ``running``."""
         self.free.remove(node)
         self.running[self.cluster.start(node, self.needs(node) or {}, function, *arguments)] = what
@@ -228,23 +237,28 @@ class MachineFacts:
 class Usable:
     """Machines that have what is needed and run the code of this one, and why others are ``left_out``."""
 
-    nodes: Sequence[Node]
+    nodes: Sequence[ClusterNode]
     facts: Mapping[str, MachineFacts]  # by node id
     left_out: Sequence[str]
 
 
-def usable_nodes(
-    cluster: Cluster,
-    needs: Callable[[Node], Mapping[str, float] | None],
-    what: str,
-    wait_s: float,
-    say: Callable[[str], None],
-) -> Usable:
-    """The machines for which ``needs`` tells what a task asks of them (None: they do not have it), ``what`` in words.
+def usable_nodes(cluster: Cluster, needs: Needs, what: str, wait_s: float, say: Callable[[str], None]) -> Usable:
+    """The machines that have what a task ``needs``, as soon as there is one; ``what``: it in words.
 
     Raises UsageError where after ``wait_s`` there is none.
     """
-    nodes = _having(cluster, needs, what, wait_s, say)
+    deadline, is_said = time.monotonic() + wait_s, False
+    while not (nodes := [node for node in cluster.nodes() if needs(node) is not None]):
+        if time.monotonic() > deadline:
+            have = [", ".join(f"{name} {n:g}" for name, n in node.resources.items()) for node in cluster.nodes()]
+            raise UsageError(
+                f"no machine of the Ray cluster has {what} ({plural(len(have), 'machine')}: "
+                f"{and_more(have, 3, between='; ')}): start Ray where it is with --num-cpus, --num-gpus or --resources"
+            )
+        if not is_said:
+            say(f"waiting for a machine of the Ray cluster that has {what}, {wait_s:g} s at most (--ray-wait)")
+        is_said = True
+        time.sleep(min(_LOOK_S, wait_s))
     answers = _answers(cluster, needs, nodes, wait_s)
     code, left_out, facts = code_sha256(), [], {}
     for node in nodes:
@@ -262,31 +276,8 @@ def usable_nodes(
     return Usable([node for node in nodes if node.node_id in facts], facts, left_out)
 
 
-def _having(
-    cluster: Cluster,
-    needs: Callable[[Node], Mapping[str, float] | None],
-    what: str,
-    wait_s: float,
-    say: Callable[[str], None],
-) -> list[Node]:
-    """The machines that have what is needed, as soon as there is one; UsageError after ``wait_s``."""
-    deadline, is_said = time.monotonic() + wait_s, False
-    while not (nodes := [node for node in cluster.nodes() if needs(node) is not None]):
-        if time.monotonic() > deadline:
-            have = [", ".join(f"{name} {n:g}" for name, n in node.resources.items()) for node in cluster.nodes()]
-            raise UsageError(
-                f"no machine of the Ray cluster has {what} ({plural(len(have), 'machine')}: "
-                f"{and_more(have, 3, between='; ')}): start Ray where it is with --num-cpus, --num-gpus or --resources"
-            )
-        if not is_said:
-            say(f"waiting for a machine of the Ray cluster that has {what}, {wait_s:g} s at most (--ray-wait)")
-        is_said = True
-        time.sleep(min(_LOOK_S, wait_s))
-    return nodes
-
-
 def _answers(
-    cluster: Cluster, needs: Callable[[Node], Mapping[str, float] | None], nodes: Sequence[Node], wait_s: float
+    cluster: Cluster, needs: Needs, nodes: Sequence[ClusterNode], wait_s: float
 ) -> dict[str, MachineFacts | str]:
     """What each machine says of itself, or why it cannot be used, by node id."""
     left = [cluster.start(node, needs(node) or {}, facts_of_machine) for node in nodes]
@@ -302,7 +293,7 @@ def _answers(
             answer = f"kvbench does not run there ({_line_of(answer.error, -1)})"
         elif isinstance(answer, Lost):
             answer = f"it was lost ({answer.reason})"
-        if not isinstance(answer, Ended):
+        if not isinstance(answer, TaskEnded):
             answers[task.node.node_id] = answer
         if not isinstance(answer, MachineFacts):
             left.remove(task)
@@ -342,21 +333,15 @@ def _reachable(address: str | None) -> str:
         head = canonicalize_bootstrap_address(address or "auto") or ""
         host, _, port = head.rpartition(":")
         with socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_S) as connection:
-            _require_grpc(connection)
+            if os.environ.get("RAY_USE_TLS", "0") == "0":
+                connection.sendall(_HTTP2_BEGIN)
+                if connection.recv(9)[3:4] != b"\x04":  # gRPC's first frame of HTTP/2 has this type: settings
+                    raise ConnectionError("this is no Ray")
     except (OSError, ValueError) as error:
         where = f" at {head}" if head and head != address else ""
         way = START if address is None else f"give HOST:PORT of its head, or {START}"
         raise UsageError(f"{_named(address)} does not answer{where} ({_line_of(error)}): {way}") from None
     return head
-
-
-def _require_grpc(connection: socket.socket) -> None:
-    """Raises OSError where no gRPC server answers: its first frame of HTTP/2 would have the type 4 (settings)."""
-    if os.environ.get("RAY_USE_TLS", "0") != "0":
-        return
-    connection.sendall(_HTTP2_BEGIN)
-    if connection.recv(9)[3:4] != b"\x04":
-        raise ConnectionError("this is no Ray")
 
 
 def _named(address: str | None) -> str:
@@ -365,8 +350,3 @@ def _named(address: str | None) -> str:
 
 def _line_of(error: BaseException, number: int = 0) -> str:
     return str(error).strip().split("\n")[number] or type(error).__name__
-
-
-def _resources(given: Mapping[str, float]) -> dict[str, float]:
-    """Without Ray's own, which hold addresses."""
-    return {name: value for name, value in given.items() if not re.match(r"node:|memory$|object_store_memory$", name)}

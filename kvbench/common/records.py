@@ -10,33 +10,40 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from kvbench.common.errors import UsageError
 from kvbench.common.files import read_json, write_json
+from kvbench.common.text import shorten
 
 Number = int | float
 """A number that stays whole where it was stored whole."""
-_MOST_SHOWN = 60  # characters of a value in a message
+_MOST_SHOWN = 64  # characters of a value in a message
 
 
 class Record(BaseModel):
     """A frozen record. Keys that its class does not have are left out when it is read; NaN and infinities are refused.
 
-    ``FORMAT``: the version in the file's ``format``, where it has one; a file of another version is refused.
+    ``FORMAT``: the version in the file's ``format``; a file of another version is refused, and one without a version
+    unless ``MAY_LACK_FORMAT``: older versions wrote such files.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
     FORMAT: ClassVar[int | str | None] = None
+    MAY_LACK_FORMAT: ClassVar[bool] = False
 
     @classmethod
     def parse(cls, data: Any) -> Self:
         """Returns the record of plain JSON data. Raises ValueError with the first field that does not fit."""
-        if cls.FORMAT is not None and isinstance(data, dict) and data.get("format", cls.FORMAT) != cls.FORMAT:
-            raise ValueError(f"format is {data['format']!r}, and this kvbench reads {cls.FORMAT!r}")
+        if cls.FORMAT is not None and isinstance(data, dict):
+            written = data.get("format", cls.FORMAT if cls.MAY_LACK_FORMAT else None)
+            if written != cls.FORMAT:
+                raise ValueError(f"format is {written!r}, and this kvbench reads {cls.FORMAT!r}")
         try:
             return cls.model_validate_json(json.dumps(data), strict=True)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             field = ".".join(map(str, first["loc"])) or "the whole"
             reason = first["msg"].removeprefix("Value error, ")
-            raise ValueError(f"{field} is {_short(first['input'])}: {reason[:1].lower()}{reason[1:]}") from None
+            raise ValueError(
+                f"{field} is {shorten(repr(first['input']), _MOST_SHOWN)}: {reason[:1].lower()}{reason[1:]}"
+            ) from None
 
     def to_json(self) -> dict[str, Any]:
         """Returns the fields that were set, as plain data for a file."""
@@ -50,11 +57,6 @@ class Record(BaseModel):
 
 
 R = TypeVar("R", bound=Record)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]} ..."
 
 
 def read_record(kind: type[R], path: Path, what_to_do: str = "") -> R:

@@ -312,13 +312,13 @@ def _place(manifest: Manifest) -> tuple[tuple[str, str], ...]:
     profile = f"profile {manifest.profile}" if manifest.profile else None
     if manifest.simulated:  # on any machine: what counts is what it is a simulation of
         facts = {"device": manifest.device, "model": model, "profile": profile}
-        facts |= {name: manifest.simulated.get(name) for name in ("cost_model", "ops", "calibration")}
+        facts |= {name: getattr(manifest.simulated, name) for name in ("cost_model", "ops", "calibration")}
     else:
         cpu = manifest.cpu
         facts = {
             "cpu": cpu.model,
             "cores": f"{cpu.cores} cores" if cpu.cores else None,
-            "gpu": " + ".join(str(gpu["name"]) for gpu in manifest.gpus),
+            "gpu": " + ".join(str(gpu.name) for gpu in manifest.gpus),
             "device": manifest.device if manifest.device != cpu.model else None,
             "backend": manifest.backend if manifest.backend != "kvbench" else None,
             "model": model,

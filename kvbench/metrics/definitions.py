@@ -123,7 +123,8 @@ class Metric:
     path: where LoadMetrics has it, such as ``ttft_ms``; ``server.`` before a counter of the server
     unit: ms, tokens/s, requests/s, share (0 to 1), bytes, or empty for a count; better: LOWER, HIGHER or empty
     title, short: in words ("time to first token") and in a table ("TTFT")
-    statistics: of a distribution, those that tables, comparisons and the history show; empty for one number
+    statistics: of a distribution, those that tables and the history show; empty for one number
+    compared: the statistic in which reports compare configurations; empty for the number itself, None: in none
     samples: the values [ms] of successful rows, pooled; of_request: one value a row, where an SLO may limit it
     rate: the value in a window of the load; computed: the value from other figures of the load, by their paths
     always: it is stored and shown although no request has it; steady: the steady window has it too
@@ -146,6 +147,7 @@ class Metric:
     steady: bool = False
     may_lack: bool = False
     digits: int = 1
+    compared: str | None = None
 
     def __post_init__(self) -> None:
         if self.unit not in _TEXTS:
@@ -170,10 +172,11 @@ def _latency(
     *,
     always: bool = True,
     may_lack: bool = False,
+    compared: str | None = None,
 ) -> Metric:
     return Metric(
         name, f"{name}_ms", "ms", LOWER, title, short, statistics, samples or of_request, of_request,
-        always=always, steady=True, may_lack=may_lack,
+        always=always, steady=True, may_lack=may_lack, compared=compared,
     )  # fmt: skip
 
 
@@ -203,7 +206,7 @@ def _count(name: str, title: str, unit: str = "", better: str = "", path: str = 
 
 _TTFT = ("p50", "p95")
 _ROWS = (
-    _latency("ttft", "time to first token", "TTFT", _TTFT, _from("first")),
+    _latency("ttft", "time to first token", "TTFT", _TTFT, _from("first"), compared="p95"),
     _latency("ttft_send", "time to first token from the send", "TTFT from the send", (), _from("first", "ts")),
     _latency("ttfo", "time to first output", "TTFO", _TTFT, _from("first_output"), always=False),
     _latency("reasoning", "reasoning time", "reasoning", ("p50",), rows.reasoning_times, always=False),
@@ -211,11 +214,12 @@ _ROWS = (
     _latency("sequence_ttft", "time to first token of each sequence", "TTFT of a sequence", (), None,
              rows.sequence_ttfts, always=False),
     _latency("tpot", "time per output token", "TPOT", _TTFT, rows.slowest_tpots, rows.times_per_output_token,
-             may_lack=True),
-    _latency("itl", "inter-token latency", "ITL", _TTFT, rows.longest_gaps, rows.inter_token_latencies, may_lack=True),
+             may_lack=True, compared="p50"),
+    _latency("itl", "inter-token latency", "ITL", _TTFT, rows.longest_gaps, rows.inter_token_latencies, may_lack=True,
+             compared="p95"),
     _latency("e2el", "end-to-end latency", "E2EL", (), _from("last")),
     Metric("output_throughput", "output_throughput", "tokens/s", HIGHER, "output throughput", "output tokens/s",
-           rate=InWindow.output_per_s, steady=True),
+           rate=InWindow.output_per_s, steady=True, compared=""),
     Metric("non_reasoning_output_throughput", "non_reasoning_output_throughput", "tokens/s", HIGHER,
            "output throughput without reasoning", "output tokens/s without reasoning",
            rate=InWindow.non_reasoning_per_s, steady=True, always=False),
@@ -356,6 +360,12 @@ def figure(name: str) -> Figure:
     near = difflib.get_close_matches(name, names(), 1)
     hint = f"did you mean {near[0]}?" if near else "use one such as p95_ttft_ms, or a dotted name of summary.json."
     raise ValueError(f"{name!r} is not a metric; {hint}")
+
+
+def compared() -> list[str]:
+    """The figures in which reports compare configurations: those of which more is better first."""
+    every = [Figure(metric, metric.compared) for metric in METRICS.values() if metric.compared is not None]
+    return [each.name for each in sorted(every, key=lambda each: not each.higher_is_better)]
 
 
 def names() -> list[str]:

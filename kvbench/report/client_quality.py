@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from kvbench.common import text as words
 from kvbench.report.tables import (
     NO_TABLE,
     Column,
     Render,
+    ReportTable,
     Section,
-    Table,
     Value,
     cell_table,
     identity_columns,
@@ -25,25 +25,25 @@ QUALITY_NOTE = (
 )
 
 
-def _fine_percent(value: float | None) -> str:
-    return "–" if value is None else f"{value * 100:.2f} %"
-
-
-def section(run: Run) -> Section:
+def section(run: Run, cells: Sequence[MeasuredCell]) -> Section:
     """The table with its sentences; without rows of a simulated run, which has no client."""
-    table = NO_TABLE if run.simulated else quality_table(run)
-    sentences = tuple(quality_sentences(run))
+    table = NO_TABLE if run.simulated else quality_table(cells)
+    sentences = (*calibrations(run), *worst_of_all(cells))
     return Section("quality", "How good the measurement was", table, QUALITY_NOTE, sentences)
 
 
-def quality_table(run: Run) -> Table:
+def quality_table(cells: Sequence[MeasuredCell]) -> ReportTable:
     """One row a cell; configuration, load and validity always, the rest where there are numbers for it."""
+
+    def fine_percent(value: float | None) -> str:
+        return "–" if value is None else f"{value * 100:.2f} %"
+
     every = [
         *identity_columns(),
         Column("valid", "valid", "whether all repeats pass their checks", _valid),
         Column("client_lag_p99_ms", "lag p99 ms", "of the client's timestamps, worst repeat", _lag),
         _client("schedule_slip_p99_ms", "slip p99 ms", "open loop, worst repeat", words.milliseconds),
-        _client("coalesced_share", "coalesced", "share of the chunks, worst repeat", _fine_percent),
+        _client("coalesced_share", "coalesced", "share of the chunks, worst repeat", fine_percent),
         Column("client_cpu", "client CPU", "share of one core, worst repeat", _client_cpu),
         Column("client_processes", "load processes", "that shared the load", _processes),
         _machine("server_cpu_cores", "server cores", words.significant),
@@ -52,24 +52,24 @@ def quality_table(run: Run) -> Table:
         _machine("load_average", "load average", words.significant),
         _machine("cores", "cores there are", words.count),
     ]
-    return cell_table(every, run.by_load, {"configuration", "load", "valid"}, numbers_from=3)
+    return cell_table(every, cells, {"configuration", "load", "valid"}, numbers_from=3)
 
 
-def quality_sentences(run: Run) -> list[str]:
-    """The calibrations, and the worst of all cells."""
-    found, worst = calibrations(run), []
-    for key, render, words_ in (
+def worst_of_all(cells: Sequence[MeasuredCell]) -> list[str]:
+    """A sentence on the worst of all cells; none where nothing is known."""
+    worst = []
+    for key, render, phrase in (
         ("lag_p99_ms", words.ms, "p99 timestamp lag {}"),
         ("schedule_slip_p99_ms", words.ms, "p99 schedule slip {}"),
         ("cpu_fraction", words.percent, "client at {} of a core"),
         ("cpu_s_per_1000_output_tokens", words.significant, "{} s of client CPU per 1,000 output tokens"),
         ("foreign_cpu_cores", words.significant, "{} cores taken by other processes"),
     ):
-        machine = (getattr(r.machine, key, None) for cell in run.cells for r in cell.repeats)
-        value = _worst([*machine, *(v for cell in run.cells for v in cell.client(key))])
+        machine = (getattr(r.machine, key, None) for cell in cells for r in cell.repeats)
+        value = _worst([*machine, *(v for cell in cells for v in cell.client(key))])
         if value is not None:
-            worst.append(words_.format(render(value)))
-    return found + ([f"The worst of all loads: {', '.join(worst)}."] if worst else [])
+            worst.append(phrase.format(render(value)))
+    return [f"The worst of all loads: {', '.join(worst)}."] if worst else []
 
 
 def calibrations(run: Run) -> list[str]:

@@ -15,14 +15,12 @@ import numpy as np
 
 from kvbench.common import text as words
 from kvbench.effects.comparison import Call, Comparison, contradicts, paired
-from kvbench.metrics.definitions import ENGINE, SERVED, figure
+from kvbench.metrics.definitions import compared, figure
 from kvbench.runs.model import MeasuredCell, MeasuredLoad, Run, all_steady, all_steady_latency
 from kvbench.workload.settings import applies, effective, phrase, setting_title
 
-THROUGHPUT, TTFT, TPOT, ITL = "output_throughput", "p95_ttft_ms", "p50_tpot_ms", "p95_itl_ms"
+THROUGHPUT, TTFT, ITL = "output_throughput", "p95_ttft_ms", "p95_itl_ms"
 JUDGED = (THROUGHPUT, TTFT, ITL)  # by which a configuration is ahead or behind
-COMPARED = (THROUGHPUT, TTFT, TPOT, ITL)
-HEADS = ("output tok/s", *(figure(metric).title for metric in COMPARED[1:]))  # of COMPARED, in tables
 SCATTER = 1.5  # largest over smallest throughput of one cell's repeats from which on they are said to scatter
 NOT_TOLD = "not told apart"
 RATIO_MARKS = f"≈ means level, ? {NOT_TOLD} from 1"
@@ -93,22 +91,10 @@ def short_name(cell: MeasuredCell, base: MeasuredCell | None) -> str:
     return " with ".join(filter(None, [*page, words.listing(others)]))
 
 
-def not_varied(run: Run, base: MeasuredCell) -> list[str]:
-    """Titles of the settings that every reader asks about and that no configuration at the baseline's load varies."""
-    known = {*base.settings, *(_ASKED if run.is_built_in else ())}
-    varied = {name for cell in run.at(base.load) for name in differing(cell, base)}
-    return [setting_title(name) for name in _ASKED if name in known - varied]
-
-
 def tokens_held(cell: MeasuredCell, base: MeasuredCell) -> float | None:
     """How many times as many tokens as ``base`` a configuration holds in the same memory; None where not known."""
     held, before = cell.capacity.capacity_tokens, base.capacity.capacity_tokens
     return held / before if held and before else None
-
-
-def baseline(run: Run, load: MeasuredLoad) -> MeasuredCell | None:
-    """The baseline configuration at a load."""
-    return next((cell for cell in run.at(load) if cell.is_baseline), None)
 
 
 def paging_pair(run: Run) -> tuple[str, str] | None:
@@ -126,53 +112,15 @@ def paging_pair(run: Run) -> tuple[str, str] | None:
     return min(pairs, key=lambda names: pairs[names]) if pairs else None
 
 
-def paging(run: Run) -> list[tuple[MeasuredCell, MeasuredCell]]:
-    """The paged and the contiguous cell of ``paging_pair`` at each load that has both, loads ascending."""
-    names = paging_pair(run)
-    pairs = [(run.cell(names[0], load), run.cell(names[1], load)) for load in run.loads] if names else []
-    return [(paged, contiguous) for paged, contiguous in pairs if paged is not None and contiguous is not None]
-
-
-def reference(run: Run, load: MeasuredLoad) -> MeasuredCell | None:
-    """What ratios in tables and figures are relative to: contiguous where measured, else the baseline."""
-    pair = paging_pair(run)
-    return (run.cell(pair[1], load) if pair else None) or baseline(run, load)
-
-
-def best(run: Run, load: MeasuredLoad) -> MeasuredCell | None:
+def best(cells: Sequence[MeasuredCell]) -> MeasuredCell | None:
     """The valid cell with the highest median of output tokens/s, all of one window; None when there is none."""
-    valid = [cell for cell in run.at(load) if cell.valid]
+    valid = [cell for cell in cells if cell.valid]
     steady = all_steady(valid)
     known = [(value, cell) for cell in valid if (value := median(cell.throughput(steady))) is not None]
     return max(known, key=lambda pair: pair[0])[1] if known else None
 
 
-@dataclass(frozen=True)
-class Effect:
-    """One setting changed alone from the baseline ``base``, at one load."""
-
-    setting: str
-    value: object
-    baseline_value: object
-    cell: MeasuredCell
-    base: MeasuredCell
-
-
-def effects(run: Run) -> list[Effect]:
-    """Every configuration that differs from the baseline in one setting; in the layout only without ``paging``."""
-    alone, layouts = [], bool(paging(run))
-    for cell in run.cells:
-        base = baseline(run, cell.load)
-        changed = differing(cell, base) if base is not None and cell is not base else set()
-        if base is None or len(changed) != 1 or (layouts and changed == {"layout"}):
-            continue
-        (setting,) = changed
-        values = (effective(settings, setting) for settings in (cell.settings, base.settings))
-        alone.append(Effect(setting, *values, cell, base))
-    return alone
-
-
-# --- Comparisons ---
+# --- Two cells ---
 
 
 def is_steady(metric: str, *cells: MeasuredCell) -> bool:
@@ -193,113 +141,200 @@ def served(cell: MeasuredCell, other: MeasuredCell, metric: str) -> Comparison |
     return paired(metric, cell.clock, values(metric, cell, steady), values(metric, other, steady))
 
 
-def in_engine_time(run: Run, cell_id: str, metric: str) -> Comparison | None:
-    """A configuration against the baseline in engine time; None where that was not measured."""
-    return run.engine_time.of(cell_id, metric) if run.engine_time else None
-
-
-def change_in(run: Run, cell: MeasuredCell, metric: str, clock: str) -> Comparison | None:
-    """A configuration against the baseline at its load in one clock; None for the baseline itself."""
-    base = baseline(run, cell.load)
-    if base is None or base is cell:
+def median_ratio(cell: MeasuredCell, other: MeasuredCell) -> float | None:
+    """The ratio of the throughputs that tables show, where it visibly contradicts the paired one."""
+    shown, against = median(cell.throughput()), median(other.throughput())
+    ratio = served(cell, other, THROUGHPUT)
+    if ratio is None or not shown or not against:
         return None
-    return in_engine_time(run, cell.cell_id, metric) if clock == ENGINE else served(cell, base, metric)
+    return shown / against if contradicts(ratio.ratio, shown / against) else None
 
 
-def change(run: Run, cell: MeasuredCell, metric: str) -> Comparison | None:
-    """The same from the clock that decides it: engine time before served.
-
-    What was served decides nothing that engine time excludes, though undecided there.
-    """
-    known = [one for clock in (ENGINE, SERVED) if (one := change_in(run, cell, metric, clock))]
-    if not known:
-        return None
-    low, high = known[0].low or 0.0, known[0].high or math.inf
-    return next((one for one in known if one.decided and low <= one.ratio <= high), known[0])
-
-
-def change_between(
-    run: Run, cell: MeasuredCell, other: MeasuredCell, metric: str, clock: str | None = None
-) -> Comparison | None:
-    """A configuration against any other at its load: in either clock where one of them is the baseline.
-
-    ``clock``: in that one only. Engine time knows no pair without the baseline.
-    """
-    if not (cell.is_baseline or other.is_baseline):
-        return served(cell, other, metric) if clock != ENGINE else None
-    varied = cell if other.is_baseline else other
-    known = change_in(run, varied, metric, clock) if clock else change(run, varied, metric)
-    return known if known is None or varied is cell else known.inverse()
-
-
-def changes(run: Run, load: MeasuredLoad) -> list[tuple[MeasuredCell, Comparison]]:
-    """Every cell at a load against the baseline, all in one clock: engine time where it has any, else served."""
-    for clock in (ENGINE, SERVED):
-        every = [(cell, change_in(run, cell, metric, clock)) for cell in run.at(load) for metric in JUDGED]
-        if known := [(cell, one) for cell, one in every if one]:
-            return known
-    return []
-
-
-def decided_load(run: Run) -> MeasuredLoad | None:
-    """The load that the report speaks of: the highest that decides anything, else the highest; None of no cells.
-
-    In closed loop that is a throughput; in open loop the arrivals set it, so a p95 decides as well.
-    """
-    for load in reversed(run.loads):
-        metrics = JUDGED if load.mode == "open" else (THROUGHPUT,)
-        known = (change(run, cell, metric) for cell in run.at(load) for metric in metrics)
-        if any(one and one.decided for one in known):
-            return load
-    return run.loads[-1] if run.loads else None
-
-
-def reported_cells(run: Run) -> tuple[list[MeasuredCell], MeasuredCell | None]:
-    """The cells at that load, and the baseline among them."""
-    load = decided_load(run)
-    return (run.at(load), baseline(run, load)) if load else ([], None)
-
-
-def leaders(run: Run, load: MeasuredLoad) -> dict[str, dict[str, Call]]:
-    """By column of the table of all cells: the configurations that are not decided to be worse than the best value.
+def leaders(cells: Sequence[MeasuredCell]) -> dict[str, dict[str, Call]]:
+    """The configurations of a load not decided to be worse than the best value, by column of the table of all cells.
 
     LEVEL is the best one and what is level with it, UNDECIDED what is not told apart from it. Among valid cells,
     without percentiles of too few samples; empty where no cell is decided to be worse.
     """
-    valid = [cell for cell in run.at(load) if cell.valid]
+    valid = [cell for cell in cells if cell.valid]
     steady, settled = all_steady(valid), all_steady_latency(valid)
-    ttft, tpot = (
-        [(cell, *cell.percentile(*which, settled)) for cell in valid]
-        for which in (("ttft_ms", "p95"), ("tpot_ms", "p50"))
-    )
-    return {
-        "output_tokens_per_s": _leaders(THROUGHPUT, [(c, median(c.throughput(steady)), False) for c in valid]),
-        "ttft_ms_p95": _leaders(TTFT, ttft),
-        "tpot_ms_p50": _leaders(TPOT, tpot),
-    }
+    shown = {"output_tokens_per_s": _leaders(THROUGHPUT, [(c, median(c.throughput(steady)), False) for c in valid])}
+    for metric, which in (("ttft_ms", "p95"), ("tpot_ms", "p50")):
+        entries = [(cell, *cell.percentile(metric, which, settled)) for cell in valid]
+        shown[f"{metric}_{which}"] = _leaders(f"{which}_{metric}", entries)
+    return shown
 
 
 def _leaders(metric: str, shown: Sequence[tuple[MeasuredCell, float | None, bool]]) -> dict[str, Call]:
     """``shown``: what tables have of each cell, and whether it is of too few samples."""
-    known = [one for one in shown if one[1] is not None]
+    entries = [entry for entry in shown if entry[1] is not None]
     pick = max if figure(metric).higher_is_better else min
-    top, _, few = pick(known, key=lambda one: one[1], default=(None, None, True))
+    top, _, few = pick(entries, key=lambda entry: entry[1], default=(None, None, True))
     if top is None or few:
         return {}
-    others = {cell.name: served(cell, top, metric) for cell, _, few in known if cell is not top and not few}
-    calls = {name: one.call if one else Call.UNDECIDED for name, one in others.items()}
+    others = {cell.name: served(cell, top, metric) for cell, _, few in entries if cell is not top and not few}
+    calls = {name: ratio.call if ratio else Call.UNDECIDED for name, ratio in others.items()}
     if Call.WORSE not in calls.values() or Call.BETTER in calls.values():  # better: the ratios contradict the medians
         return {}
     return {top.name: Call.LEVEL} | {name: call for name, call in calls.items() if call != Call.WORSE}
 
 
-def median_ratio(cell: MeasuredCell, other: MeasuredCell) -> float | None:
-    """The ratio of the throughputs that tables show, where it visibly contradicts the paired one."""
-    shown, against = median(cell.throughput()), median(other.throughput())
-    known = served(cell, other, THROUGHPUT)
-    if known is None or not shown or not against:
-        return None
-    return shown / against if contradicts(known.ratio, shown / against) else None
+# --- All cells of a run ---
+
+
+@dataclass(frozen=True)
+class SettingEffect:
+    """One setting changed alone from the baseline ``base``, at one load."""
+
+    setting: str
+    value: object
+    baseline_value: object
+    cell: MeasuredCell
+    base: MeasuredCell
+
+
+@dataclass(frozen=True)
+class Comparisons:
+    """How the configurations of a run compare with the baseline, computed once for everything that is shown of it.
+
+    clock: of what was served; cells: by configuration, then by load; loads: ascending
+    load: the one that the report speaks of: the highest that decides anything, else the highest; None of no cells
+    baselines, references: by load; tables show ratios to the latter: contiguous where measured, else the baseline
+    names: cell id -> what distinguishes it from the baseline at its load
+    pair, pairs: names of the paged and the contiguous configuration that are compared, and both by load
+    not_varied: titles of the settings that every reader asks about and that no configuration at ``load`` varies
+    served, engine: (cell id, metric) -> against the baseline at its load, as served and in engine time
+    decisive: the same from the clock that decides it: engine time before served
+    """
+
+    clock: str
+    cells: tuple[MeasuredCell, ...]
+    loads: tuple[MeasuredLoad, ...]
+    load: MeasuredLoad | None
+    baselines: Mapping[MeasuredLoad, MeasuredCell]
+    references: Mapping[MeasuredLoad, MeasuredCell]
+    names: Mapping[str, str]
+    pair: tuple[str, str] | None
+    pairs: Mapping[MeasuredLoad, tuple[MeasuredCell, MeasuredCell]]
+    not_varied: tuple[str, ...]
+    served: Mapping[tuple[str, str], Comparison]
+    engine: Mapping[tuple[str, str], Comparison]
+    decisive: Mapping[tuple[str, str], Comparison]
+
+    @classmethod
+    def of(cls, run: Run) -> Comparisons:
+        """Compares all cells of a run."""
+        baselines = {cell.load: cell for cell in reversed(run.cells) if cell.is_baseline}
+        varied = [(cell, base) for cell in run.cells if (base := baselines.get(cell.load)) and base is not cell]
+        every = {
+            (c.cell_id, metric): served(c, base, metric) for c, base in varied for metric in (*JUDGED, *compared())
+        }
+        by_clock = {key: one for key, one in every.items() if one}
+        engine, decisive = {}, {}
+        for key in [(cell.cell_id, metric) for cell, _ in varied for metric in JUDGED]:
+            if run.engine_time and (one := run.engine_time.of(*key)):
+                engine[key] = one
+            if known := [comparisons[key] for comparisons in (engine, by_clock) if key in comparisons]:
+                decisive[key] = _decisive(known)
+        load, pair = _decided_load(run, decisive), paging_pair(run)
+        pairs = {at: (run.cell(pair[0], at), run.cell(pair[1], at)) for at in run.loads} if pair else {}
+        return cls(
+            run.clock,
+            run.cells,
+            tuple(run.loads),
+            load,
+            baselines,
+            baselines | {at: contiguous for at, (_, contiguous) in pairs.items() if contiguous},
+            {cell.cell_id: short_name(cell, baselines.get(cell.load)) for cell in run.cells},
+            pair,
+            {at: both for at, both in pairs.items() if None not in both},
+            _not_varied(run, load, baselines[load]) if load in baselines else (),
+            by_clock,
+            engine,
+            decisive,
+        )
+
+    @property
+    def base(self) -> MeasuredCell | None:
+        """The baseline at the load that the report speaks of."""
+        return self.baselines.get(self.load) if self.load else None
+
+    @property
+    def reported(self) -> list[MeasuredCell]:
+        """The cells at that load."""
+        return self.at(self.load) if self.load else []
+
+    @property
+    def by_load(self) -> list[MeasuredCell]:
+        """All cells in the order of the tables: the highest load first."""
+        return [cell for load in reversed(self.loads) for cell in self.at(load)]
+
+    @property
+    def changes(self) -> list[tuple[MeasuredCell, Comparison]]:
+        """Every cell at that load against the baseline, all in one clock: engine time where it has any, else served."""
+        for by_clock in (self.engine, self.served):
+            every = [(cell, by_clock.get((cell.cell_id, metric))) for cell in self.reported for metric in JUDGED]
+            if known := [(cell, one) for cell, one in every if one]:
+                return known
+        return []
+
+    @property
+    def alone(self) -> list[SettingEffect]:
+        """Configurations that differ from the baseline in one setting; in the layout only where no pair is compared."""
+        effects = []
+        for cell in self.cells:
+            base = self.baselines.get(cell.load)
+            changed = differing(cell, base) if base is not None and cell is not base else set()
+            if base is None or len(changed) != 1 or (self.pairs and changed == {"layout"}):
+                continue
+            (setting,) = changed
+            both = (effective(settings, setting) for settings in (cell.settings, base.settings))
+            effects.append(SettingEffect(setting, *both, cell, base))
+        return effects
+
+    def at(self, load: MeasuredLoad) -> list[MeasuredCell]:
+        return [cell for cell in self.cells if cell.load == load]
+
+    def cell(self, name: str, load: MeasuredLoad) -> MeasuredCell | None:
+        return next((cell for cell in self.cells if cell.name == name and cell.load == load), None)
+
+    def between(self, cell: MeasuredCell, other: MeasuredCell, metric: str) -> Comparison | None:
+        """A configuration against any other at its load: by the clock that decides where one is the baseline."""
+        if not (cell.is_baseline or other.is_baseline):
+            return served(cell, other, metric)
+        return against(self.decisive, cell, other, metric)
+
+
+def against(
+    by_cell: Mapping[tuple[str, str], Comparison], cell: MeasuredCell, other: MeasuredCell, metric: str
+) -> Comparison | None:
+    """A configuration against the baseline, or the baseline against it; None where neither is the baseline."""
+    if other.is_baseline:
+        return by_cell.get((cell.cell_id, metric))
+    one = by_cell.get((other.cell_id, metric)) if cell.is_baseline else None
+    return one.inverse() if one else None
+
+
+def _decisive(known: Sequence[Comparison]) -> Comparison:
+    """The first that is decided. What was served decides nothing that engine time excludes, though undecided there."""
+    low, high = known[0].low or 0.0, known[0].high or math.inf
+    return next((one for one in known if one.decided and low <= one.ratio <= high), known[0])
+
+
+def _decided_load(run: Run, decisive: Mapping[tuple[str, str], Comparison]) -> MeasuredLoad | None:
+    """In closed loop a throughput decides a load; in open loop the arrivals set it, so a p95 decides as well."""
+    for load in reversed(run.loads):
+        metrics = JUDGED if load.mode == "open" else (THROUGHPUT,)
+        known = (decisive.get((cell.cell_id, metric)) for cell in run.at(load) for metric in metrics)
+        if any(one and one.decided for one in known):
+            return load
+    return run.loads[-1] if run.loads else None
+
+
+def _not_varied(run: Run, load: MeasuredLoad, base: MeasuredCell) -> tuple[str, ...]:
+    known = {*base.settings, *(_ASKED if run.is_built_in else ())}
+    varied = {name for cell in run.at(load) for name in differing(cell, base)}
+    return tuple(setting_title(name) for name in _ASKED if name in known - varied)
 
 
 # --- In words ---

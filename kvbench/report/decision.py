@@ -22,16 +22,11 @@ from kvbench.report.comparisons import (
     JUDGED,
     THROUGHPUT,
     TTFT,
+    Comparisons,
     amount,
-    baseline,
-    change,
-    change_in,
-    changes,
-    decided_load,
     differing,
     interval,
     median,
-    paging_pair,
     served,
     short_name,
     signed_interval,
@@ -39,9 +34,9 @@ from kvbench.report.comparisons import (
     spread,
     tokens_held,
 )
-from kvbench.report.limits import NOTHING, growth_brief, limit_of
-from kvbench.report.provenance import server_facts, validity
-from kvbench.report.quality import Quality, is_quantised, outlier_words, quality_of, saturation_words
+from kvbench.report.limits import NOTHING, Break, CellLimit, breaks, growth_brief, limits
+from kvbench.report.provenance import Validity, server_facts, validity
+from kvbench.report.quality import Quality, is_quantised, outlier_words, qualities, saturation_words
 from kvbench.report.tables import UNCERTAIN
 from kvbench.runs.model import WRONG, MeasuredCell, MeasuredLoad, Run
 from kvbench.workload.settings import effective, setting_title, value_words
@@ -63,7 +58,7 @@ _FINEST = 0.02  # a change below this is not worth deciding
 
 
 @dataclass(frozen=True)
-class Choice:
+class Candidate:
     """What the run says of one configuration against the baseline, at one load.
 
     ``p95``: metric -> its comparison. ``elsewhere``: what is decided at other loads, and here in the other clock.
@@ -118,7 +113,7 @@ class Choice:
         return PAYS_LITTLE if little else self.verdict
 
     @property
-    def here(self) -> Choice:
+    def here(self) -> Candidate:
         """The same without what is decided at other loads."""
         return replace(self, elsewhere=tuple((load, one) for load, one in self.elsewhere if load == self.cell.load))
 
@@ -184,47 +179,22 @@ def count_words(text: str) -> int:
     return sum(bool(re.search(r"\w", word)) for word in text.split())
 
 
-def choice(run: Run, cell: MeasuredCell, base: MeasuredCell) -> Choice:
+def _candidate(cell: MeasuredCell, base: MeasuredCell, comparisons: Comparisons, quality: Quality) -> Candidate:
     """What is known of one configuration against the baseline at its load."""
-    known = {metric: one for metric in JUDGED if (one := change(run, cell, metric))}
-    here = [(cell.load, change_in(run, cell, metric, clock)) for metric in known for clock in (ENGINE, SERVED)]
-    contradicting = [(load, one) for load, one in here if one and one.call != known[one.metric].call]
-    others = [other for other in run.cells if other.name == cell.name and other.load != cell.load]
-    there = [(other.load, change(run, other, metric)) for other in others for metric in JUDGED]
-    elsewhere = tuple((load, one) for load, one in (*contradicting, *there) if one and one.decided)
-    return Choice(cell, base, known.pop(THROUGHPUT, None), known, quality_of(run, cell), elsewhere)
+    decisive = {metric: one for metric in JUDGED if (one := comparisons.decisive.get((cell.cell_id, metric)))}
+    elsewhere = []
+    for metric, decided in decisive.items():
+        here = (by_clock.get((cell.cell_id, metric)) for by_clock in (comparisons.engine, comparisons.served))
+        elsewhere += [(cell.load, one) for one in here if one and one.call != decided.call]
+    for other in comparisons.cells:
+        if other.name == cell.name and other.load != cell.load:
+            there = (comparisons.decisive.get((other.cell_id, metric)) for metric in JUDGED)
+            elsewhere += [(other.load, one) for one in there if one]
+    decided_elsewhere = tuple((load, one) for load, one in elsewhere if one.decided)
+    return Candidate(cell, base, decisive.pop(THROUGHPUT, None), decisive, quality, decided_elsewhere)
 
 
-def choices(run: Run, load: MeasuredLoad) -> list[Choice]:
-    """Every configuration beside the baseline at a load, the largest throughput first."""
-    base = baseline(run, load)
-    every = [choice(run, cell, base) for cell in run.at(load) if base and cell is not base]
-    return sorted(every, key=lambda one: -(one.throughput.ratio if one.throughput else 0.0))
-
-
-def paged_against(run: Run, paged: MeasuredCell, contiguous: MeasuredCell) -> Choice:
-    """A paged cell against a contiguous one; as served only where neither is the baseline."""
-    if contiguous.is_baseline:
-        return choice(run, paged, contiguous)
-    if paged.is_baseline:
-        return _inverse(run, choice(run, contiguous, paged))
-    known = {metric: one for metric in JUDGED if (one := served(paged, contiguous, metric))}
-    return Choice(paged, contiguous, known.pop(THROUGHPUT, None), known, quality_of(run, paged))
-
-
-def _inverse(run: Run, one: Choice) -> Choice:
-    """The baseline against the configuration."""
-    return Choice(
-        one.base,
-        one.cell,
-        one.throughput.inverse() if one.throughput else None,
-        {metric: p95.inverse() for metric, p95 in one.p95.items()},
-        quality_of(run, one.base),
-        tuple((load, other.inverse()) for load, other in one.elsewhere),
-    )
-
-
-def wins(every: Sequence[Choice]) -> list[Choice]:
+def wins(every: Sequence[Candidate]) -> list[Candidate]:
     """Those that pay, the fastest first; without any, those with a better p95, the best p95 first.
 
     In open loop the best p95 comes first in any case: the arrivals set the throughput.
@@ -234,24 +204,24 @@ def wins(every: Sequence[Choice]) -> list[Choice]:
         return pays
     faster = [one for one in every if one.verdict == FASTER_P95]
 
-    def best_ratio(one: Choice) -> float:
+    def best_ratio(one: Candidate) -> float:
         return min((p95.ratio for p95 in one.p95.values() if p95.call == Call.BETTER), default=1.0)
 
     return sorted(pays or faster, key=best_ratio)
 
 
-def safe_ones(every: Sequence[Choice]) -> list[Choice]:
+def safe_ones(every: Sequence[Candidate]) -> list[Candidate]:
     """Those whose answers were measured and found within the limits."""
     return [one for one in every if one.quality.safe]
 
 
-def open_ones(every: Sequence[Choice]) -> list[Choice]:
+def open_ones(every: Sequence[Candidate]) -> list[Candidate]:
     """Those that a measurement of their answers may yet find safe."""
     return [one for one in every if one.quality.open]
 
 
 @dataclass(frozen=True)
-class Answer:
+class ReportAnswer:
     """One question: its subject, the verdict, the numbers. ``mark``: better | worse | risk | ""."""
 
     subject: str
@@ -270,32 +240,82 @@ class NextStep:
 
 @dataclass(frozen=True)
 class Decision:
-    """What a run lets one decide at the load that the report speaks of.
+    """What a run lets one decide, computed once: everything else in a report reads it.
 
-    ``load``, ``base``: that load and the baseline there, None of a run without them; ``choices``: all beside it
-    ``pair``: names of the paged and the contiguous configuration that are compared; ``clock``: that of the answers
-    where they do not name another
+    qualities: of the answers, by configuration id; limits: of every valid cell, the highest load first
+    breaks: where each configuration breaks as the load grows
+    by_load: every configuration beside the baseline, the largest throughput first
     """
 
     run: Run
-    load: MeasuredLoad | None
-    base: MeasuredCell | None
-    choices: tuple[Choice, ...]
-    pair: tuple[str, str] | None
-    clock: str
+    comparisons: Comparisons
+    validity: Validity
+    qualities: Mapping[str, Quality]
+    limits: tuple[CellLimit, ...]
+    breaks: tuple[Break, ...]
+    by_load: Mapping[MeasuredLoad, tuple[Candidate, ...]]
 
     @classmethod
     def of(cls, run: Run) -> Decision:
         """The decision on a run."""
-        load = decided_load(run)
-        known = changes(run, load) if load else []
-        return cls(
-            run,
-            load,
-            baseline(run, load) if load else None,
-            tuple(choices(run, load)) if load else (),
-            paging_pair(run),
-            known[0][1].clock if known else run.clock,
+        comparisons, by_id = Comparisons.of(run), qualities(run)
+        known = limits(comparisons)
+        by_load = {}
+        for load, base in comparisons.baselines.items():
+            others = [cell for cell in comparisons.at(load) if cell is not base]
+            candidates = [_candidate(cell, base, comparisons, by_id[cell.config_id]) for cell in others]
+            candidates.sort(key=lambda one: -(one.throughput.ratio if one.throughput else 0.0))
+            by_load[load] = tuple(candidates)
+        return cls(run, comparisons, validity(run), by_id, tuple(known), tuple(breaks(comparisons, known)), by_load)
+
+    @property
+    def load(self) -> MeasuredLoad | None:
+        """The load that the report speaks of; None of a run without any."""
+        return self.comparisons.load
+
+    @property
+    def base(self) -> MeasuredCell | None:
+        """The baseline at that load."""
+        return self.comparisons.base
+
+    @property
+    def candidates(self) -> tuple[Candidate, ...]:
+        """Every configuration beside the baseline at that load."""
+        return self.by_load.get(self.load, ()) if self.load else ()
+
+    @property
+    def pair(self) -> tuple[str, str] | None:
+        """Names of the paged and the contiguous configuration that are compared."""
+        return self.comparisons.pair
+
+    @property
+    def clock(self) -> str:
+        """The clock of the answers that name no other."""
+        return next((one.clock for _, one in self.comparisons.changes), self.run.clock)
+
+    def paged_against_contiguous(self, load: MeasuredLoad) -> Candidate | None:
+        """The pair at a load, as served only where neither is the baseline; None where the load lacks one of them."""
+        if load not in self.comparisons.pairs:
+            return None
+        paged, contiguous = self.comparisons.pairs[load]
+        base = self.comparisons.baselines.get(load)
+        for one in self.by_load.get(load, ()):
+            if contiguous is base and one.cell is paged:
+                return one
+            if paged is base and one.cell is contiguous:
+                return self._inverse(one)
+        known = {metric: one for metric in JUDGED if (one := served(paged, contiguous, metric))}
+        return Candidate(paged, contiguous, known.pop(THROUGHPUT, None), known, self.qualities[paged.config_id])
+
+    def _inverse(self, one: Candidate) -> Candidate:
+        """The baseline against the configuration."""
+        return Candidate(
+            one.base,
+            one.cell,
+            one.throughput.inverse() if one.throughput else None,
+            {metric: p95.inverse() for metric, p95 in one.p95.items()},
+            self.qualities[one.base.config_id],
+            tuple((load, other.inverse()) for load, other in one.elsewhere),
         )
 
     # --- The sentence ---
@@ -318,29 +338,29 @@ class Decision:
         """The sentence in pieces, the most important first."""
         if self.load is None:
             return _without_loads(self.run)
-        cells = self.run.at(self.load)
+        cells = self.comparisons.reported
         if len(cells) == 1:
-            return _alone(self.run, cells[0])
+            return self._alone(cells[0])
         if self.base is None:
             return [f"Cannot tell: the baseline was not measured {self.load.where}"]
-        if all(one.verdict == UNDECIDED for one in self.choices):
+        if all(one.verdict == UNDECIDED for one in self.candidates):
             return self._cannot_tell(self.base)
-        if ahead := wins(self.choices):
+        if ahead := wins(self.candidates):
             return self._ship(ahead)
-        for one in self.choices:
+        for one in self.candidates:
             if one.verdict == RISK and one.throughput:
                 gain = one.gain(one.throughput)
                 return [f"Risk: {one.brief} brings {gain}, but {one.loss(one.throughput)}"]
         return self._keep(self.base)
 
-    def _ship(self, ahead: Sequence[Choice]) -> list[str]:
+    def _ship(self, ahead: Sequence[Candidate]) -> list[str]:
         """The best configuration whose answers are safe; else what its quality leaves open, or why not."""
         safe = safe_ones(ahead)
         best = (safe or open_ones(ahead) or ahead)[0]
         quality, size, name = best.quality, best.gain(best.best), best.brief
         beside = best.ttft if best.verdict == PAYS else best.throughput_call
         if self.run.simulated:  # no answers to judge
-            return [f"{words.upper_first(name)} would bring {size}", beside, growth_brief(self.run), best.room]
+            return [f"{words.upper_first(name)} would bring {size}", beside, growth_brief(self.breaks), best.room]
         if safe:
             return [f"Ship {name}: {size}", beside, quality.brief if is_quantised(best.cell) else "", best.room]
         if quality.wrong:
@@ -353,48 +373,76 @@ class Decision:
 
     def _keep(self, base: MeasuredCell) -> list[str]:
         """Nothing is ahead. Where the baseline is paged and contiguous is behind, that is what paging brings."""
-        for one in self.choices:
+        for one in self.candidates:
             if not self.pair or {one.cell.name, base.name} != set(self.pair):
                 continue
-            kept = _inverse(self.run, one)
+            kept = self._inverse(one)
             if kept.verdict in (PAYS, RISK, FASTER_P95):
                 gain = kept.best
-                others = _not_ahead([other for other in self.choices if other is not one])
+                others = _not_ahead([other for other in self.candidates if other is not one])
                 worse = f"but {kept.loss(gain)}" if kept.worst else others
                 return [f"Keep {base.name}: {kept.gain(gain)} over {one.cell.name}", worse]
             if kept.verdict == TRADES_P95:
                 gain = kept.best_p95
                 return [f"Risk: {base.name} has {kept.gain(gain)} over {one.cell.name}, but {kept.loss(gain)}"]
-        if len(self.choices) == 1:
-            return _only(self.choices[0])
-        return [f"Keep {base.name} {base.load.where}: {_not_ahead(self.choices)}"]
+        if len(self.candidates) == 1:
+            return _only(self.candidates[0])
+        return [f"Keep {base.name} {base.load.where}: {_not_ahead(self.candidates)}"]
 
     def _cannot_tell(self, base: MeasuredCell) -> list[str]:
-        doubtful = [cell for cell in (base, *(one.cell for one in self.choices)) if cell.doubt]
-        if base.doubt or len(doubtful) > len(self.choices) / 2:
-            return [f"Cannot tell: {_doubt(self.run, doubtful[0])}"]
-        name = self.choices[0].brief if len(self.choices) == 1 else f"{len(self.choices)} changes"
+        doubtful = [cell for cell in (base, *(one.cell for one in self.candidates)) if cell.doubt]
+        if base.doubt or len(doubtful) > len(self.candidates) / 2:
+            return [f"Cannot tell: {self._doubt(doubtful[0])}"]
+        name = self.candidates[0].brief if len(self.candidates) == 1 else f"{len(self.candidates)} changes"
         told = f"Cannot tell {name} from {base.name} {base.load.where}"
-        smallest = [one.throughput.smallest for one in self.choices if one.throughput and one.throughput.smallest]
+        smallest = [one.throughput.smallest for one in self.candidates if one.throughput and one.throughput.smallest]
         if not smallest:
             return [told, f"since nothing has an interval: it takes {FEWEST} repeats"]
         return [told, f"a change of {words.percent(max(smallest))} would most likely have shown"]
 
+    def _alone(self, cell: MeasuredCell) -> list[str]:
+        """One configuration: what it delivered."""
+        rates = spread(cell.throughput())
+        if cell.doubt or rates is None:
+            return [f"Cannot tell: {self._doubt(cell)}"]
+        bounds = f" ({words.tokens_per_s(rates.low)}–{words.tokens_per_s(rates.high)})" if rates.n > 1 else ""
+        (ttft, few), whole = cell.percentile("ttft_ms", "p95"), "" if cell.has_steady_latency else " (whole run)"
+        rate = f"{words.tokens_per_s(rates.median)} output tokens/s{bounds} {cell.clock} {cell.load.where}"
+        return [
+            f"{words.upper_first(cell.name)}: {rate}",
+            f"p95 TTFT {words.ms(ttft)}{UNCERTAIN * few}{whole}" if ttft else "",
+            "nothing to compare it with",
+        ]
+
+    def _doubt(self, cell: MeasuredCell) -> str:
+        """Why a cell cannot be compared, in a few words."""
+        if cell.doubt == "refused":
+            return f"{cell.name} refused {cell.count('failed')} of {cell.sent} requests {cell.load.where}"
+        if cell.doubt == WRONG:
+            return f"{cell.name} answered {cell.canaries.wrong} of {cell.canaries.answered} canaries wrongly"
+        if not cell.doubt:
+            return f"{cell.name} has no throughput {cell.load.where}"
+        why = re.sub(r"^repeat \d+: ", "", (cell.invalid_reasons or ("no reason recorded",))[0])
+        short = " ".join(re.split(r"[;:,(]| while ", why)[0].split()[:9]).rstrip(".")
+        cells = self.comparisons.cells
+        invalid = sum(other.doubt == "invalid" for other in cells)
+        return f"{invalid} of {len(cells)} cells {'is' if invalid == 1 else 'are'} invalid ({short})"
+
     # --- The answers ---
 
-    def answers(self) -> list[Answer]:
+    def answers(self) -> list[ReportAnswer]:
         """Paging first, then page size, KV dtypes and each other setting changed alone; combinations last."""
         if self.base is None:
             return []
-        alone: dict[str, list[Choice]] = {}
+        alone: dict[str, list[Candidate]] = {}
         combined = []
-        for one in self.choices:
+        for one in self.candidates:
             changed = differing(one.cell, self.base)
             if len(changed) > 1:
                 combined.append(self.answer(one, one.name))
             elif changed and not (self.pair and changed == {"layout"}):
                 alone.setdefault(*changed, []).append(one)
-        rows = [self._paging_answer(self.pair)] if self.pair else []
+        rows = [self._paging_answer()] if self.pair else []
         for name in sorted(alone, key=lambda name: (name != "page_size", name != "kv_cache_dtype")):
             if name == "page_size":
                 rows.append(self._page_size_answer(alone[name], self.base))
@@ -402,26 +450,25 @@ class Decision:
                 rows += [self.answer(one, _subject(name, one.cell)) for one in alone[name]]
         return rows + combined[:_MOST_COMBINED]
 
-    def _paging_answer(self, pair: tuple[str, str]) -> Answer:
+    def _paging_answer(self) -> ReportAnswer:
         """Paged against contiguous: the verdict of the highest load that has one, and the numbers of each load."""
         said, decided = [], None
-        for load in reversed(self.run.loads):
-            paged, contiguous = (self.run.cell(name, load) for name in pair)
-            if paged is None or contiguous is None:
+        for load in reversed(self.comparisons.pairs):
+            everywhere = self.paged_against_contiguous(load)
+            if everywhere is None:
                 continue
-            everywhere = paged_against(self.run, paged, contiguous)
             here = everywhere.here  # the other loads have words of their own
             where = f" {load.where}" if load != self.load else ""
             if here.verdict == UNDECIDED and where:
-                said.append(f"{paged.doubt or contiguous.doubt or UNDECIDED.lower()}{where}")
+                said.append(f"{here.cell.doubt or here.base.doubt or UNDECIDED.lower()}{where}")
                 continue
             if decided is None or decided.verdict == UNDECIDED:
                 decided = everywhere
-            said.append(f"{self.numbers(here)}{where}{_at_once(paged, contiguous)}{_within_slo(paged, contiguous)}")
+            said.append(f"{self.numbers(here)}{where}{_side_by_side(here.cell, here.base)}")
         verdict, mark = self._with_quality(decided, decided.verdict) if decided else (UNDECIDED, "")
-        return Answer("Paging", verdict, "; ".join(said), mark)
+        return ReportAnswer("Paging", verdict, "; ".join(said), mark)
 
-    def _page_size_answer(self, every: Sequence[Choice], base: MeasuredCell) -> Answer:
+    def _page_size_answer(self, every: Sequence[Candidate], base: MeasuredCell) -> ReportAnswer:
         """The page size that pays most among those whose answers are safe, else the baseline's."""
         ahead = wins(every)
         best = next(iter(safe_ones(ahead) or open_ones(ahead)), None)
@@ -431,12 +478,12 @@ class Decision:
             said.append(f"{one.cell.settings.get('page_size')}: {verdict.lower()}, {self.numbers(one)}")
         if best is None:
             unknown = ", others not decided" if all(one.verdict == UNDECIDED for one in every) else ""
-            return Answer("Page size", f"Keep {base.settings.get('page_size')}{unknown}", "; ".join(said))
+            return ReportAnswer("Page size", f"Keep {base.settings.get('page_size')}{unknown}", "; ".join(said))
         size, (verdict, mark) = best.cell.settings.get("page_size"), self._with_quality(best, best.verdict_words)
         use = f"Use {size}" if best.quality.safe else f"{size} {verdict.lower()}"
-        return Answer("Page size", use, "; ".join(said), mark)
+        return ReportAnswer("Page size", use, "; ".join(said), mark)
 
-    def answer(self, one: Choice, subject: str) -> Answer:
+    def answer(self, one: Candidate, subject: str) -> ReportAnswer:
         """One configuration, with its quality in the verdict: speed alone does not make it safe."""
         quality, quantised, cell = one.quality, is_quantised(one.cell), one.cell
         verdict, mark = self._with_quality(one, one.verdict_words)
@@ -449,9 +496,9 @@ class Decision:
             outlier_words(cell, server_facts(self.run, cell).kv_outliers) if quantised else "",
             saturation_words(cell),
         ]
-        return Answer(words.upper_first(subject), verdict, ", ".join(filter(None, parts)), mark)
+        return ReportAnswer(words.upper_first(subject), verdict, ", ".join(filter(None, parts)), mark)
 
-    def _with_quality(self, one: Choice, verdict: str) -> tuple[str, str]:
+    def _with_quality(self, one: Candidate, verdict: str) -> tuple[str, str]:
         """A verdict with what is wrong with the answers behind it, and its mark.
 
         That they were not measured is said of what one would set, and of a quantised KV.
@@ -464,7 +511,7 @@ class Decision:
             return verdict, mark
         return f"{verdict}; {quality.verdict}", "worse" if quality.outside else ""
 
-    def numbers(self, one: Choice) -> str:
+    def numbers(self, one: Candidate) -> str:
         """The change of throughput, and the p95s that are decided."""
         if one.throughput is None:
             doubt = one.cell.doubt or one.base.doubt
@@ -488,26 +535,26 @@ class Decision:
 
     def next_steps(self) -> list[NextStep]:
         """At most three, the most useful first."""
-        steps = [*again(self.run), *self.quality_step(), *self.combine(), *self.decide(), *self._larger_load()]
+        steps = [*self.again(), *self.quality_step(), *self.combine(), *self.decide(), *self._larger_load()]
         return steps[:_MOST_STEPS]
 
     def quality_step(self) -> Iterator[NextStep]:
         """What may be set needs its answers measured; a quantised KV too, since its price is always asked for."""
-        ahead = wins(self.choices)
-        unknown = [one for one in open_ones(self.choices) if one in ahead or is_quantised(one.cell)]
+        ahead = wins(self.candidates)
+        unknown = [one for one in open_ones(self.candidates) if one in ahead or is_quantised(one.cell)]
         if not unknown or self.run.simulated:
             return
         names = words.and_more([one.name for one in unknown])
         if self.run.is_built_in and not self.run.manifest.target:
             yield NextStep(f"measure the quality of {names}", f"kvbench quality {shlex.quote(str(self.run.folder))}")
         elif any(not is_quantised(one.cell) for one in unknown):
-            command = sweep_command(self.run, ["-o", "load.canaries={share: 0.3}"])
+            command = self.sweep_command(["-o", "load.canaries={share: 0.3}"])
             yield NextStep(f"see with canaries whether the answers of {names} are right", command)
 
     def combine(self) -> Iterator[NextStep]:
         """Settings that pay alone may not pay together; none whose answers lie outside the limits."""
-        paying: dict[str, Choice] = {}
-        for one in self.choices:
+        paying: dict[str, Candidate] = {}
+        for one in self.candidates:
             changed = differing(one.cell, one.base)
             if one.verdict == PAYS and not one.quality.outside and len(changed) == 1 and changed != {"layout"}:
                 paying.setdefault(next(iter(changed)), one)
@@ -516,20 +563,21 @@ class Decision:
         sweep = {
             name: [effective(cell.settings, name) for cell in (one.base, one.cell)] for name, one in paying.items()
         }
-        names = words.listing([one.name for one in self.choices if one in paying.values()])
+        names = words.listing([one.name for one in self.candidates if one in paying.values()])
         options = ["-o", f"sweep={json.dumps(sweep)}", "-o", "design=full"]
-        yield NextStep(f"{names} pay alone: measure them together", sweep_command(self.run, options))
+        yield NextStep(f"{names} pay alone: measure them together", self.sweep_command(options))
 
-    def measured_together(self, *parts: Choice) -> bool:
+    def measured_together(self, *parts: Candidate) -> bool:
         """Tests whether one configuration has the changes of all ``parts``."""
         wanted = {name: effective(one.cell.settings, name) for one in parts for name in differing(one.cell, one.base)}
         return any(
-            all(effective(one.cell.settings, name) == value for name, value in wanted.items()) for one in self.choices
+            all(effective(one.cell.settings, name) == value for name, value in wanted.items())
+            for one in self.candidates
         )
 
     def decide(self) -> Iterator[NextStep]:
         """More engine time or more repeats, as many as the size of the undecided effects asks for."""
-        unknown = [one for one in self.choices if one.verdict == UNDECIDED and one.throughput]
+        unknown = [one for one in self.candidates if one.verdict == UNDECIDED and one.throughput]
         known = [one.throughput for one in unknown if one.throughput]
         if not known:
             return
@@ -540,23 +588,37 @@ class Decision:
             seconds = (self.run.engine_time.seconds if self.run.engine_time else None) or 180.0
             minutes = math.ceil(1.1 * seconds / 60 * max(coarse, default=1.4) ** 2)
             if minutes <= _MOST_MINUTES:
-                yield NextStep(f"decide {names}", sweep_command(self.run, ["--lockstep-minutes", str(minutes)]))
+                yield NextStep(f"decide {names}", self.sweep_command(["--lockstep-minutes", str(minutes)]))
             return
         repeats = min(len(one.cell.repeats) for one in unknown)
         wanted = max(FEWEST, math.ceil(repeats * max(coarse, default=1.0) ** 2))
         if wanted <= _MOST_REPEATS:
-            command = sweep_command(self.run, ["--repeats", str(max(wanted, repeats + 1))])
+            command = self.sweep_command(["--repeats", str(max(wanted, repeats + 1))])
             yield NextStep(f"decide {names}", command)
 
     def _larger_load(self) -> Iterator[NextStep]:
         """Nothing was full at the highest load: a higher one shows what breaks first."""
-        run, load = self.run, self.load
-        if self.base is None or load is None or load != run.loads[-1] or load.mode != "closed" or load.sessions:
+        load, loads = self.load, self.comparisons.loads
+        if self.base is None or load is None or load != loads[-1] or load.mode != "closed" or load.sessions:
             return
-        if {limit_of(run, cell).limit for cell in run.at(load) if cell.valid} == {NOTHING}:
-            users = [f"{one.value:g}" for one in run.loads] + [f"{2 * load.value:g}"]
+        if {each.limit for each in self.limits if each.cell.load == load} == {NOTHING}:
+            users = [f"{one.value:g}" for one in loads] + [f"{2 * load.value:g}"]
             what = f"nothing was full at {load.short}: see what breaks first"
-            yield NextStep(what, sweep_command(run, ["-o", f"load.concurrency=[{', '.join(users)}]"]))
+            yield NextStep(what, self.sweep_command(["-o", f"load.concurrency=[{', '.join(users)}]"]))
+
+    def again(self) -> Iterator[NextStep]:
+        """What is missing or invalid is measured first."""
+        if self.validity.status in ("invalid", "incomplete"):
+            command = f"kvbench sweep --resume {shlex.quote(str(self.run.folder))}"
+            yield NextStep("measure what is missing or invalid", command)
+
+    def sweep_command(self, options: Sequence[str]) -> str:
+        """The command of the run with further options; empty where it is not known."""
+        command = list(self.run.manifest.command)
+        while options[0] != "-o" and options[0] in command[:-1]:  # given before, with another value
+            at = command.index(options[0])
+            del command[at : at + 2]
+        return shlex.join([*command, *options]) if "sweep" in command and "--resume" not in command else ""
 
 
 def _without_loads(run: Run) -> list[str]:
@@ -570,22 +632,7 @@ def _without_loads(run: Run) -> list[str]:
     return [f"Only {ENGINE} {what}: {best.cell} {amount(best.ratio)} tokens/s ({signed_interval(best.comparison)})"]
 
 
-def _alone(run: Run, cell: MeasuredCell) -> list[str]:
-    """One configuration: what it delivered."""
-    rates = spread(cell.throughput())
-    if cell.doubt or rates is None:
-        return [f"Cannot tell: {_doubt(run, cell)}"]
-    bounds = f" ({words.tokens_per_s(rates.low)}–{words.tokens_per_s(rates.high)})" if rates.n > 1 else ""
-    (ttft, few), whole = cell.percentile("ttft_ms", "p95"), "" if cell.has_steady_latency else " (whole run)"
-    rate = f"{words.tokens_per_s(rates.median)} output tokens/s{bounds} {cell.clock} {cell.load.where}"
-    return [
-        f"{words.upper_first(cell.name)}: {rate}",
-        f"p95 TTFT {words.ms(ttft)}{UNCERTAIN * few}{whole}" if ttft else "",
-        "nothing to compare it with",
-    ]
-
-
-def _only(one: Choice) -> list[str]:
+def _only(one: Candidate) -> list[str]:
     """The run has one candidate, and it is not ahead."""
     if one.verdict == COSTS and one.throughput:
         return [f"Do not ship {one.brief}: {one.gain(one.throughput)}", one.ttft]
@@ -600,7 +647,7 @@ def _only(one: Choice) -> list[str]:
     return [f"Cannot tell if {one.brief} pays: {call} {one.cell.load.where}", one.ttft]
 
 
-def _not_ahead(every: Sequence[Choice]) -> str:
+def _not_ahead(every: Sequence[Candidate]) -> str:
     """3 changes are not ahead; 2 changes are not ahead, 5 not decided"""
     undecided = sum(one.verdict == UNDECIDED for one in every)
     rest = len(every) - undecided
@@ -608,46 +655,18 @@ def _not_ahead(every: Sequence[Choice]) -> str:
     return ", ".join(filter(None, [known, f"{undecided} not decided" if undecided else ""]))
 
 
-def _doubt(run: Run, cell: MeasuredCell) -> str:
-    """Why a cell cannot be compared, in a few words."""
-    if cell.doubt == "refused":
-        return f"{cell.name} refused {cell.count('failed')} of {cell.sent} requests {cell.load.where}"
-    if cell.doubt == WRONG:
-        return f"{cell.name} answered {cell.canaries.wrong} of {cell.canaries.answered} canaries wrongly"
-    if not cell.doubt:
-        return f"{cell.name} has no throughput {cell.load.where}"
-    why = re.sub(r"^repeat \d+: ", "", (cell.invalid_reasons or ("no reason recorded",))[0])
-    short = " ".join(re.split(r"[;:,(]| while ", why)[0].split()[:9]).rstrip(".")
-    invalid = sum(other.doubt == "invalid" for other in run.cells)
-    return f"{invalid} of {len(run.cells)} cells {'is' if invalid == 1 else 'are'} invalid ({short})"
-
-
 def _subject(name: str, cell: MeasuredCell) -> str:
     value, title = value_words(name, effective(cell.settings, name)), setting_title(name)
     return value if name == "kv_cache_dtype" else title if value == "on" else f"{title}: {value}"
 
 
-def _at_once(paged: MeasuredCell, contiguous: MeasuredCell) -> str:
-    """, 24.0 sequences at once as served, against 8.1; empty where that is not known."""
-    ran, against = (words.decimal(median(cell.observed("running_mean"))) for cell in (paged, contiguous))
-    return f", {ran} sequences at once as {paged.clock}, against {against}" if "–" not in (ran, against) else ""
-
-
-def _within_slo(paged: MeasuredCell, contiguous: MeasuredCell) -> str:
-    met, against = (words.percent(cell.share_within_slo) for cell in (paged, contiguous))
-    return f", {met} within the SLO as {paged.clock}, against {against}" if "–" not in (met, against) else ""
-
-
-def again(run: Run) -> Iterator[NextStep]:
-    """What is missing or invalid is measured first."""
-    if validity(run).status in ("invalid", "incomplete"):
-        yield NextStep("measure what is missing or invalid", f"kvbench sweep --resume {shlex.quote(str(run.folder))}")
-
-
-def sweep_command(run: Run, options: Sequence[str]) -> str:
-    """The command of the run with further options; empty where it is not known."""
-    command = list(run.manifest.command)
-    while options[0] != "-o" and options[0] in command[:-1]:  # given before, with another value
-        at = command.index(options[0])
-        del command[at : at + 2]
-    return shlex.join([*command, *options]) if "sweep" in command and "--resume" not in command else ""
+def _side_by_side(paged: MeasuredCell, contiguous: MeasuredCell) -> str:
+    """, 24.0 sequences at once as served, against 8.1, 90 % within the SLO as served, against 70 %; what is known."""
+    cells, text = (paged, contiguous), ""
+    for what, known in (
+        ("sequences at once", [words.decimal(median(cell.observed("running_mean"))) for cell in cells]),
+        ("within the SLO", [words.percent(cell.share_within_slo) for cell in cells]),
+    ):
+        if "–" not in known:
+            text += f", {known[0]} {what} as {paged.clock}, against {known[1]}"
+    return text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import pandas as pd
@@ -25,11 +25,10 @@ from kvbench.report import (
     samples,
     tables,
 )
-from kvbench.report.comparisons import not_varied
-from kvbench.report.decision import Answer, Decision, NextStep
+from kvbench.report.decision import Decision, NextStep, ReportAnswer
 from kvbench.report.figures import distributions, effects, frontier, heat_map, slowest, step_time
 from kvbench.report.style import Drawing, LineStyle, looks
-from kvbench.report.tables import Chapter
+from kvbench.report.tables import Chapter, ReportTable
 from kvbench.runs.folder import MANIFEST
 from kvbench.runs.model import Run
 
@@ -46,11 +45,14 @@ _BANNERS = {
 class Document:
     """The report's parts, from the first sentence to the manifest.
 
+    ``decision``: on the run, which the parts are made of; ``cells``: the table of all cells
     ``counted``: how much is valid, on the line that names the ``status``; ``details``: why, and what limits the
     numbers; ``baseline``: what the answers are against, where and in which clock; ``first``: the figures of the first
     screen; ``looks``: configuration -> how it is drawn.
     """
 
+    decision: Decision
+    cells: ReportTable
     title: str
     verdict: str
     brief: tuple[str, ...]
@@ -59,7 +61,7 @@ class Document:
     counted: str
     details: tuple[str, ...]
     baseline: str
-    answers: tuple[Answer, ...]
+    answers: tuple[ReportAnswer, ...]
     limits: tuple[limits.LimitLine, ...]
     first: tuple[Drawing, ...]
     chapters: tuple[Chapter, ...]
@@ -80,50 +82,98 @@ class Document:
 
 def document(run: Run, price_per_hour: float | None = None) -> Document:
     """The report of a run. ``price_per_hour``: of the machine, for the cost of a million tokens."""
-    state, decision = provenance.validity(run), Decision.of(run)
+    decision = Decision.of(run)
+    comparisons, state, device = (
+        decision.comparisons,
+        decision.validity,
+        provenance.on_what(run) if run.simulated else None,
+    )
     banner = _BANNERS[state.status]
-    outputs = None if run.simulated else samples.output_samples(run)
-    known, points = limits.limits(run), frontier.frontier_frame(run, price_per_hour)
-    first = (effects.drawing(run), frontier.drawing(run, points))
+    outputs = None if run.simulated else samples.output_samples(comparisons, provenance.random_weights(run))
+    slo = words.slo_words(run.load_section.get("slo"))
+    cells = tables.main_table(comparisons, slo, run.cache_state if run.load_section else "")
+    points, look = frontier.frontier_frame(comparisons, price_per_hour), looks(run.cells)
+    first = (effects.drawing(comparisons, run.engine_time), frontier.drawing(points, comparisons, look))
+    chapters = _chapters(decision, cells, outputs, points, look, slo)
+    stored = run.folder / MANIFEST
     return Document(
+        decision,
+        cells,
         title=provenance.title(run),
         verdict=decision.headline,
         brief=tuple(filter(None, (run.folder.name, *provenance.brief(run), provenance.made_from(run)))),
         status=state.status,
         banner=f"Simulated: {banner.lower()}" if run.simulated else banner,
-        counted=_counted(run, state),
+        counted=_counted(run),
         details=(*provenance.simulated_details(run), *state.reasons, *provenance.warnings(run)),
         baseline=_baseline(decision),
         answers=tuple(decision.answers()),
-        limits=tuple(limits.limit_lines(run, known)),
-        first=tuple(_marked(run, drawing) for drawing in first if drawing),
+        limits=tuple(limits.limit_lines(decision.limits, comparisons.names)),
+        first=tuple(_marked(drawing, device) for drawing in first if drawing),
         chapters=tuple(
-            replace(chapter, drawings=tuple(_marked(run, drawing) for drawing in chapter.drawings))
-            for chapter in chapters(run, known, outputs, points)
+            replace(chapter, drawings=tuple(_marked(drawing, device) for drawing in chapter.drawings))
+            for chapter in chapters
+            if chapter.sections or chapter.drawings
         ),
         samples=outputs,
-        skipped=tuple(provenance.skipped_notes(run)),
+        skipped=tuple(note for note in run.manifest.notes if note.startswith(provenance.SKIPPED)),
         next_steps=tuple(decision.next_steps()),
         command=provenance.reproduce(run),
         glossary=tuple(provenance.glossary(run)),
         environment=tuple(provenance.environment(run)),
-        manifest=_stored_manifest(run),
-        looks=looks(run),
+        manifest=json.dumps(read_json(stored) if stored.is_file() else {}, indent=2),  # as its file holds it
+        looks=look,
     )
+
+
+def _chapters(
+    decision: Decision,
+    cells: ReportTable,
+    outputs: samples.OutputSamples | None,
+    points: pd.DataFrame,
+    look: Mapping[str, LineStyle],
+    slo: str,
+) -> list[Chapter]:
+    """Every chapter; ``points``: as of ``frontier_frame``."""
+    run, comparisons = decision.run, decision.comparisons
+    by_load, missing = comparisons.by_load, () if run.not_kept else run.missing
+    every = {
+        "As the load grows": limits.growth_parts(decision.breaks, limits.sized_loads(comparisons)),
+        "Quality of the answers": quality.quality_parts(run, comparisons, decision.qualities, look),
+        "Where the KV bytes went": kv.kv_parts(decision),
+        "Latencies": (
+            distributions.drawing(comparisons, look),
+            *slowest.slowest_parts(comparisons),
+            *tables.group_parts(by_load),
+        ),
+        "Prefix cache: hits": hits.hit_parts(run, by_load, look),
+        "Inside the engine": (*step_time.engine_parts(by_load), heat_map.drawing(run, comparisons)),
+        "Predicted by simulation": predictions.prediction_parts(run.predictions, by_load),
+        "Outputs side by side": (samples.section(outputs),),
+        "All cells": (
+            *tables.cell_parts(cells, comparisons, slo, missing, run.problems),
+            limits.limit_section(decision.limits),
+            frontier.section(points),
+            engine_time.section(comparisons, run.engine_time),
+            *tables.setting_parts(comparisons),
+            client_quality.section(run, by_load),
+        ),
+    }
+    return [Chapter.of(title, parts) for title, parts in every.items()]
 
 
 def _baseline(decision: Decision) -> str:
     """The baseline at the reported load, the clock, and the questions of every reader that the run does not answer."""
-    base, clock, known = decision.base, decision.clock, decision.run.engine_time
+    base, clock, in_turns = decision.base, decision.clock, decision.run.engine_time
     if base is None:
         return ""
-    if clock == ENGINE and known:
-        clock = known.label
-    names = not_varied(decision.run, base)
+    if clock == ENGINE and in_turns:
+        clock = in_turns.label
+    names = decision.comparisons.not_varied
     return f"{base.name} {base.load.where}, {clock}" + (f"; not varied: {words.listing(names)}" if names else "")
 
 
-def _counted(run: Run, state: provenance.Validity) -> str:
+def _counted(run: Run) -> str:
     """16 of 16 cells valid, 1 to 3 repeats each; 9 requests failed; client and engine shared 2 cores.
 
     Says where no cell has the repeats that a verdict on served figures needs.
@@ -144,47 +194,9 @@ def _counted(run: Run, state: provenance.Validity) -> str:
     return "; ".join(parts)
 
 
-def _stored_manifest(run: Run) -> str:
-    """The manifest as its file holds it, for a reader who wants all of it."""
-    path = run.folder / MANIFEST
-    return json.dumps(read_json(path) if path.is_file() else {}, indent=2)
-
-
-def _marked(run: Run, drawing: Drawing) -> Drawing:
-    """The figure; of a simulated run its caption says so."""
-    if not run.simulated:
+def _marked(drawing: Drawing, device: str | None) -> Drawing:
+    """The figure; of a run that is simulated on a ``device`` its caption says so."""
+    if device is None:
         return drawing
     caption = re.sub(r"^Simulated[.;] ", "", drawing.caption)
-    return replace(drawing, caption=f"Simulated on {provenance.on_what(run)}. {words.upper_first(caption)}")
-
-
-# --- The chapters ---
-
-
-def chapters(
-    run: Run, known: Sequence[limits.Limit], outputs: samples.OutputSamples | None, points: pd.DataFrame
-) -> list[Chapter]:
-    """Every chapter that has a table or a figure.
-
-    ``known``: what limited each cell; ``outputs``: samples of them; ``points``: as of ``frontier_frame``.
-    """
-    every = {
-        "As the load grows": limits.growth_parts(run),
-        "Quality of the answers": quality.quality_parts(run),
-        "Where the KV bytes went": kv.kv_parts(run),
-        "Latencies": (distributions.drawing(run), *slowest.slowest_parts(run), *tables.group_parts(run)),
-        "Prefix cache: hits": hits.hit_parts(run),
-        "Inside the engine": (*step_time.engine_parts(run), heat_map.drawing(run)),
-        "Predicted by simulation": predictions.prediction_parts(run),
-        "Outputs side by side": (samples.section(outputs),),
-        "All cells": (
-            *tables.cell_parts(run),
-            limits.limit_section(known),
-            frontier.section(points),
-            engine_time.section(run),
-            *tables.setting_parts(run),
-            client_quality.section(run),
-        ),
-    }
-    made = [Chapter.of(title, parts) for title, parts in every.items()]
-    return [chapter for chapter in made if chapter.sections or chapter.drawings]
+    return replace(drawing, caption=f"Simulated on {device}. {words.upper_first(caption)}")

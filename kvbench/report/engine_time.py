@@ -4,39 +4,38 @@ from __future__ import annotations
 
 from kvbench.effects.comparison import Call, Comparison
 from kvbench.metrics.definitions import figure
-from kvbench.report.comparisons import CALLS, ITL, JUDGED, THROUGHPUT, TTFT, baseline, in_engine_time, signed_interval
-from kvbench.report.tables import Row, Section, Table, Value, listed_table, mark_of, ratio_value, texts
-from kvbench.runs.model import Run
+from kvbench.report.comparisons import CALLS, ITL, JUDGED, THROUGHPUT, TTFT, Comparisons, signed_interval
+from kvbench.report.tables import ReportTable, Row, Section, Value, listed_table, mark_of, ratio_value, texts
+from kvbench.runs.engine_time import EngineTime
 
 _HEADS = ("output tok/s (whole run)", *(figure(metric).title for metric in (TTFT, ITL)), "served output tok/s")
 
 
-def section(run: Run) -> Section:
+def section(comparisons: Comparisons, known: EngineTime | None) -> Section:
     """The table of engine time with its note."""
-    return Section("engine_time", "Engine time", engine_time_table(run), engine_time_note(run))
+    note = engine_time_note(known) if known else ""
+    return Section("engine_time", "Engine time", engine_time_table(comparisons, known), note)
 
 
-def engine_time_table(run: Run) -> Table:
+def engine_time_table(comparisons: Comparisons, known: EngineTime | None) -> ReportTable:
     """One row a configuration and load, the highest load first; no rows where nothing was measured in engine time.
 
     Cells that no load over HTTP has finished come last, by their ids.
     """
-    if run.engine_time is None:
-        return listed_table(("configuration", "load", *_HEADS), ())
     rows = []
-    served = {cell.cell_id: cell for cell in run.by_load}
-    for cell_id in dict.fromkeys([*served, *(effect.cell for effect in run.engine_time.effects)]):
-        known = [in_engine_time(run, cell_id, metric) for metric in JUDGED]
-        cell = served.get(cell_id)
-        if not any(known):
+    cells = {cell.cell_id: cell for cell in comparisons.by_load}
+    for cell_id in dict.fromkeys([*cells, *(effect.cell for effect in known.effects)]) if known else ():
+        effects = [known.of(cell_id, metric) for metric in JUDGED]
+        cell = cells.get(cell_id)
+        if not any(effects):
             continue
         if cell is None:
-            rows.append(Row(None, (*texts(cell_id), Value("–"), *map(_value, known), Value("–")), "not served"))
+            rows.append(Row(None, (*texts(cell_id), Value("–"), *map(_value, effects), Value("–")), "not served"))
             continue
-        base = baseline(run, cell.load)
+        base = comparisons.baselines.get(cell.load)
         ratio = ratio_value(cell, base, THROUGHPUT) if base else Value("–")
         load = Value(cell.load.short, cell.load.value)
-        rows.append(Row(cell, (*texts(cell.name), load, *map(_value, known), ratio), cell.load))
+        rows.append(Row(cell, (*texts(cell.name), load, *map(_value, effects), ratio), cell.load))
     return listed_table(("configuration", "load", *_HEADS), rows)
 
 
@@ -51,14 +50,12 @@ def _value(effect: Comparison | None) -> Value:
     return Value(f"{100 * (effect.ratio - 1):+.1f} %", effect.ratio, note, mark_of(effect.call))
 
 
-def engine_time_note(run: Run) -> str:
-    """How it was measured and what limits it; empty without it."""
-    if run.engine_time is None:
-        return ""
-    effects = [effect.comparison for effect in run.engine_time.effects]
+def engine_time_note(known: EngineTime) -> str:
+    """How it was measured and what limits it."""
+    effects = [effect.comparison for effect in known.effects]
     launches = max(effect.n for effect in effects)
     times = f"{launches} launch{'' if launches == 1 else 'es'}"
-    turns = run.engine_time.turns.values()
+    turns = known.turns.values()
     costs = [turn.cold_cost for turn in turns if turn.cold_cost is not None]
     lengths, first = (
         " or ".join(str(n) for n in sorted({steps for steps in counts if steps is not None}))
@@ -68,7 +65,7 @@ def engine_time_note(run: Run) -> str:
     seen = [e.smallest for e in effects if e.metric == THROUGHPUT and e.smallest is not None]
     smallest = " to ".join(dict.fromkeys(f"{100 * end:.1f}" for end in (min(seen), max(seen)))) if seen else ""
     parts = [
-        "" if run.engine_time.finished else f"Unfinished: it was interrupted after {times}.",
+        "" if known.finished else f"Unfinished: it was interrupted after {times}.",
         f"Against the baseline; all configurations took turns in one process (steps in a turn: {lengths}{first}). 95 % "
         f"intervals over {times}; level: within 2 %. Each stands alone: of a dozen settings without effect, one is "
         "called ahead or behind in a quarter of such runs.",
@@ -76,7 +73,7 @@ def engine_time_note(run: Run) -> str:
         "Launches differ by up to 1 %, so nothing is called after one." if launches == 1 else "",
         f"Turns made steps {100 * max(0.0, *costs):.1f} % longer." if costs else "",
         f"The smallest change of output tok/s that it could see: {smallest} %." if smallest else "",
-        *(f"{note}." for note in run.engine_time.notes),
+        *(f"{note}." for note in known.notes),
         "Beside it the ratio as served.",
     ]
     return " ".join(filter(None, parts))

@@ -15,8 +15,8 @@ import pyarrow.parquet as pq
 from plotly.subplots import make_subplots
 
 from kvbench.common import text as words
-from kvbench.report.style import GREY, Drawing, LineStyle, finish, hatch, looks, safe
-from kvbench.report.tables import Column, Part, Section, Table, Value, cell_table, identity_columns
+from kvbench.report.style import GREY, Drawing, LineStyle, finish, hatch, safe
+from kvbench.report.tables import Column, Part, ReportTable, Section, Value, cell_table, identity_columns
 from kvbench.requests.cache_simulation import COLUMNS, CacheSimulation, endless_hits, served_requests, shared_tokens
 from kvbench.requests.request import distinct_prefixes, read_requests
 from kvbench.runs.model import MeasuredCell, Repeat, Run, number
@@ -117,20 +117,20 @@ class HitLedger:
         return f"{text}, {self.percent(self.shared)} shared; {lost}."
 
 
-def hit_ledgers(run: Run) -> list[HitLedger]:
-    """The ledger of each cell with prefix caching, in table order: the highest load first."""
-    return [_ledger(run, cell) for cell in run.by_load if _caches(cell)]
+def hit_ledgers(run: Run, cells: Sequence[MeasuredCell]) -> list[HitLedger]:
+    """The ledger of each of these cells that has prefix caching."""
+    return [_ledger(run, cell) for cell in cells if _caches(cell)]
 
 
-def hit_parts(run: Run) -> Iterator[Part]:
-    """The chapter on hits: sentences, the figure and the table."""
-    ledgers = hit_ledgers(run)
+def hit_parts(run: Run, cells: Sequence[MeasuredCell], look: Mapping[str, LineStyle]) -> Iterator[Part]:
+    """The chapter on hits: sentences, the figure and the table, in the order of ``cells``."""
+    ledgers = hit_ledgers(run, cells)
     yield from (ledger.sentence for ledger in ledgers)
-    yield hit_drawing(ledgers, looks(run))
+    yield hit_drawing(ledgers, look)
     yield Section("hits", "From what is shared to what was hit", hit_table(ledgers), HITS_NOTE)
 
 
-def hit_table(listed: Sequence[HitLedger]) -> Table:
+def hit_table(listed: Sequence[HitLedger]) -> ReportTable:
     """Shares of the prompt tokens, a row a cell; what is lost on the way stands small."""
     ledgers = {ledger.cell.cell_id: ledger for ledger in listed}
 
@@ -169,7 +169,7 @@ def hit_table(listed: Sequence[HitLedger]) -> Table:
 
 
 @dataclass(frozen=True)
-class _Source:
+class _SimulationInput:
     """Files and figures that the simulation of one repeat goes by. ``written`` [ns]: when the files were."""
 
     prompts: Path
@@ -229,7 +229,7 @@ def _ledger(run: Run, cell: MeasuredCell) -> HitLedger:
     return HitLedger(cell, sent, counted, told, **totals, reason=reason)
 
 
-def _source(run: Run, cell: MeasuredCell, repeat: Repeat) -> _Source | str:
+def _source(run: Run, cell: MeasuredCell, repeat: Repeat) -> _SimulationInput | str:
     """What a repeat is simulated from, or why it cannot be."""
     digest = repeat.requests_sha256[:8]
     stored = sorted((run.folder / "requests").glob(f"*-{repeat.repeat}-{digest}.jsonl")) if digest.isalnum() else []
@@ -246,7 +246,7 @@ def _source(run: Run, cell: MeasuredCell, repeat: Repeat) -> _Source | str:
 
     split = setting("enable_chunked_prefill") is not False
     page_size = cell.capacity.page_size
-    return _Source(
+    return _SimulationInput(
         stored[0],
         rows,
         tuple(path.stat().st_mtime_ns for path in (stored[0], rows)),
@@ -263,8 +263,8 @@ def _positive(value: Any) -> int | None:
     return None if known is None or known < 1 else int(known)
 
 
-@functools.lru_cache(maxsize=256)  # of a run; table, sentences and figure ask for the same, which takes a second
-def _simulate(source: _Source) -> _Simulated | str:
+@functools.lru_cache(maxsize=256)  # of a run; `kvbench view` asks again, and it takes a second
+def _simulate(source: _SimulationInput) -> _Simulated | str:
     """The steps of one repeat, or why there are none."""
     try:
         requests = read_requests(source.prompts)
@@ -288,7 +288,7 @@ def _simulate(source: _Source) -> _Simulated | str:
     return dataclasses.replace(steps, whole_pages=whole_pages, best=best, lru=lru)
 
 
-def _rows(source: _Source) -> pd.DataFrame:
+def _rows(source: _SimulationInput) -> pd.DataFrame:
     """requests.parquet of one repeat, with the columns that the simulation reads."""
     file = pq.ParquetFile(source.rows)
     columns = [name for name in (*COLUMNS, "repeat") if name in file.schema_arrow.names]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from textwrap import wrap
 
 import numpy as np
@@ -12,9 +12,8 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from kvbench.common import text as words
-from kvbench.report.comparisons import baseline, best, paging, paging_pair
-from kvbench.report.decision import choices
-from kvbench.report.provenance import server_facts
+from kvbench.report.comparisons import Comparisons, best
+from kvbench.report.decision import Decision
 from kvbench.report.quality import times
 from kvbench.report.style import GREY, Drawing, compact, finish, hatch, safe, thin, under
 from kvbench.report.tables import (
@@ -22,8 +21,8 @@ from kvbench.report.tables import (
     RECOMPUTED,
     Column,
     Part,
+    ReportTable,
     Section,
-    Table,
     Value,
     cell_table,
     identity_columns,
@@ -40,7 +39,8 @@ from kvbench.runs.kv_ledger import (
     scale_bytes_per_slot,
     swapped_bytes,
 )
-from kvbench.runs.model import DOUBTS, WRONG, MeasuredCell, MeasuredLoad, Run, number
+from kvbench.runs.model import DOUBTS, WRONG, MeasuredCell, MeasuredLoad, number
+from kvbench.runs.server_info import ServerInfo
 from kvbench.workload.settings import effective
 
 _NOTE = "Every byte of the KV budget by its use, mean of the steady window."
@@ -90,24 +90,22 @@ Bars = list[tuple[MeasuredCell, Ledger]]
 # --- Tables and sentences ---
 
 
-def ledgers(run: Run) -> Bars:
-    """Cells that have a ledger, in table order: the highest load first."""
-    return [(cell, one) for cell in run.by_load if (one := ledger(cell)) is not None]
-
-
-def kv_parts(run: Run) -> Iterator[Part]:
+def kv_parts(decision: Decision) -> Iterator[Part]:
     """The chapter on the KV's bytes: sentences, figures and tables."""
-    known, pairs = ledgers(run), paging(run)
-    table = ledger_table(known)
-    yield ledger_sentence(run, pairs)
-    yield from (reservation(contiguous) for _, contiguous in pairs[-1:])
+    comparisons = decision.comparisons
+    known = [(cell, one) for cell in comparisons.by_load if (one := ledger(cell)) is not None]
+    yield ledger_sentence(comparisons)
+    yield from (reservation(contiguous) for _, contiguous in list(comparisons.pairs.values())[-1:])
     yield ledger_figure(known)
-    yield from (timeline_drawing(run, load) for load in reversed(run.loads))
-    yield Section("ledger", "Use by use", table, ledger_note(table))
-    yield Section("memory", "Bytes a token, scales and page table", memory_table(run))
+    yield from (timeline_drawing(decision, load) for load in reversed(comparisons.loads))
+    table = ledger_table(known)
+    note = " ".join([_NOTE, *(_NOTES[column.key] for column in table.columns if column.key in _NOTES)])
+    yield Section("ledger", "Use by use", table, note)
+    memory = memory_table(comparisons.cells, decision.run.manifest.servers)
+    yield Section("memory", "Bytes a token, scales and page table", memory)
 
 
-def ledger_table(known: Bars) -> Table:
+def ledger_table(known: Bars) -> ReportTable:
     """Configuration, load, the uses that have any bytes, the budget, and what is no part of the budget."""
     every = [
         *identity_columns(),
@@ -121,49 +119,44 @@ def ledger_table(known: Bars) -> Table:
     return cell_table(shown, [cell for cell, _ in known], {column.key for column in shown})
 
 
-def memory_table(run: Run) -> Table:
+def memory_table(measured: Sequence[MeasuredCell], servers: Mapping[str, ServerInfo]) -> ReportTable:
     """What the KV budget is divided into, a row a configuration: bytes a token, scales, page table, tokens it holds.
 
     Of the highest load of each; empty where neither the server nor the arithmetic before the sweep tells.
     """
-    last = {cell.name: cell for cell in run.cells}  # loads ascend
+    last = {cell.name: cell for cell in measured}  # loads ascend
     cells = [cell for cell in last.values() if bytes_per_slot(cell) is not None]
+
+    def outliers(cell: MeasuredCell) -> Value:
+        facts = servers.get(cell.config_id, ServerInfo()).kv_outliers
+        k, v = (number(facts.get(side)) for side in ("k", "v"))
+        return Value("–") if k is None or v is None else Value(times(k), k, f"V: {times(v)}")
+
     every = [
         identity_columns()[0],
         number_column("kv_token", "a token", "K and V of one token in all layers, scales too", bytes_per_slot, _size),
         number_column("kv_token_scales", "of it scales", "scales of a quantised KV", scale_bytes_per_slot, _size),
         number_column(
-            "kv_capacity", "capacity, tokens", "what the budget holds", _number_of("capacity_tokens"), words.count
+            "kv_capacity",
+            "capacity, tokens",
+            "what the budget holds",
+            lambda c: number(c.capacity.capacity_tokens),
+            words.count,
         ),
         Column("kv_page_table", "page table", "at most; small: of the KV budget", _page_table),
-        Column("kv_outliers", "largest channel", "of K, in medians; small: of V", lambda cell: _outliers(run, cell)),
+        Column("kv_outliers", "largest channel", "of K, in medians; small: of V", outliers),
     ]
     return cell_table(every, cells, {"configuration"}, numbers_from=1) if cells else NO_TABLE
-
-
-def _outliers(run: Run, cell: MeasuredCell) -> Value:
-    facts = server_facts(run, cell).kv_outliers
-    k, v = (number(facts.get(side)) for side in ("k", "v"))
-    return Value("–") if k is None or v is None else Value(times(k), k, f"V: {times(v)}")
 
 
 def _size(value: float | None) -> str:
     return "0" if value == 0 else words.data_size(value)
 
 
-def _number_of(name: str) -> Callable[[MeasuredCell], float | None]:
-    return lambda cell: number(getattr(cell.capacity, name))
-
-
 def _page_table(cell: MeasuredCell) -> Value:
-    size = max(cell.observed("page_table_bytes").values(), default=_number_of("page_table_bytes")(cell))
-    budget = _number_of("kv_budget_bytes")(cell)
+    size = max(cell.observed("page_table_bytes").values(), default=number(cell.capacity.page_table_bytes))
+    budget = cell.capacity.kv_budget_bytes
     return Value(_size(size), size, f"{size / budget * 100:.2g} %" if size and budget else "")
-
-
-def ledger_note(table: Table) -> str:
-    """What stands under the table, about the columns that it has."""
-    return " ".join([_NOTE, *(_NOTES[column.key] for column in table.columns if column.key in _NOTES)])
 
 
 def _of_ledger(key: str, title: str, hint: str, value_of: Callable[[Ledger], float | None]) -> Column:
@@ -209,15 +202,15 @@ def reservation(contiguous: MeasuredCell) -> str:
     )
 
 
-def ledger_sentence(run: Run, pairs: Sequence[tuple[MeasuredCell, MeasuredCell]]) -> str:
+def ledger_sentence(comparisons: Comparisons) -> str:
     """Where the bytes of the headline's pair went, else those of the baseline or the best; "" without data."""
-    for paged, contiguous in reversed(pairs):
+    for paged, contiguous in reversed(comparisons.pairs.values()):
         if (ours := ledger(paged)) and (theirs := ledger(contiguous)):
             doubt = min(filter(None, (paged.doubt, contiguous.doubt)), key=DOUBTS.index, default="")
             other = _filled(contiguous, theirs, " of the KV budget")
             return f"At {paged.load.label} {other}; {_filled(paged, ours)}.{_DOUBT[doubt]}"
-    for load in reversed(run.loads):
-        cell = baseline(run, load) or best(run, load)
+    for load in reversed(comparisons.loads):
+        cell = comparisons.baselines.get(load) or best(comparisons.at(load))
         if cell is not None and (one := ledger(cell)):
             return f"At {load.label} {_filled(cell, one, ' of the KV budget')}."
     return ""
@@ -300,25 +293,21 @@ def _stack(use: KvUse, panel: Bars, divisor: float, legend: bool) -> go.Bar:
 # --- Over time ---
 
 
-def _told_usage(run: Run, load: MeasuredLoad) -> list[MeasuredCell]:
-    return [cell for cell in run.at(load) if cell.observed("usage_mean")]
-
-
-def shown_cells(run: Run, load: MeasuredLoad) -> list[MeasuredCell]:
-    """Those of a load that tell how full their KV was, at most MOST_SHOWN.
+def shown_cells(decision: Decision, load: MeasuredLoad) -> tuple[list[MeasuredCell], int]:
+    """Those of a load that tell how full their KV was, at most MOST_SHOWN, and how many there are.
 
     Of more these: the baseline, the two layouts that are compared, the fastest, and those whose KV use differs most
     from the baseline's.
     """
-    known = _told_usage(run, load)
+    known = [cell for cell in decision.comparisons.at(load) if cell.observed("usage_mean")]
     if len(known) <= MOST_SHOWN:
-        return known
-    base = baseline(run, load) or known[0]
-    fastest = choices(run, load)[:1]
-    first = {base.name, *(paging_pair(run) or ()), *(choice.cell.name for choice in fastest)}
+        return known, len(known)
+    base = decision.comparisons.baselines.get(load, known[0])
+    fastest = decision.by_load.get(load, ())[:1]
+    first = {base.name, *(decision.pair or ()), *(one.cell.name for one in fastest)}
     ranked = sorted(known, key=lambda cell: (cell.name not in first, -_difference(cell, base)))
     chosen = {cell.name for cell in ranked[:MOST_SHOWN]}
-    return [cell for cell in known if cell.name in chosen]
+    return [cell for cell in known if cell.name in chosen], len(known)
 
 
 def _difference(a: MeasuredCell, b: MeasuredCell) -> float:
@@ -440,9 +429,9 @@ def _trace(
     figure.add_scatter(x=x, y=y, mode="lines", name=title, hovertemplate=hover, row=row, col=column, **look)
 
 
-def timeline_drawing(run: Run, load: MeasuredLoad) -> Drawing | None:
+def timeline_drawing(decision: Decision, load: MeasuredLoad) -> Drawing | None:
     """One load's KV over time; None where no server says how full its KV was."""
-    cells, every = shown_cells(run, load), len(_told_usage(run, load))
+    cells, every = shown_cells(decision, load)
     frame = timeline(cells)
     if frame.empty:
         return None
@@ -452,15 +441,16 @@ def timeline_drawing(run: Run, load: MeasuredLoad) -> Drawing | None:
             f" {len(cells)} of {every} configurations: the baseline, both layouts, and those that used the KV most "
             "differently."
         )
+    layouts = [cell for cell in decision.comparisons.at(load) if cell.name in (decision.pair or ())]
+    base = decision.comparisons.baselines.get(load)
+    title = _timeline_title(layouts or ([base] if base else []), load)
     key = f"kv-timeline-{load.mode}-{load.value:g}"
-    return Drawing(key, _timeline_title(run, load), caption, timeline_figure(frame), _width(len(cells)))
+    return Drawing(key, title, caption, timeline_figure(frame), _width(len(cells)))
 
 
-def _timeline_title(run: Run, load: MeasuredLoad) -> str:
+def _timeline_title(cells: Sequence[MeasuredCell], load: MeasuredLoad) -> str:
     """How much of the KV held tokens in the two layouts, else in the baseline."""
-    names = (paging_pair(run) or ())[::-1]
-    cells = [cell for name in names if (cell := run.cell(name, load))] or [baseline(run, load)]
-    filled = [(cell, one) for cell in cells if cell is not None and (one := ledger(cell))]
+    filled = [(cell, one) for cell in cells if (one := ledger(cell))]
     if not filled:
         return f"KV over time {under(load)}"
     shares = ", ".join(f"{cell.name} {words.percent(one.share('tokens'))}" for cell, one in filled)

@@ -1,23 +1,24 @@
 """What limited each cell, by listed rules, and at which load each configuration breaks.
 
 The rules are tried in the order of ``RULES``; the first that holds names the limit, and every rule that holds says what
-it saw. What a server does not tell is None in ``Facts``, and a rule that needs it does not hold.
+it saw. What a server does not tell is None in ``LoadFacts``, and a rule that needs it does not hold.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import pandas as pd
 
 from kvbench.common import text as words
 from kvbench.effects.comparison import Call
-from kvbench.report.comparisons import THROUGHPUT, baseline, change_between, differing, median, short_name
-from kvbench.report.tables import UNCERTAIN, Part, Row, Section, Table, Value, listed_table
+from kvbench.metrics.definitions import SIMULATED
+from kvbench.report.comparisons import THROUGHPUT, Comparisons, differing, median
+from kvbench.report.tables import UNCERTAIN, Part, Row, Section, Value, listed_table, texts
 from kvbench.runs.kv_ledger import step_seconds
-from kvbench.runs.model import SERVED, MeasuredCell, MeasuredLoad, Run, all_steady_latency
+from kvbench.runs.model import SERVED, MeasuredCell, MeasuredLoad, all_steady_latency
 from kvbench.workload.settings import effective
 
 CLIENT, KV, SEATS, QUEUE, COMPUTE, NOTHING, UNKNOWN = (
@@ -43,7 +44,7 @@ GROWN = 1.0  # requests that more wait in the last third of the arrivals of an o
 
 
 @dataclass(frozen=True)
-class Facts:
+class LoadFacts:
     """What the rules read of a cell; shares are 0 to 1, None where nobody tells."""
 
     asked: float | None = None  # requests or users at once (closed loop)
@@ -78,20 +79,16 @@ class Rule:
 
     name: str
     limit: str
-    holds: Callable[[Facts], bool]
-    evidence: Callable[[Facts], str]
-
-    def sees(self, facts: Facts) -> str:
-        """The evidence; empty where the rule does not hold."""
-        return self.evidence(facts) if self.holds(facts) else ""
+    holds: Callable[[LoadFacts], bool]
+    evidence: Callable[[LoadFacts], str]
 
 
 @dataclass(frozen=True)
-class Limit:
+class CellLimit:
     """What limited a cell, with what each rule that holds saw, the naming rule's first."""
 
     cell: MeasuredCell
-    facts: Facts
+    facts: LoadFacts
     limit: str
     evidence: tuple[str, ...]
 
@@ -100,22 +97,22 @@ def _at_least(value: float | None, least: float) -> bool:
     return value is not None and value >= least
 
 
-def _kv_wait(f: Facts) -> str:
+def _kv_wait(f: LoadFacts) -> str:
     asked = f" of {f.asked:g}" if f.asked else ""
     ran = "" if f.running is None else f", {words.decimal(f.running)}{asked} ran"
     return f"requests waited for room {words.percent(f.kv_wait)} of the time{ran}"
 
 
-def _waits(f: Facts) -> bool:
+def _waits(f: LoadFacts) -> bool:
     return _at_least(f.waiting, 0.5)
 
 
-def _has_headroom(f: Facts) -> bool:
+def _has_headroom(f: LoadFacts) -> bool:
     """Concurrency failed before compute was full: another configuration did more on the same machine."""
     return _at_least(f.kv_wait, OFTEN) and _at_least(f.headroom, 1.2)
 
 
-def _compute_is_full(f: Facts) -> bool:
+def _compute_is_full(f: LoadFacts) -> bool:
     if _has_headroom(f) or (f.busy is not None and f.busy < BUSY):
         return False
     if f.scaling is not None:
@@ -124,7 +121,7 @@ def _compute_is_full(f: Facts) -> bool:
     return f.busy is not None and _waits(f) and not _at_least(f.kv_wait, OFTEN)
 
 
-def _compute(f: Facts) -> str:
+def _compute(f: LoadFacts) -> str:
     seen = [] if f.busy is None else [f"steps fill {words.percent(f.busy)} of the time"]
     if f.scaling is not None:
         more = words.ratio(f.running_growth)
@@ -132,7 +129,7 @@ def _compute(f: Facts) -> str:
     return ", ".join(seen)
 
 
-def _nothing(f: Facts) -> str:
+def _nothing(f: LoadFacts) -> str:
     peak = "" if f.kv_peak is None else f", KV at its peak {words.percent(f.kv_peak)} used"
     return f"nothing waited long for memory or a seat{peak}"
 
@@ -199,46 +196,32 @@ RULES = (
 )
 
 
-def judge(facts: Facts) -> tuple[str, tuple[str, ...]]:
+def judge(facts: LoadFacts) -> tuple[str, tuple[str, ...]]:
     """The limit, and the evidence of every rule that holds; "nothing was full" speaks only where no limit is named."""
-    seen = [(rule, text) for rule in RULES if (text := rule.sees(facts))]
-    naming = [rule.limit for rule, _ in seen if rule.limit and rule.limit != NOTHING]
-    if not naming:
-        nothing = [text for rule, text in seen if rule.limit == NOTHING]
-        return (NOTHING if nothing else UNKNOWN), tuple(nothing + [text for rule, text in seen if not rule.limit])
-    return naming[0], tuple(text for rule, text in seen if rule.limit != NOTHING)
+    seen = [(rule.limit, rule.evidence(facts)) for rule in RULES if rule.holds(facts)]
+    named = next((limit for limit, _ in seen if limit not in ("", NOTHING)), None)
+    if named:
+        return named, tuple(text for limit, text in seen if limit != NOTHING)
+    nothing = [text for limit, text in seen if limit == NOTHING]
+    return (NOTHING if nothing else UNKNOWN), tuple(nothing + [text for limit, text in seen if not limit])
 
 
-def limit_of(run: Run, cell: MeasuredCell) -> Limit:
-    """What limited one cell."""
-    facts = facts_of(run, cell)
-    return Limit(cell, facts, *judge(facts))
-
-
-def limits(run: Run) -> list[Limit]:
+def limits(comparisons: Comparisons) -> list[CellLimit]:
     """The limit of every valid cell, the highest load first."""
-    return [limit_of(run, cell) for cell in run.by_load if cell.valid]
+    valid = [cell for cell in comparisons.by_load if cell.valid]
+    facts = [facts_of(cell, comparisons) for cell in valid]
+    return [CellLimit(cell, each, *judge(each)) for cell, each in zip(valid, facts, strict=True)]
 
 
-def limit_section(known: Sequence[Limit]) -> Section:
-    """The limit of each valid cell with everything that the rules saw."""
-    rows = []
-    for each in known:
-        shown = (each.cell.name, each.cell.load.short, each.limit, "; ".join(each.evidence) or "–")
-        rows.append(Row(each.cell, tuple(Value(text, text) for text in shown), each.cell.load))
-    table = listed_table(("configuration", "load", "limit", "seen"), rows, numbers_from=4)
-    return Section("limits", "What limited each cell", table)
-
-
-def facts_of(run: Run, cell: MeasuredCell) -> Facts:
+def facts_of(cell: MeasuredCell, comparisons: Comparisons) -> LoadFacts:
     """The stored gauges, counters and latencies of a cell and of its neighbours in the run, as the rules read them."""
     requests, preempted = cell.count("completed"), cell.counter("num_preemptions_total")
     itl, p95 = (cell.percentile("itl_ms", which)[0] for which in ("p50", "p95"))
     queue, ttft = cell.counter("request_queue_time_seconds_sum"), cell.counter("time_to_first_token_seconds_sum")
-    seats = cell.settings.get("max_num_seqs")
-    if seats is None and cell.settings.get("layout") is not None:
-        seats = effective(cell.settings, "max_num_seqs")
-    facts = Facts(
+    knows_defaults = cell.settings.get("layout") is not None  # those of the built-in engine
+    seats = effective(cell.settings, "max_num_seqs") if knows_defaults else cell.settings.get("max_num_seqs")
+    spent, lasted = step_seconds(cell), sum(cell.per_repeat("duration_s").values())
+    facts = LoadFacts(
         asked=cell.load.value if cell.load.mode == "closed" else None,
         running=cell.observed_mean("running_mean"),
         waiting=cell.observed_mean("waiting_mean"),
@@ -247,24 +230,18 @@ def facts_of(run: Run, cell: MeasuredCell) -> Facts:
         kv_peak=median(cell.observed("usage_max")),
         preemptions=preempted / requests if preempted is not None and requests else None,
         grown=_queue_growth(cell),
-        busy=_busy(cell),
+        busy=min(1.0, spent / lasted) if spent is not None and lasted else None,
         stall=p95 / itl if p95 and itl else None,
         queued=queue / ttft if queue is not None and ttft else None,
         client_cpu=max(map(float, cell.client("cpu_fraction")), default=None),
     )
-    return _with_headroom(_with_growth(facts, run, cell), run, cell)
+    return _with_headroom(_with_growth(facts, cell, comparisons), cell, comparisons)
 
 
-def _busy(cell: MeasuredCell) -> float | None:
-    """The share of the load's time that the engine spent in steps."""
-    spent, lasted = step_seconds(cell), sum(cell.per_repeat("duration_s").values())
-    return min(1.0, spent / lasted) if spent is not None and lasted else None
-
-
-def _with_growth(facts: Facts, run: Run, cell: MeasuredCell) -> Facts:
+def _with_growth(facts: LoadFacts, cell: MeasuredCell, comparisons: Comparisons) -> LoadFacts:
     """Adds tokens/s and running sequences over those at the load below, where there is such a load."""
-    below = [load for load in run.loads if load.mode == cell.load.mode and load.value < cell.load.value]
-    other = run.cell(cell.name, below[-1]) if below else None
+    below = [load for load in comparisons.loads if load.mode == cell.load.mode and load.value < cell.load.value]
+    other = comparisons.cell(cell.name, below[-1]) if below else None
     if other is None or not other.valid or cell.has_steady != other.has_steady:
         return facts
     rate, rate_below = (median(each.throughput()) for each in (cell, other))
@@ -275,14 +252,16 @@ def _with_growth(facts: Facts, run: Run, cell: MeasuredCell) -> Facts:
     return replace(facts, rate_growth=rate / rate_below, running_growth=growth, below=other.load.short)
 
 
-def _with_headroom(facts: Facts, run: Run, cell: MeasuredCell) -> Facts:
+def _with_headroom(facts: LoadFacts, cell: MeasuredCell, comparisons: Comparisons) -> LoadFacts:
     """Adds the most tokens/s over this one's of a better configuration that computes the same."""
-    better = []
-    for other in run.at(cell.load):
-        if other is not cell and other.valid and differing(cell, other) <= _KV_LAYOUT:
-            known = change_between(run, other, cell, THROUGHPUT)
-            better += [known] if known and known.call == Call.BETTER else []
-    best = max(better, key=lambda change: change.ratio, default=None)
+    alike = [
+        other
+        for other in comparisons.at(cell.load)
+        if other is not cell and other.valid and differing(cell, other) <= _KV_LAYOUT
+    ]
+    ratios = [comparisons.between(other, cell, THROUGHPUT) for other in alike]
+    better = [ratio for ratio in ratios if ratio and ratio.call == Call.BETTER]
+    best = max(better, key=lambda ratio: ratio.ratio, default=None)
     return replace(facts, headroom=best.ratio, headroom_in=best.clock) if best else facts
 
 
@@ -316,35 +295,39 @@ class LimitLine:
 
     load: str
     limit: str
-    configurations: tuple[str, ...]
+    names: str
     evidence: str
-    everywhere: bool  # all configurations of the load are on this line
-
-    @property
-    def names(self) -> str:
-        """The configurations, or that it is all of them."""
-        few = len(self.configurations) < 3
-        return f"all {len(self.configurations)}" if self.everywhere and not few else words.listing(self.configurations)
 
 
-def limit_lines(run: Run, known: Sequence[Limit]) -> list[LimitLine]:
+def limit_lines(known: Sequence[CellLimit], names: Mapping[str, str]) -> list[LimitLine]:
     """The limits by load, the highest first, configurations with the same limit together.
 
     A line has the evidence of the baseline, else of the configuration that waited longest for KV, or of which the rules
-    saw most.
+    saw most. ``names``: cell id -> its short name.
     """
-    groups: dict[tuple[str, str], list[Limit]] = {}
+    groups: dict[tuple[str, str], list[CellLimit]] = {}
     for each in known:
         groups.setdefault((each.cell.load.short, each.limit), []).append(each)
     lines = []
     for (load, limit), members in groups.items():
         speaker = max(members, key=lambda each: (each.cell.is_baseline, each.facts.kv_wait or 0.0, len(each.evidence)))
         evidence = "; ".join(speaker.evidence[:_MOST_EVIDENCE])
-        base = baseline(run, speaker.cell.load)
-        names = tuple(short_name(each.cell, base) for each in members)
-        told = f"{short_name(speaker.cell, base)}: {evidence}" if len(members) > 1 and evidence else evidence
-        lines.append(LimitLine(load, limit, names, told, sum(key[0] == load for key in groups) == 1))
+        if len(members) > 1 and evidence:
+            evidence = f"{names[speaker.cell.cell_id]}: {evidence}"
+        everywhere = len(members) > 2 and sum(key[0] == load for key in groups) == 1
+        listed = words.listing([names[each.cell.cell_id] for each in members])
+        lines.append(LimitLine(load, limit, f"all {len(members)}" if everywhere else listed, evidence))
     return lines
+
+
+def limit_section(known: Sequence[CellLimit]) -> Section:
+    """The limit of each valid cell with everything that the rules saw."""
+    rows = []
+    for each in known:
+        seen = "; ".join(each.evidence) or "–"
+        rows.append(Row(each.cell, texts(each.cell.name, each.cell.load.short, each.limit, seen), each.cell.load))
+    table = listed_table(("configuration", "load", "limit", "seen"), rows, numbers_from=4)
+    return Section("limits", "What limited each cell", table)
 
 
 # --- As the load grows ---
@@ -355,79 +338,73 @@ class Break:
     """Where one configuration breaks.
 
     ``cells``: by load, ascending; ``at``: the first cell whose p95 TTFT is over twice the first one's, None: none is;
-    ``steady``: whether all these are of the steady window.
+    ``limit``: what limited that; ``steady``: whether all these are of the steady window.
     """
 
-    name: str
     cells: tuple[MeasuredCell, ...]
     at: MeasuredCell | None
+    limit: str
     steady: bool
 
-    def words(self, run: Run) -> str:
+    @property
+    def name(self) -> str:
+        return self.cells[0].name
+
+    @property
+    def words(self) -> str:
         """at 3/s (KV memory); at 5/s where no limit was seen; not up to 5/s"""
         if self.at is None:
             return f"not up to {self.cells[-1].load.short}"
-        limit = limit_of(run, self.at).limit
-        return self.at.load.where + (f" ({limit})" if limit not in (NOTHING, UNKNOWN) else "")
+        return self.at.load.where + (f" ({self.limit})" if self.limit not in (NOTHING, UNKNOWN) else "")
 
 
-def breaks(run: Run) -> list[Break]:
+def breaks(comparisons: Comparisons, known: Sequence[CellLimit]) -> list[Break]:
     """Of each configuration with valid cells at two loads or more of one kind, in display order."""
+    limit_of = {each.cell.cell_id: each.limit for each in known}
     found = []
-    for name in run.configs:
-        cells = [cell for load in loads(run) if (cell := run.cell(name, load)) and cell.valid]
+    for name in dict.fromkeys(cell.name for cell in comparisons.cells):
+        cells = [cell for load in sized_loads(comparisons) if (cell := comparisons.cell(name, load)) and cell.valid]
         steady = all_steady_latency(cells)
         measured = [(cell, ttft) for cell in cells if (ttft := cell.percentile("ttft_ms", "p95", steady)[0])]
         if len(measured) > 1:
             at = next((cell for cell, ttft in measured if ttft > DOUBLES * measured[0][1]), None)
-            found.append(Break(name, tuple(cell for cell, _ in measured), at, steady))
+            limit = limit_of[at.cell_id] if at else UNKNOWN
+            found.append(Break(tuple(cell for cell, _ in measured), at, limit, steady))
     return found
 
 
-def loads(run: Run) -> list[MeasuredLoad]:
+def sized_loads(comparisons: Comparisons) -> list[MeasuredLoad]:
     """Those of the most frequent kind (closed, or open at a rate), ascending."""
     # In a closed loop more users always wait longer; measured, that says nothing of a break.
-    sized = [load for load in run.loads if load.value and (run.simulated or load.mode == "open")]
+    closed_too = comparisons.clock == SIMULATED
+    sized = [load for load in comparisons.loads if load.value and (closed_too or load.mode == "open")]
     modes = [load.mode for load in sized]
     return [load for load in sized if load.mode == max(modes, key=modes.count, default="")]
 
 
-def growth_parts(run: Run) -> Iterator[Part]:
-    """The chapter on growing loads: which configurations break first, and the table."""
-    found = breaks(run)
-    yield growth_sentence(run, found)
-    yield Section("growth", "p95 TTFT by load", growth_table(run, found), GROWTH_NOTE, folded=False)
-
-
-def growth_table(run: Run, found: Sequence[Break]) -> Table:
-    """One row a configuration: p95 TTFT at each load, and where it breaks; no rows of a run with one load."""
-    shown = loads(run)
+def growth_parts(known: Sequence[Break], loads: Sequence[MeasuredLoad]) -> Iterator[Part]:
+    """The chapter on growing loads: which configurations break first, and p95 TTFT at each of ``loads``."""
+    if any(each.at for each in known):
+        told = words.listing([f"{each.name} {each.words}" for each in known])
+        yield f"p95 TTFT is over twice its own {known[0].cells[0].load.where}: {told}."
     rows = []
-    for each in found:
+    for each in known:
         at = {cell.load: cell for cell in each.cells}
-        entries = [_p95(at[load], each.steady) if load in at else Value("–") for load in shown]
-        entries.append(Value(each.words(run), each.at.load.value if each.at else None, "", "worse" * bool(each.at)))
-        rows.append(Row(each.cells[-1], (Value(each.name, each.name), *entries)))
-    return listed_table(("configuration", *(load.short for load in shown), "breaks"), rows, numbers_from=1)
+        entries = [_p95(at[load], each.steady) if load in at else Value("–") for load in loads]
+        entries.append(Value(each.words, each.at.load.value if each.at else None, "", "worse" * bool(each.at)))
+        rows.append(Row(each.cells[-1], (*texts(each.name), *entries)))
+    table = listed_table(("configuration", *(load.short for load in loads), "breaks"), rows, numbers_from=1)
+    yield Section("growth", "p95 TTFT by load", table, GROWTH_NOTE, folded=False)
 
 
-def growth_brief(run: Run) -> str:
+def growth_brief(known: Sequence[Break]) -> str:
     """contiguous breaks at 3/s, paged (page 16) at 4/s: the first to break, and the baseline; empty where none does."""
-    broken = [each for each in breaks(run) if each.at]
+    broken = sorted(((each, each.at.load) for each in known if each.at), key=lambda pair: pair[1])
     if not broken:
         return ""
-    first = min(broken, key=lambda each: each.at.load if each.at else run.loads[-1])
-    base = [each for each in broken if each.cells[0].is_baseline and each is not first]
-    return ", ".join([f"{first.name} breaks {first.at.load.where}", *(f"{b.name} {b.at.load.where}" for b in base)])
-
-
-def growth_sentence(run: Run, found: Sequence[Break]) -> str:
-    """Which configurations break first; empty where none does."""
-    if not any(each.at for each in found):
-        return ""
-    lightest = found[0].cells[0].load.where
-    told = words.listing([f"{each.name} {each.words(run)}" for each in found])
-    return f"p95 TTFT is over twice its own {lightest}: {told}."
+    (first, load), *others = broken
+    base = [f"{each.name} {at.where}" for each, at in others if each.cells[0].is_baseline]
+    return ", ".join([f"{first.name} breaks {load.where}", *base])
 
 
 def _p95(cell: MeasuredCell, steady: bool) -> Value:

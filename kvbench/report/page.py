@@ -19,19 +19,19 @@ from kvbench.common.files import write_text
 from kvbench.report.document import Document
 from kvbench.report.samples import OutputSamples
 from kvbench.report.style import Drawing
-from kvbench.report.tables import Section, Value, flat_rows
-from kvbench.runs.model import Run
+from kvbench.report.tables import Section, flat_rows
 
 # The npm package plotly.js-cartesian-dist-min in the version that the pinned Python plotly has: a third of the whole
 # plotly.js, so pages are smaller and open faster. It has all kinds of chart that the figures use.
 PLOTLY_JS, PAGE_JS = "plotly-cartesian-4.1.1.min.js", "page.js"
 
 
-def write_report(run: Run, folder: Path, report: Document) -> list[Path]:
-    """Writes the three files of a run's ``report``, after all of them are made.
+def write_report(report: Document, folder: Path) -> list[Path]:
+    """Writes the three files of a report, after all of them are made.
 
     Raises UsageError where files of a finished run are gone and a report is there: it may have been made with them.
     """
+    run = report.decision.run
     paths = [folder / name for name in ("report.html", "report.md", "summary.csv")]
     there = [path for path in paths if path.is_file()]
     samples = [cell.folder / "requests.parquet" for cell in run.cells]
@@ -44,7 +44,7 @@ def write_report(run: Run, folder: Path, report: Document) -> list[Path]:
             f"{there[0]} is kept, since a new report would say less ({words.and_more(lost, 1)}); to write one all the "
             "same give another folder with --output-dir"
         )
-    csv = pd.DataFrame(flat_rows(run)).map(words.csv_cell).to_csv(index=False)
+    csv = pd.DataFrame(flat_rows(report.cells, report.decision.comparisons)).map(words.csv_cell).to_csv(index=False)
     for path, text in zip(paths, (page(report), markdown(report), csv), strict=True):
         write_text(path, text)
     return paths
@@ -128,7 +128,11 @@ def _paragraphs(sentences: Sequence[str]) -> list[str]:
 
 def _section(section: Section, chapter: str) -> list[str]:
     heads = [escape(column.title) for column in section.table.columns]
-    body = [[_entry(value) for value in row.values] for row in section.table.rows]
+    body = []
+    for row in section.table.rows:
+        notes = [value.note.replace("\n", ", ") for value in row.values]
+        entries = zip(row.values, notes, strict=True)
+        body.append([escape(f"{value.text} ({note})" if note else value.text) for value, note in entries])
     title = [] if section.title == chapter else [f"### {escape(section.title)}", ""]
     table = [*words.markdown_table(heads, body, section.table.numbers_from), ""]
     return [*title, *_paragraphs(section.sentences), *table, *_paragraphs([section.note])]
@@ -143,11 +147,6 @@ def _samples(samples: OutputSamples) -> list[str]:
         flat = [" ".join(text.split()).replace("```", "'''") for text in texts]
         lines += [f"Request {one.index} of repeat {one.repeat}, {escape(one.group)}:", "", "```text", *flat, "```", ""]
     return _folded("Some of them", lines[:-1])
-
-
-def _entry(value: Value) -> str:
-    note = value.note.replace("\n", ", ")
-    return escape(f"{value.text} ({note})" if note else value.text)
 
 
 def escape(text: Any) -> str:

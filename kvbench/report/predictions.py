@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pandas as pd
@@ -10,9 +10,9 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from kvbench.report.style import GREY, finish, thin
-from kvbench.report.tables import Part, Row, Section, Table, Value, listed_table
-from kvbench.runs.model import Run
-from kvbench.runs.predictions import METRICS, Predicted
+from kvbench.report.tables import Part, Row, Section, Value, listed_table, texts
+from kvbench.runs.model import MeasuredCell
+from kvbench.runs.predictions import METRICS, Predicted, Predictions
 
 PREDICTIONS_NOTE = (
     "Predicted / measured, and the error relative to the measured figure; whole run, mean over the loads. Each cell is "
@@ -24,45 +24,37 @@ _PANELS = {"running": "running sequences", "kv_cache_pct": "KV in use, %"}
 _HEADLINE = ("output tok/s", "p95 TTFT")
 
 
-def prediction_parts(run: Run) -> Iterator[Part]:
-    """The chapter on predictions: sentences and the table."""
-    yield from prediction_sentences(run)
-    yield Section("predictions", "Cell by cell", prediction_table(run), PREDICTIONS_NOTE, folded=False)
-
-
-def prediction_table(run: Run) -> Table:
-    """One row a cell, the highest load first; no rows where nothing was predicted."""
-    found = run.predictions
+def prediction_parts(known: Predictions | None, cells: Sequence[MeasuredCell]) -> Iterator[Part]:
+    """The chapter on predictions: sentences, and a row a cell in the order of ``cells``; nothing without any."""
+    if known is None:
+        return
+    yield from prediction_sentences(known)
     rows = []
-    for cell in run.by_load if found else ():
-        if figures := found.cells.get(cell.cell_id):
-            head = (Value(cell.name, cell.name), Value(cell.load.short, cell.load.value))
+    for cell in cells:
+        if figures := known.cells.get(cell.cell_id):
+            head = (*texts(cell.name), Value(cell.load.short, cell.load.value))
             rows.append(Row(cell, (*head, *(_value(figures.get(name)) for name in METRICS)), cell.load))
-    return listed_table(("configuration", "load", *METRICS), rows)
+    table = listed_table(("configuration", "load", *METRICS), rows)
+    yield Section("predictions", "Cell by cell", table, PREDICTIONS_NOTE, folded=False)
 
 
 def _value(figure: Predicted | None) -> Value:
     if figure is None:
         return Value("–")
-    return Value(
-        f"{100 * figure.error:+.1f} %", figure.error, f"{_short(figure.predicted)} / {_short(figure.measured)}"
-    )
+    note = f"{_short(figure.predicted)} / {_short(figure.measured)}"
+    return Value(f"{100 * figure.error:+.1f} %", figure.error, note)
 
 
-def prediction_sentences(run: Run) -> list[str]:
+def prediction_sentences(known: Predictions) -> list[str]:
     """How far off the predictions are, and what was not predicted."""
-    if run.predictions is None:
-        return []
     parts = []
     for name in _HEADLINE:
-        errors = 100 * np.abs(run.predictions.errors(name))
+        errors = 100 * np.abs(known.errors(name))
         if len(errors):
-            parts.append(
-                f"{name} by {np.median(errors):.1f} % in the median cell and {errors.max():.1f} % in the worst"
-            )
-    cells = len(run.predictions.cells)
-    said = f"The simulator, calibrated on the other cells, missed {' and '.join(parts)} of {cells}." if parts else ""
-    return [text for text in (said, *(f"{note}." for note in run.predictions.notes)) if text]
+            median, most = f"{np.median(errors):.1f} % in the median cell", f"{errors.max():.1f} % in the worst"
+            parts.append(f"{name} by {median} and {most}")
+    missed = f"The simulator, calibrated on the other cells, missed {' and '.join(parts)} of {len(known.cells)}."
+    return [missed] * bool(parts) + [f"{note}." for note in known.notes if note]
 
 
 def _short(value: float) -> str:

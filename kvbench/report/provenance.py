@@ -5,18 +5,21 @@ from __future__ import annotations
 import re
 import shlex
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator
 
 from kvbench.common import text as words
+from kvbench.common.records import Record
 from kvbench.effects.comparison import MARGINS
 from kvbench.metrics.canaries import WRONG_ANSWERS
 from kvbench.metrics.model import failed_words
 from kvbench.report.comparisons import NOT_TOLD, SCATTER, scatters
 from kvbench.requests.prefix_hits import hit_notes
 from kvbench.runs.model import MeasuredCell, Run, number
-from kvbench.runs.results import COST_NOTES, Capacity
+from kvbench.runs.results import Capacity
 from kvbench.runs.resume import resumed_differences
 from kvbench.runs.server_info import ServerInfo
 from kvbench.targets.cores import core_words
@@ -49,7 +52,27 @@ _SHOWN = (
     "started", "ended", "status", "model", "profile", "device", "cpu", "gpus", "dtype", "seeds", "git", "versions",
 )  # fmt: skip
 _OF_THIS_MACHINE = ("cpu", "gpus")  # of which nothing depends in a simulation
-_SKIPPED = "skipped "  # how the note on a configuration that was not run begins
+SKIPPED = "skipped "  # how the note on a configuration that was not run begins
+
+
+_Lenient = Annotated[float | None, BeforeValidator(number)]  # None where it is no finite number
+
+
+class RequestNotes(Record):
+    """What the notes of a cell tell of how its requests were made; None where they do not."""
+
+    length_scale: Annotated[
+        tuple[_Lenient, ...], BeforeValidator(lambda value: value if isinstance(value, list | tuple) else (value,))
+    ] = ()
+    rate_scale: _Lenient = None
+    trace: Any = None
+    trace_requests: _Lenient = None
+    trace_page_size: _Lenient = None
+    page_size_of_prompts: _Lenient = None
+    text: Any = None
+    endpoint: Any = None
+    template_tokens: _Lenient = None
+    cost_model: Any = None
 
 
 @dataclass(frozen=True)
@@ -69,7 +92,12 @@ def validity(run: Run) -> Validity:
         if c.wrong_answers
     ]
     invalid = _grouped_reasons(run.cells)
-    failed = [f"{c.name} at {c.load.short}: {_failures(c)}" for c in run.cells if c.count("failed")]
+    failed = []
+    for cell in run.cells:
+        if count := cell.count("failed"):
+            why = failed_words(cell.failure_messages, count, cell.sent)
+            less = "; the server did less work, so the cell is compared with no other" * (cell.doubt == "refused")
+            failed.append(f"{cell.name} at {cell.load.short}: {why}{less}")
     incomplete = [f"planned but not measured: {', '.join(run.missing)}"] if run.missing else []
     if run.not_kept:
         cells = words.plural(len(run.missing), "cell")
@@ -79,13 +107,6 @@ def validity(run: Run) -> Validity:
         incomplete = [f"the run's status is {run.status!r}"]
     status = "wrong" if wrong else "invalid" if invalid else "incomplete" if incomplete else "valid"
     return Validity(status if run.cells else "empty", tuple(wrong + invalid + incomplete + failed))
-
-
-def _failures(cell: MeasuredCell) -> str:
-    """How many requests failed with which sentences, and what follows where the server itself refused too much."""
-    why = failed_words(cell.failure_messages, cell.count("failed"), cell.sent)
-    compared = "; the server did less work, so the cell is compared with no other" if cell.doubt == "refused" else ""
-    return why + compared
 
 
 def _grouped_reasons(cells: Sequence[MeasuredCell]) -> list[str]:
@@ -127,8 +148,11 @@ def warnings(run: Run) -> list[str]:
         "no spread at all.": fewest < 3,
         f"The repeats scatter: output tokens/s of one cell differ by more than {SCATTER:g}x between repeats in "
         f"{words.listing(scattered)}. Other work on the machine is a common cause.": scattered,
-        **{f"{words.upper_first(note)}.": True for note in run.repeat_notes},
-        **{f"{words.upper_first(note)}.": True for note in _notes(run) if not note.startswith(_SKIPPED)},
+        **{
+            f"{words.upper_first(note)}.": True
+            for note in (*run.repeat_notes, *run.manifest.notes)
+            if not note.startswith(SKIPPED)
+        },
         f"The run was resumed in another environment; different: {words.listing(resumed)}. "
         "What was measured before and after is not comparable as it stands.": resumed,
         f"That the prefix cache was {run.cache_state}, as declared, is not verified in {len(unverified)} of "
@@ -146,16 +170,7 @@ def warnings(run: Run) -> list[str]:
 
 def random_weights(run: Run) -> bool:
     """Whether the workload asks for them; a model of which nothing is known counts as trained."""
-    return _workload_model(run).get("load_format") == "dummy" and not run.simulated
-
-
-def _notes(run: Run) -> list[str]:
-    return list(run.manifest.notes)
-
-
-def skipped_notes(run: Run) -> list[str]:
-    """Configurations that were not run, with the reason, as the sweep stored it."""
-    return [note for note in _notes(run) if note.startswith(_SKIPPED)]
+    return not run.simulated and ("load_format", "dummy") in _workload_model(run).items()
 
 
 def code_paths(run: Run) -> list[str]:
@@ -187,7 +202,7 @@ def model_name(run: Run) -> str:
 
 def model_of(model: Mapping[str, Any]) -> str:
     """What a model is called: by its name, else its configuration or its path."""
-    return str(model.get("name") or model.get("config") or model.get("path") or "")
+    return str(next((model[key] for key in ("name", "config", "path") if model.get(key)), ""))
 
 
 def target(run: Run) -> str:
@@ -217,22 +232,27 @@ def _workload_model(run: Run) -> Mapping[str, Any]:
 
 def environment(run: Run) -> list[tuple[str, str]]:
     """Facts about the run as (name, text)."""
-    facts = {"model": _workload_model(run), **run.manifest.to_json()}
+    stored = {"model": _workload_model(run), **run.manifest.to_json()}
+    shown = [name for name in _SHOWN if name in stored and not (run.simulated and name in _OF_THIS_MACHINE)]
     budgets = sorted({c.capacity.kv_budget_bytes for c in run.cells} - {None})
     capacities = [f"{kv_capacity(c.capacity)} ({c.name})" for c in run.cells if c.capacity.capacity_tokens]
-    quirks = [str(quirk) for info in run.manifest.servers.values() for quirk in info.server.quirks]
-    found = [
+    servers = run.manifest.servers.values()
+    facts = [
         ("target", target(run)),
         *_simulated_facts(run).items(),
-        *((name, facts.get(name)) for name in _SHOWN if not run.simulated or name not in _OF_THIS_MACHINE),
+        *((name, stored[name]) for name in shown),
         ("KV budget", words.listing([words.data_size(b) for b in budgets])),
-        ("KV capacity", "; ".join(dict.fromkeys(capacities))),
+        ("KV capacity", _once(capacities)),
         *_launches(run),
-        ("CPU threads", "; ".join(dict.fromkeys(filter(None, map(_threads, run.manifest.servers.values()))))),
-        ("of this target", "; ".join(dict.fromkeys(quirks))),
-        ("requests", "; ".join(dict.fromkeys(_text(cell.notes) for cell in run.cells if cell.notes))),
+        ("CPU threads", _once(map(_threads, servers))),
+        ("of this target", _once(str(quirk) for info in servers for quirk in info.server.quirks)),
+        ("requests", _once(_text(cell.notes) for cell in run.cells)),
     ]
-    return [(name, text) for name, value in found if (text := _text(value))]
+    return [(name, text) for name, value in facts if (text := _text(value))]
+
+
+def _once(texts: Iterable[str]) -> str:
+    return "; ".join(dict.fromkeys(filter(None, texts)))
 
 
 def _threads(info: ServerInfo) -> str:
@@ -245,11 +265,9 @@ def _threads(info: ServerInfo) -> str:
 def _launches(run: Run) -> list[tuple[str, str]]:
     """The launch commands, each with the configurations that it was for where there are several; baseline first."""
     names = {c.config_id: c.name for c in sorted(run.cells, key=lambda c: not c.is_baseline)}
-    places = {config_id: place for place, config_id in enumerate(names)}
-    servers = sorted(run.manifest.servers.items(), key=lambda pair: places.get(pair[0], len(places)))
-    commands: dict[str, list[str]] = {}
-    for config_id, info in servers:
-        if command := shlex.join(info.server.command):
+    servers, commands = run.manifest.servers, {}
+    for config_id in dict.fromkeys([*names, *servers]):
+        if config_id in servers and (command := shlex.join(servers[config_id].server.command)):
             commands.setdefault(command, []).append(names.get(config_id, config_id))
     several = len(commands) > 1
     return [(f"launched as ({words.listing(of)})" if several else "launched as", text) for text, of in commands.items()]
@@ -258,35 +276,34 @@ def _launches(run: Run) -> list[tuple[str, str]]:
 def made_from(run: Run) -> str:
     """How the requests came about, where the workload scaled lengths or played a trace; empty elsewhere."""
     ways: dict[str, list[str]] = {}
+    seconds = number((run.load_section.get("prompts") or {}).get("duration_s"))
     for cell in run.cells:
-        if text := _made_from(cell, run.load_section.get("prompts") or {}):
+        if text := _made_from(cell, seconds):
             ways.setdefault(text, []).append(cell.load.short)
     if len(ways) < 2:
         return "".join(ways)
     return "; ".join(f"at {words.listing(list(dict.fromkeys(where)))}: {text}" for text, where in ways.items())
 
 
-def _made_from(cell: MeasuredCell, prompts: Mapping[str, Any]) -> str:
-    notes, parts = cell.notes, []
-    scales = notes.get("length_scale")
-    scales = [scale for each in (scales if isinstance(scales, list) else [scales]) if (scale := number(each))]
-    if scales:
+def _made_from(cell: MeasuredCell, trace_seconds: float | None) -> str:
+    notes, parts = RequestNotes.model_validate(cell.notes), []
+    if scales := [scale for scale in notes.length_scale if scale]:
         parts.append("lengths x " + words.listing([f"{scale:.3g}" for scale in scales]))
-    if "trace" in notes:
-        seconds, speed = number(prompts.get("duration_s")), number(notes.get("rate_scale"))
+    if notes.trace is not None:
+        speed = notes.rate_scale
         pace = "" if speed is None else " at its own speed" if speed == 1 else f" at {speed:g} of its speed"
-        parts.append((f"{seconds:g} s of the trace" if seconds else "the trace") + pace)
-        if count := number(notes.get("trace_requests")):
-            parts.append(words.plural(count, "request"))
-        size, recorded = number(notes.get("page_size_of_prompts")), number(notes.get("trace_page_size"))
-        if size and recorded:
-            parts.append(f"prompts share its pages, {recorded:g} tokens made {size:g}")
-    if "text" in notes:
-        parts.append(f"text of {notes['text']}")
-    if endpoint := notes.get("endpoint"):
-        tokens = number(notes.get("template_tokens"))
+        parts.append((f"{trace_seconds:g} s of the trace" if trace_seconds else "the trace") + pace)
+        if notes.trace_requests:
+            parts.append(words.plural(notes.trace_requests, "request"))
+        if notes.page_size_of_prompts and notes.trace_page_size:
+            sizes = f"{notes.trace_page_size:g} tokens made {notes.page_size_of_prompts:g}"
+            parts.append(f"prompts share its pages, {sizes}")
+    if notes.text is not None:
+        parts.append(f"text of {notes.text}")
+    if notes.endpoint:
+        tokens = notes.template_tokens
         adds = "" if tokens is None else f", whose chat template adds {words.plural(int(tokens), 'token')}"
-        parts.append(f"sent to {endpoint}{adds}")
+        parts.append(f"sent to {notes.endpoint}{adds}")
     return ", ".join(parts)
 
 
@@ -304,8 +321,8 @@ def _text(value: Any) -> str:
 
 def on_what(run: Run) -> str:
     """4xA100-80GB; empty for a measured run."""
-    count = int(run.simulated.get("tensor_parallel") or 1)
-    return f"{f'{count}x' if count > 1 else ''}{run.simulated.get('device', '')}"
+    count = (run.simulated.tensor_parallel or 1) if run.simulated else 1
+    return f"{f'{count}x' if count > 1 else ''}{(run.simulated.device or '') if run.simulated else ''}"
 
 
 def title(run: Run) -> str:
@@ -313,39 +330,31 @@ def title(run: Run) -> str:
     return f"{run.workload} (simulated)" if run.simulated else run.workload
 
 
-def _simulated_facts(run: Run) -> dict[str, Any]:
-    if not run.simulated:
+def _simulated_facts(run: Run) -> dict[str, str | None]:
+    if not (known := run.simulated):
         return {}
-    known = run.simulated
-    return {"simulated": f"{known.get('model')} on {on_what(run)}", "step times": known.get("cost_model")} | {
-        name: known[name] for name in ("ops", "calibration") if known.get(name)
-    }
+    facts = {"simulated": f"{known.model} on {on_what(run)}", "step times": known.cost_model}
+    return facts | {"ops": known.ops, "calibration": known.calibration}
 
 
 def simulated_details(run: Run) -> list[str]:
     """What limits the numbers of a simulated run, the most important first."""
-    if not run.simulated:
+    if not (known := run.simulated):
         return []
-    calibrated = run.simulated.get("calibration")
-    source = f"{run.simulated.get('cost_model')}{f' by {calibrated}' if calibrated else ', not calibrated'}"
+    source = f"{known.cost_model}{f' by {known.calibration}' if known.calibration else ', not calibrated'}"
+    kinds: dict[str, str] = {}  # of sentences that differ in their numbers only the one of the highest load
+    for cell in run.by_load:
+        for part in RequestNotes.model_validate(cell.notes).cost_model or ():
+            for note in part if isinstance(part, list) else [part]:
+                kinds.setdefault(re.sub(r"[\d.,]+", "#", note), note)
     return [
         f"Nothing was measured: kvbench's own scheduler, pages and prefix cache ran on a virtual clock as "
-        f"{run.simulated.get('model')} on {on_what(run)}, with step times from a cost model ({source}).",
-        *(f"Of the step times: {note}." for note in _cost_notes(run)),
+        f"{known.model} on {on_what(run)}, with step times from a cost model ({source}).",
+        *(f"Of the step times: {note}." for note in kinds.values()),
         "There is no client and no network: TTFT begins when a request reaches the engine, and no request times out.",
         "A simulation computes no answers: what a quantised KV, or any other change, does to them is for "
         "`kvbench quality`.",
     ]
-
-
-def _cost_notes(run: Run) -> list[str]:
-    """What was said of the step times: of sentences that differ in their numbers only the one of the highest load."""
-    kinds: dict[str, str] = {}
-    for cell in run.by_load:
-        for part in cell.notes.get(COST_NOTES) or ():
-            for note in part if isinstance(part, list) else [part]:
-                kinds.setdefault(re.sub(r"[\d.,]+", "#", note), note)
-    return list(kinds.values())
 
 
 # --- The words of the report ---

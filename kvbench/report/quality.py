@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,24 +12,12 @@ import plotly.graph_objects as go
 
 from kvbench.common import text as words
 from kvbench.metrics.definitions import ENGINE
-from kvbench.report.comparisons import (
-    THROUGHPUT,
-    amount,
-    baseline,
-    change,
-    decided_load,
-    interval,
-    reported_cells,
-    short_name,
-    sized,
-    spread,
-    tokens_held,
-)
+from kvbench.report.comparisons import THROUGHPUT, Comparisons, amount, interval, sized, spread, tokens_held
 from kvbench.report.provenance import model_name, random_weights
-from kvbench.report.style import GREY, Drawing, LineStyle, finish, looks, safe
-from kvbench.report.tables import NO_TABLE, Column, Part, Row, Section, Table, Value, listed_table, texts
+from kvbench.report.style import GREY, Drawing, LineStyle, finish, safe
+from kvbench.report.tables import Column, Part, ReportTable, Row, Section, Value, listed_table, texts
 from kvbench.runs.model import MeasuredCell, Run, number
-from kvbench.runs.quality import MARGINS, ConfigurationFigures, figure, is_beyond
+from kvbench.runs.quality import MARGINS, ConfigurationFigures, QualityResult, figure, is_beyond
 from kvbench.workload.settings import effective, value_words
 
 CONTROL = "control: the same twice (A/A)"
@@ -147,38 +135,47 @@ def saturation_words(cell: MeasuredCell) -> str:
     return f"{fine_percent(cut / sampled)} of the sampled K and V have fp8's largest code" if cut and sampled else ""
 
 
-def quality_of(run: Run, cell: MeasuredCell) -> Quality:
-    """Of the cell's configuration."""
-    result, loads = run.quality, [each for each in run.cells if each.config_id == cell.config_id]
-    wrong = tuple(why for each in loads for why in each.wrong_answers)
-    known = result.configurations.get(cell.config_id) if result else None
-    if result is None or not known:
-        counted = [each.canaries for each in loads if not is_quantised(cell)]
+def qualities(run: Run) -> dict[str, Quality]:
+    """What is known of the answers of each configuration, by its id."""
+    result, by_id = run.quality, {}
+    doubt = "random weights" if result and result.random_weights else ""
+    if result and not doubt and result.differs_from(run.manifest):
+        doubt = "other code or weights"
+    for config_id in dict.fromkeys(cell.config_id for cell in run.cells):
+        cells = [cell for cell in run.cells if cell.config_id == config_id]
+        wrong = tuple(why for cell in cells for why in cell.wrong_answers)
+        if result and (known := result.configurations.get(config_id)):
+            by_id[config_id] = Quality(known, result.model if result.beside else "", doubt, wrong=wrong)
+            continue
+        counted = [cell.canaries for cell in cells if not is_quantised(cell)]
         right = 0 if any(each.wrong for each in counted) else max((each.distinct for each in counted), default=0)
-        return Quality(canaries=right if right >= _FEWEST_CANARIES else 0, wrong=wrong)
-    doubt = "random weights" if result.random_weights else ""
-    doubt = doubt or ("other code or weights" if result.differs_from(run.manifest) else "")
-    return Quality(known, result.model if result.beside else "", doubt, wrong=wrong)
+        by_id[config_id] = Quality(canaries=right if right >= _FEWEST_CANARIES else 0, wrong=wrong)
+    return by_id
 
 
 # --- The chapter ---
 
 
-def quality_parts(run: Run) -> Iterator[Part]:
-    """The chapter on the answers: sentences, the figure and the tables."""
-    yield from answer_sentences(run)
-    yield price_drawing(run)
-    yield Section("answer-quality", "By configuration", answer_quality_table(run), ANSWERS_NOTE, folded=False)
-    yield Section("passkeys", "Where passkeys go wrong", passkey_table(run))
-
-
-def answer_sentences(run: Run) -> Iterator[str]:
-    """How many are within the limits, with which model, and what each quantised KV costs for the room that it makes."""
+def quality_parts(
+    run: Run, comparisons: Comparisons, by_id: Mapping[str, Quality], look: Mapping[str, LineStyle]
+) -> Iterator[Part]:
+    """The chapter on the answers: sentences, the figure and the tables; nothing without a measurement."""
     result = run.quality
     if result is None:
         return
-    names = {cell.config_id: short_name(cell, baseline(run, cell.load)) for cell in run.cells}
-    outside = [names.get(each, each) for each, known in result.configurations.items() if known.outside]
+    yield from answer_sentences(run, result, comparisons.names)
+    yield from prices(comparisons, by_id)
+    yield price_drawing(result, comparisons, by_id, look)
+    table = answer_quality_table(result, comparisons)
+    yield Section("answer-quality", "By configuration", table, ANSWERS_NOTE, folded=False)
+    names = {cell.config_id: cell.name for cell in comparisons.cells}
+    yield Section("passkeys", "Where passkeys go wrong", passkey_table(result, names))
+
+
+def answer_sentences(run: Run, result: QualityResult, short_names: Mapping[str, str]) -> Iterator[str]:
+    """How many are within the limits, with which model; ``short_names``: by cell id."""
+    names = {cell.config_id: short_names[cell.cell_id] for cell in run.cells}
+    outside = [names.get(config_id, config_id) for config_id, known in result.configurations.items() if known.outside]
     whole = words.plural(len(result.configurations), "configuration")
     within = f"{len(outside)} of {whole} outside the limits: {words.and_more(outside)}"
     missing = len(names.keys() - result.configurations.keys())
@@ -197,22 +194,21 @@ def answer_sentences(run: Run) -> Iterator[str]:
         )
     if different := result.differs_from(run.manifest):
         yield f"Measured with other code, versions or weights than the run ({'; '.join(different)}): it does not count."
-    yield from prices(run)
 
 
-def prices(run: Run) -> Iterator[str]:
+def prices(comparisons: Comparisons, by_id: Mapping[str, Quality]) -> Iterator[str]:
     """INT4 KV: KLD 0.03, perplexity +4.0 %, passkeys 91 %, for 3.8x the tokens in the same memory at +59 % tokens/s
     (55 to 62) served: outside the limits.
 
     One for each quantised KV that was measured; tokens/s where their change is decided.
     """
-    cells, base = reported_cells(run)
-    for cell in cells:
-        known = quality_of(run, cell)
+    for cell in comparisons.reported:
+        known = by_id[cell.config_id]
         if not (is_quantised(cell) and known.figures):
             continue
-        more, speed = tokens_held(cell, base) if base else None, change(run, cell, THROUGHPUT)
-        text = f"{short_name(cell, base)}: {known}"
+        more = tokens_held(cell, comparisons.base) if comparisons.base else None
+        speed = comparisons.decisive.get((cell.cell_id, THROUGHPUT))
+        text = f"{comparisons.names[cell.cell_id]}: {known}"
         if more and more >= 1.1:
             text += f", for {words.significant(more, 2)}x the tokens in the same memory"
         if speed and speed.decided:
@@ -306,22 +302,23 @@ _LIMITS: dict[str, Callable[[float], str]] = {
 }  # fmt: skip
 
 
-def answer_quality_table(run: Run) -> Table:
-    """The control, a row a configuration in the order of the run, and the limits; no rows without a measurement."""
-    result, load = run.quality, decided_load(run)
-    if result is None:
-        return NO_TABLE
-    cells = {cell.config_id: cell for cell in (run.at(load) if load else ())}
-    names = _names(run)
+def answer_quality_table(result: QualityResult, comparisons: Comparisons) -> ReportTable:
+    """The control, a row a configuration in the order of the run, and the limits."""
+    reported = {cell.config_id: cell for cell in comparisons.reported}
+    names = {cell.config_id: cell.name for cell in comparisons.cells}
     nothing = (_NONE,) * 3
     rows = [Row(None, (Value(CONTROL), *nothing, *_figures(result.control, {})), "control")]
     for config_id in dict.fromkeys([*names, *result.configurations]):
-        known, cell = result.configurations.get(config_id), cells.get(config_id)
-        speed_and_room = (_speed(run, cell), _room(run, cell)) if cell else (_NONE, _NONE)
-        shown = (*texts(names.get(config_id, config_id)), _within(known), *speed_and_room)
+        known, cell = result.configurations.get(config_id), reported.get(config_id)
+        speed_and_room = _speed_and_room(cell, comparisons) if cell else (_NONE, _NONE)
+        within = Value("not measured")
+        if known:
+            reasons = words.and_more(known.outside, _MOST_REASONS, "; ")
+            within = Value("outside", 1, reasons, "worse") if known.outside else Value("within", 0)
+        shown = (*texts(names.get(config_id, config_id)), within, *speed_and_room)
         rows.append(Row(cell, (*shown, *_figures(known, result.limits)), "configurations"))
     rows.append(Row(None, (Value("limit"), *nothing, *(_limit(key, result.limits) for key, *_ in _COLUMNS)), "limit"))
-    at = f", {load.short}" if load else ""
+    at = f", {comparisons.load.short}" if comparisons.load else ""
     heads = [
         ("configuration", "configuration", ""),
         ("within", "limits", "within or outside, and why"),
@@ -329,19 +326,7 @@ def answer_quality_table(run: Run) -> Table:
         ("capacity", "tokens held", "in the same memory; small: against the run's baseline"),
         *((key, title, hint) for key, title, hint, _ in _COLUMNS),
     ]
-    return Table(tuple(Column(*head) for head in heads), tuple(rows))
-
-
-def _names(run: Run) -> dict[str, str]:
-    return {cell.config_id: cell.name for cell in run.cells}
-
-
-def _within(known: ConfigurationFigures | None) -> Value:
-    if known is None:
-        return Value("not measured")
-    if not known.outside:
-        return Value("within", 0)
-    return Value("outside", 1, words.and_more(known.outside, _MOST_REASONS, "; "), "worse")
+    return ReportTable(tuple(Column(*head) for head in heads), tuple(rows))
 
 
 def _figures(known: ConfigurationFigures | None, limits: Mapping[str, float]) -> Iterator[Value]:
@@ -360,34 +345,29 @@ def _limit(key: str, limits: Mapping[str, float]) -> Value:
     return Value(f"{'≥' if MARGINS.get(key, 0.0) < 0 else '≤'} {_LIMITS.get(key, kld_text)(limits[key])}")
 
 
-def _speed(run: Run, cell: MeasuredCell) -> Value:
-    """Output tokens/s with their change."""
-    rates, more = spread(cell.throughput()), change(run, cell, THROUGHPUT)
-    if rates is None:
-        return _NONE
-    return Value(words.tokens_per_s(rates.median), rates.median, f"{sized(more)} {more.clock}" if more else "")
-
-
-def _room(run: Run, cell: MeasuredCell) -> Value:
-    """The tokens that the memory holds."""
-    held, base = cell.capacity.capacity_tokens, baseline(run, cell.load)
-    more = tokens_held(cell, base) if base else None
-    note = f"{words.significant(more, 2)}x" if more and abs(more - 1) > 0.05 else ""
-    return Value(words.count(held), held, note) if held else _NONE
+def _speed_and_room(cell: MeasuredCell, comparisons: Comparisons) -> tuple[Value, Value]:
+    """Output tokens/s with their change, and the tokens that the memory holds."""
+    speed, room = _NONE, _NONE
+    if rates := spread(cell.throughput()):
+        more = comparisons.decisive.get((cell.cell_id, THROUGHPUT))
+        note = f"{sized(more)} {more.clock}" if more else ""
+        speed = Value(words.tokens_per_s(rates.median), rates.median, note)
+    if held := cell.capacity.capacity_tokens:
+        more = tokens_held(cell, comparisons.base) if comparisons.base else None
+        note = f"{words.significant(more, 2)}x" if more and abs(more - 1) > 0.05 else ""
+        room = Value(words.count(held), held, note)
+    return speed, room
 
 
 _BINS = (("by_depth", "depth of the fact"), ("by_length", "prompt length"), ("by_residue", "length mod page size"))
 
 
-def passkey_table(run: Run) -> Table:
+def passkey_table(result: QualityResult, names: Mapping[str, str]) -> ReportTable:
     """Right passkeys by where the fact stands and by how long the prompt is: a row a bin, a column a configuration.
 
     Of the control and the configurations with a wrong one; without any no rows, as there is nothing to look for.
-    Lengths mod page size are many: those of which all are right share a row.
+    Lengths mod page size are many: those of which all are right share a row. ``names``: by configuration id.
     """
-    result, names = run.quality, _names(run)
-    if result is None:
-        return NO_TABLE
     columns = {CONTROL: result.control}
     for config_id, figures in result.configurations.items():
         share = figure(figures, "passkey.share")
@@ -395,29 +375,19 @@ def passkey_table(run: Run) -> Table:
             columns[names.get(config_id, config_id)] = figures
     rows = []
     for key, title in _BINS if len(columns) > 1 else ():
-        bins = [_bins(figures, key) for figures in columns.values()]
-        every = list(dict.fromkeys(name for one in bins for name in one))
-        listed = every
+        bins = [{part.of: (part.right, part.asked) for part in getattr(f.passkey, key)} for f in columns.values()]
+        every = list(dict.fromkeys(name for counts in bins for name in counts))
+        all_right = []
         if key == "by_residue":
-            listed = [name for name in every if any(right < asked for right, asked in _counts(bins, name))]
-        rows += [_bin_row(title, name, [one.get(name) for one in bins], key) for name in listed]
-        if left := [name for name in every if name not in listed]:
-            totals = [tuple(map(sum, zip(*(one[name] for name in left if name in one), strict=True))) for one in bins]
-            rows.append(_bin_row(title, "all others", totals, key))
+            wrong = {name for counts in bins for name, (right, asked) in counts.items() if right < asked}
+            all_right = [name for name in every if name not in wrong]
+        named = {name: [counts.get(name) for counts in bins] for name in every if name not in all_right}
+        if all_right:
+            merged = ([counts[name] for name in all_right if name in counts] for counts in bins)
+            named["all others"] = [tuple(map(sum, zip(*counts, strict=True))) for counts in merged]
+        for name, counts in named.items():
+            rows.append(Row(None, (*texts(title), Value(name), *map(_right, counts)), key))
     return listed_table(("by", "of", *columns), rows)
-
-
-def _bins(figures: ConfigurationFigures, key: str) -> dict[str, tuple[int, int]]:
-    """Bin -> right and asked passkeys of a configuration."""
-    return {part.of: (part.right, part.asked) for part in getattr(figures.passkey, key)}
-
-
-def _counts(bins: Sequence[Mapping[str, tuple[int, int]]], name: str) -> list[tuple[int, int]]:
-    return [one[name] for one in bins if name in one]
-
-
-def _bin_row(title: str, name: str, counts: Sequence[tuple[int, ...] | None], group: str) -> Row:
-    return Row(None, (*texts(title), Value(name), *map(_right, counts)), group)
 
 
 def _right(counts: tuple[int, ...] | None) -> Value:
@@ -430,7 +400,7 @@ def _right(counts: tuple[int, ...] | None) -> Value:
 # --- The figure: what answers cost beside what speed gains ---
 
 
-def price_frame(run: Run) -> pd.DataFrame:
+def price_frame(comparisons: Comparisons, by_id: Mapping[str, Quality]) -> pd.DataFrame:
     """A row a configuration of the reported load that was measured.
 
     configuration, label: its name, and what distinguishes it where it is quantised or outside the limits, else ""
@@ -439,18 +409,17 @@ def price_frame(run: Run) -> pd.DataFrame:
     change, low, high: of output tokens/s against the baseline [%], 0 for the baseline; NaN where not known
     clock: of the change
     """
-    rows, (cells, base) = [], reported_cells(run)
-    for cell in cells:
-        known = quality_of(run, cell)
+    rows = []
+    for cell in comparisons.reported:
+        known = by_id[cell.config_id]
         kld = [figure(known.figures, name) for name in ("mean", "mean_low", "mean_high")]
-        more = change(run, cell, THROUGHPUT)
+        more = comparisons.decisive.get((cell.cell_id, THROUGHPUT))
         if kld[0] is None or not (more or cell.is_baseline):
             continue
         ratios = (more.ratio, more.low, more.high) if more else (1.0, None, None)
-        rows.append([
-            cell.name, short_name(cell, base) if known.outside or is_quantised(cell) else "", bool(known.outside), *kld,
-            *(None if ratio is None else 100 * (ratio - 1) for ratio in ratios), more.clock if more else "baseline",
-        ])  # fmt: skip
+        label = comparisons.names[cell.cell_id] if known.outside or is_quantised(cell) else ""
+        changes = (None if ratio is None else 100 * (ratio - 1) for ratio in ratios)
+        rows.append([cell.name, label, bool(known.outside), *kld, *changes, more.clock if more else "baseline"])
     numbers = ["kld", "kld_low", "kld_high", "change", "low", "high"]
     columns = ["configuration", "label", "outside", *numbers, "clock"]
     return pd.DataFrame(rows, columns=columns).astype(dict.fromkeys(numbers, float))
@@ -515,24 +484,20 @@ def _note(made: go.Figure, y: float, text: str) -> None:
     )  # fmt: skip
 
 
-def price_drawing(run: Run) -> Drawing | None:
+def price_drawing(
+    result: QualityResult, comparisons: Comparisons, by_id: Mapping[str, Quality], look: Mapping[str, LineStyle]
+) -> Drawing | None:
     """None where no configuration has both figures."""
-    frame, result = price_frame(run), run.quality
-    if result is None or frame.empty:
+    frame = price_frame(comparisons, by_id)
+    if frame.empty or comparisons.load is None:
         return None
     ends = [figure(result.control, name) for name in ("mean_high", "mean")]
     noise = next((end for end in ends if end is not None), None)
-    load = decided_load(run)
     caption = (
-        f"At {load.label if load else ''}; KLD measured with {result.model}. Right is faster, low is closer to full "
+        f"At {comparisons.load.label}; KLD measured with {result.model}. Right is faster, low is closer to full "
         f"precision. {'Crosses: outside a limit, of this or another figure.' if frame['outside'].any() else ''}"
     )
-    made = price_figure(frame, noise, result.limits.get("mean"), looks(run))
-    return Drawing("quality", _title(frame), caption.strip(), made, 520)
-
-
-def _title(frame: pd.DataFrame) -> str:
     outside = list(frame[frame["outside"]]["label"])
-    if not outside:
-        return "What speed costs in answers: nothing beyond the limits"
-    return f"What speed costs in answers: {words.and_more(outside)} outside the limits"
+    beyond = f"{words.and_more(outside)} outside the limits" if outside else "nothing beyond the limits"
+    made = price_figure(frame, noise, result.limits.get("mean"), look)
+    return Drawing("quality", f"What speed costs in answers: {beyond}", caption.strip(), made, 520)

@@ -19,7 +19,7 @@ import yaml
 from kvbench.common import text as words
 from kvbench.effects.comparison import FEWEST, Call
 from kvbench.metrics.definitions import ENGINE, figure
-from kvbench.report.comparisons import THROUGHPUT, baseline, differing, median, not_varied, scatters, served
+from kvbench.report.comparisons import THROUGHPUT, differing, median, scatters, served
 from kvbench.report.decision import (
     COSTS,
     FASTER_P95,
@@ -29,21 +29,16 @@ from kvbench.report.decision import (
     SLOWER_P95,
     TRADES_P95,
     UNDECIDED,
-    Choice,
+    Candidate,
     Decision,
     NextStep,
-    again,
-    choice,
-    choices,
     open_ones,
-    paged_against,
     safe_ones,
-    sweep_command,
     wins,
 )
 from kvbench.report.kv import reservation
-from kvbench.report.provenance import random_weights, validity
-from kvbench.report.quality import Quality, is_quantised, quality_of
+from kvbench.report.provenance import random_weights
+from kvbench.report.quality import Quality, is_quantised
 from kvbench.runs.model import MeasuredCell, MeasuredLoad, Run, all_steady_latency
 from kvbench.runs.quality import figure as quality_figure
 from kvbench.targets.preset import Context
@@ -93,21 +88,21 @@ class Recommendation:
 def recommend(run: Run) -> Recommendation:
     """What the run supports; with its doubts alone where nothing of it can be compared."""
     decision = Decision.of(run)
-    said = Recommendation(str(run.folder), tuple(_doubts(run)), decision.headline)
+    said = Recommendation(str(run.folder), tuple(_doubts(decision)), decision.headline)
     return _Advice(decision, decision.base).fill(said) if decision.base else said
 
 
 # --- What is wrong with the run ---
 
 
-def _doubts(run: Run) -> Iterator[NextStep]:
+def _doubts(decision: Decision) -> Iterator[NextStep]:
     """Invalid and missing cells with the command that measures them, failed requests, then signs of other work.
 
     Last whether the baseline, which is kept where nothing is better, gives answers outside the limits itself.
     """
-    state = validity(run)
+    run, state = decision.run, decision.validity
     if state.reasons or state.status != "valid":
-        resume = next(again(run), None)
+        resume = next(decision.again(), None)
         status = "" if state.status == "valid" else f"{words.upper_first(state.status)}: "
         why = words.and_more(state.reasons, 2, "; ") or "no load was measured"
         yield NextStep(f"{status}{why}", resume.command if resume else "")
@@ -118,9 +113,12 @@ def _doubts(run: Run) -> Iterator[NextStep]:
     if run.engine_time and not run.engine_time.finished:
         yield NextStep("Engine time was interrupted: its intervals are wider than they had to be", "")
     base = next((cell for cell in run.cells if cell.is_baseline), None)
-    if base and (outside := quality_of(run, base).outside):
-        why = words.and_more([each.rstrip(".") for each in outside], 2, "; ")
-        yield NextStep(f"The answers of the baseline itself are outside the limits: {why}", "")
+    if base and (outside := decision.qualities[base.config_id].outside):
+        yield NextStep(f"The answers of the baseline itself are outside the limits: {_together(outside)}", "")
+
+
+def _together(reasons: Sequence[str]) -> str:
+    return words.and_more([why.rstrip(".") for why in reasons], 2, "; ")
 
 
 # --- Settings and evidence ---
@@ -131,7 +129,11 @@ class _Advice:
 
     def __init__(self, decision: Decision, base: MeasuredCell) -> None:
         self.run, self.decision, self.base = decision.run, decision, base
-        self.choices, self.ahead = decision.choices, wins(decision.choices)
+        self.loads, self.candidates, self.ahead = (
+            decision.comparisons.loads,
+            decision.candidates,
+            wins(decision.candidates),
+        )
         self.unknown = open_ones(self.ahead)
         self.best = next(iter(safe_ones(self.ahead)), None)
         self.chosen = self.best.cell if self.best else base
@@ -139,7 +141,7 @@ class _Advice:
 
     def fill(self, said: Recommendation) -> Recommendation:
         """The whole recommendation."""
-        chosen, quality = self.chosen, quality_of(self.run, self.chosen)
+        chosen, quality = self.chosen, self.decision.qualities[self.chosen.config_id]
         settable = not quality.outside  # of a baseline: nothing to paste then
         changed = sorted(differing(chosen, self.base))
         return replace(
@@ -166,53 +168,50 @@ class _Advice:
 
     def _effects(self) -> Iterator[dict[str, Any]]:
         """Empty for the baseline."""
-        for load in reversed(self.run.loads):
-            here, base = self.run.cell(self.chosen.name, load), baseline(self.run, load)
-            if here is None or base is None or here is base:
-                continue
-            known = choice(self.run, here, base)
-            for one in (known.throughput, *known.p95.values()):
-                if one:
-                    names = ("metric", "clock", "ratio", "low", "high", "call")
+        names = ("metric", "clock", "ratio", "low", "high", "call")
+        for load in reversed(self.loads):
+            if here := self._at(load, self.chosen):
+                for one in filter(None, (here.throughput, *here.p95.values())):
                     yield {"load": load.short, **{name: getattr(one, name) for name in names}}
+
+    def _at(self, load: MeasuredLoad, cell: MeasuredCell) -> Candidate | None:
+        """The configuration of ``cell`` at a load; None for the baseline, or where it was not measured there."""
+        return next((one for one in self.decision.by_load.get(load, ()) if one.cell.name == cell.name), None)
 
     def _evidence(self) -> Iterator[str]:
         """What the best does at each load, the reported one first; where the baseline stays, why not the others."""
         if self.best is None:
             pair = self.decision.pair or ()
-            for one in self.choices:
+            for one in self.candidates:
                 kept = one.verdict == UNDECIDED or one in self.unknown or one.quality.outside
                 if not kept and one.cell.name not in pair:
                     yield self._line(one)
             return
         first = self.best.cell.load
-        for load in sorted(self.run.loads, key=lambda load: (load != first, load)):
-            here, base = self.run.cell(self.best.cell.name, load), baseline(self.run, load)
-            if here is None or base is None:
-                yield f"not measured {load.where}"
-            else:
-                yield f"{load.where}: {self._told(choice(self.run, here, base).here)}"
+        for load in sorted(self.loads, key=lambda load: (load != first, load)):
+            here = self._at(load, self.best.cell)
+            yield f"{load.where}: {self._told(here.here)}" if here else f"not measured {load.where}"
 
-    def _told(self, one: Choice) -> str:
+    def _told(self, one: Candidate) -> str:
         """pays, +17 % tokens/s (16 to 17), p95 TTFT −25 % (−28 to −21)"""
         answer = self.decision.answer(one, one.name)
         return f"{answer.verdict.lower()}, {answer.evidence}"
 
-    def _line(self, one: Choice) -> str:
+    def _line(self, one: Candidate) -> str:
         return f"{one.name} {self._told(one)}"
 
     def _by_load(self) -> Iterator[str]:
         """What pays at one load and not at another: not the best everywhere, or worse elsewhere."""
-        for load in reversed(self.run.loads):
-            every = choices(self.run, load)
-            here = next((one for one in every if self.best and one.cell.name == self.best.cell.name), None)
+        for load in reversed(self.loads):
+            every = self.decision.by_load.get(load, ())
+            here = self._at(load, self.best.cell) if self.best else None
             top = next(iter(safe_ones(wins(every))), None)
             if load != self.decision.load and top and top.verdict == PAYS and (here is None or here.verdict != PAYS):
                 yield f"{load.where} rather {self._line(top)}"
             for one in safe_ones([one for one in every if one.here.verdict == PAYS and one.verdict == RISK]):
                 yield f"only {load.where} {self._line(one)}"
 
-    def _alone(self, best: Choice) -> list[Choice]:
+    def _alone(self, best: Candidate) -> list[Candidate]:
         """What pays beside the best, changes other settings, and was not measured together with it."""
         changed = differing(best.cell, best.base)
         return [
@@ -230,8 +229,8 @@ class _Advice:
         """
         left = [self.best, *self.alone]
         pair = self.decision.pair or ()
-        for one in self.choices:
-            outside = words.and_more([why.rstrip(".") for why in one.quality.outside], 2, "; ")
+        for one in self.candidates:
+            outside = _together(one.quality.outside)
             decided = self.best and one not in left and one.verdict != UNDECIDED and one.cell.name not in pair
             if outside or decided:
                 verdict = self.decision.answer(one, one.name).verdict.lower()
@@ -263,19 +262,12 @@ class _Advice:
 
     def _back_to_contiguous(self) -> str:
         """contiguous where p95 ITL has to stay under 119 ms: it served 7.4 ms; empty unless paging costs such a p95."""
-        if not self.chosen.is_paged or not self.decision.pair:
-            return ""
-        load = self.base.load
-        paged, contiguous = self._pair_at(load)
-        worse = _latency(paged_against(self.run, paged, contiguous)) if paged and contiguous else None
-        if worse is None:
+        pair = self.decision.paged_against_contiguous(self.base.load) if self.chosen.is_paged else None
+        worse = _latency(pair) if pair else None
+        if pair is None or worse is None:
             return ""
         title, here, there = worse
-        return f"{self.decision.pair[1]} where {title} has to stay under {here}: it served {there} {load.where}"
-
-    def _pair_at(self, load: MeasuredLoad) -> tuple[MeasuredCell | None, MeasuredCell | None]:
-        paged, contiguous = self.decision.pair or ("", "")
-        return self.run.cell(paged, load), self.run.cell(contiguous, load)
+        return f"{pair.base.name} where {title} has to stay under {here}: it served {there} {pair.base.load.where}"
 
     # --- What was not measured ---
 
@@ -285,7 +277,7 @@ class _Advice:
         if self.unknown:
             names = [one.name if best else self._line(one) for one in self.unknown]
             yield _step_for(f"the quality of {words.listing(names)}", self.decision.quality_step())
-        if undecided := [one for one in self.choices if one.verdict == UNDECIDED]:
+        if undecided := [one for one in self.candidates if one.verdict == UNDECIDED]:
             names = [f"{one.name} ({self.decision.numbers(one)})" for one in undecided]
             yield _step_for(f"not decided: {words.and_more(names)}", self.decision.decide())
         if best and best.throughput and best.throughput.clock == ENGINE:
@@ -297,11 +289,11 @@ class _Advice:
         fewest = min(len(cell.repeats) for cell in run.at(self.base.load))
         no_gpus = "gpus" in run.manifest.model_fields_set and not run.manifest.gpus
         on_cpu = self.base.settings.get("device") == "cpu" or no_gpus
-        names = words.listing(not_varied(run, self.base))
+        names = words.listing(self.decision.comparisons.not_varied)
         for why, holds in (
             (f"served figures have {words.plural(fewest, 'repeat')}; a verdict takes {FEWEST}", fewest < FEWEST),
             (f"{names}: not varied", names),
-            (f"any load but {run.loads[0].short}", len(run.loads) == 1),
+            (f"any load but {self.loads[0].short}", len(self.loads) == 1),
             ("a GPU: this was measured on a CPU", on_cpu and not run.simulated),
             ("trained weights: random ones have the speed, not the text", random_weights(run)),
         ):
@@ -316,13 +308,13 @@ class _Advice:
         if self.decision.pair is None:
             yield self._no_pair()
             return
-        for load in run.loads:
-            paged, contiguous = self._pair_at(load)
-            if paged is None or contiguous is None:
+        for load in self.loads:
+            pair = self.decision.paged_against_contiguous(load)
+            if pair is None:
                 yield f"{load.where}: not measured"
                 continue
-            last, here = contiguous, paged_against(run, paged, contiguous).here
-            ran = [words.decimal(median(cell.observed("running_mean"))) for cell in (paged, contiguous)]
+            last, here = pair.base, pair.here
+            ran = [words.decimal(median(cell.observed("running_mean"))) for cell in (pair.cell, pair.base)]
             at_once = f"; {ran[0]} sequences ran at once, against {ran[1]}" if "–" not in ran else ""
             worse = _latency(here)
             latencies = f", {worse[0]} {worse[1]} against {worse[2]} as served" if worse else ""
@@ -339,7 +331,7 @@ class _Advice:
                 f"{preset.title} always pages; `kvbench sweep` without --target measures the layouts on the built-in "
                 "engine"
             )
-        command = sweep_command(self.run, ["-o", "sweep.layout=[contiguous, paged]"])
+        command = self.decision.sweep_command(["-o", "sweep.layout=[contiguous, paged]"])
         other = "paged" if self.base.is_contiguous else "contiguous"
         return f"not measured: the run has no {other} configuration{f': `{command}`' if command else ''}"
 
@@ -379,7 +371,7 @@ def _figures(run: Run, quality: Quality) -> dict[str, Any]:
     }
 
 
-def _briefly(one: Choice) -> str:
+def _briefly(one: Candidate) -> str:
     """INT8 KV: +13 % tokens/s (13 to 14), quality not measured"""
     size = f"{one.name}: {one.gain(one.best)}"
     return f"{size}, {one.quality.brief}" if is_quantised(one.cell) or not one.quality.safe else size
@@ -415,7 +407,7 @@ def _step_for(why: str, steps: Iterator[NextStep]) -> NextStep:
     return NextStep(why, step.command if step else "")
 
 
-def _paging_advice(one: Choice) -> str:
+def _paging_advice(one: Candidate) -> str:
     """page; do not page; page, unless p95 ITL counts more than output tokens/s"""
     if one.worst is None or one.verdict not in (RISK, TRADES_P95):
         return _PAGING[one.verdict]
@@ -423,7 +415,7 @@ def _paging_advice(one: Choice) -> str:
     return f"page, unless {figure(one.worst[1].metric).title} counts more than {figure(gain.metric).title}"
 
 
-def _latency(one: Choice) -> tuple[str, str, str] | None:
+def _latency(one: Candidate) -> tuple[str, str, str] | None:
     """Of the p95 that is most behind, its name and both sides as served: p95 ITL, 119 ms, 7.4 ms; None without one."""
     worse = [p95 for p95 in one.p95.values() if p95.call == Call.WORSE]
     if not worse:

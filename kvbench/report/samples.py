@@ -12,10 +12,9 @@ from itertools import zip_longest
 
 import pandas as pd
 
-from kvbench.report.comparisons import baseline
-from kvbench.report.provenance import random_weights
+from kvbench.report.comparisons import Comparisons
 from kvbench.report.tables import Row, Section, Value, listed_table, texts
-from kvbench.runs.model import MeasuredLoad, Run
+from kvbench.runs.model import MeasuredLoad
 
 MOST_REQUESTS = 3
 MOST_CHARACTERS = 400  # of one output
@@ -37,7 +36,7 @@ class Agreement:
 
 
 @dataclass(frozen=True)
-class Variant:
+class OtherOutput:
     """One configuration's output for a request; without a text where it is that of the baseline."""
 
     configuration: str
@@ -58,7 +57,7 @@ class SampledRequest:
     prompt_tokens: int
     output_tokens: int
     text: str
-    variants: tuple[Variant, ...]
+    variants: tuple[OtherOutput, ...]
 
 
 @dataclass(frozen=True)
@@ -103,18 +102,18 @@ def _first_difference(a: Sequence[object], b: Sequence[object]) -> int:
 Outputs = Mapping[tuple[int, int], _Output]  # by repeat and index
 
 
-def output_samples(run: Run) -> OutputSamples | None:
+def output_samples(comparisons: Comparisons, random_weights: bool = False) -> OutputSamples | None:
     """The samples of the highest load at which the baseline has outputs; None where none are stored.
 
     Shown are requests whose outputs differ, those that differ in most configurations first, then others.
     """
-    for load in reversed(run.loads):
-        base = baseline(run, load)
+    for load in reversed(comparisons.loads):
+        base = comparisons.baselines.get(load)
         rows = base.requests() if base is not None else pd.DataFrame()
         mine = _outputs(rows)
         if base is None or not mine:
             continue
-        others = {cell.name: _outputs(cell.requests()) for cell in run.at(load) if cell is not base}
+        others = {cell.name: _outputs(cell.requests()) for cell in comparisons.at(load) if cell is not base}
         agreements = tuple(_agreement(name, mine, o) for name, o in others.items() if mine.keys() & o.keys())
         differing = {key: sum(key in o and mine[key].differs(o[key]) for o in others.values()) for key in mine}
         chosen = sorted(mine, key=lambda key: (-differing[key], key))[:MOST_REQUESTS]
@@ -123,7 +122,7 @@ def output_samples(run: Run) -> OutputSamples | None:
         for key in chosen:
             texts_of = {name: outputs[key] for name, outputs in others.items() if key in outputs}
             shown.append(_request(facts.loc[key], key, mine[key], texts_of))
-        return OutputSamples(base.name, load, agreements, tuple(shown), random_weights(run))
+        return OutputSamples(base.name, load, agreements, tuple(shown), random_weights)
     return None
 
 
@@ -149,7 +148,7 @@ def _request(facts: pd.Series, key: tuple[int, int], mine: _Output, others: Mapp
     first = min((_first_difference(mine.text, output.text) for output in changed.values()), default=0)
     start = 0 if first < MOST_CHARACTERS - _BEFORE else first - _BEFORE
     variants = tuple(
-        Variant(name, output.shown(start), mine.differs_at(output)) if name in changed else Variant(name)
+        OtherOutput(name, output.shown(start), mine.differs_at(output)) if name in changed else OtherOutput(name)
         for name, output in others.items()
     )
     numbers = (int(facts[name]) for name in ("prompt_tokens", "output_tokens"))

@@ -19,19 +19,9 @@ from kvbench.common import text as words
 from kvbench.common.errors import UsageError
 from kvbench.common.files import write_text
 from kvbench.effects.comparison import FEWEST, MARGINS, Call, Comparison, contradicts, independent, paired
-from kvbench.metrics.definitions import ENGINE, SERVED, figure
+from kvbench.metrics.definitions import SERVED, compared, figure
 from kvbench.report import kv
-from kvbench.report.comparisons import (
-    COMPARED,
-    JUDGED,
-    THROUGHPUT,
-    change_between,
-    is_steady,
-    marked,
-    median,
-    sized,
-    values,
-)
+from kvbench.report.comparisons import JUDGED, THROUGHPUT, against, is_steady, marked, median, sized, values
 from kvbench.report.figures import distributions, effects
 from kvbench.report.page import escape, render
 from kvbench.report.provenance import brief, kv_capacity, model_of, server_facts, target
@@ -50,10 +40,6 @@ _MUST_BE_EQUAL = (("clock", "times"), ("machine", "processor", "GPUs"), ("device
 _MOST_DRAWN = 3  # groups whose latencies and KV are drawn
 _CALLS = {Call.UNDECIDED: "not decided, ", Call.LEVEL: "level, "}
 _SIDE_HEADS = ("", "run", "cell", "measured")
-_UNITS = [", ms" if figure(metric).unit == "ms" else "" for metric in COMPARED]
-_EFFECT_HEADS = (
-    "cell", "", *(figure(metric).title + unit for metric, unit in zip(COMPARED, _UNITS, strict=True)), "interval",
-)  # fmt: skip
 _RATIO_NOTE = (
     "Ratio to A and its 95 % interval: cells of one run are paired by repeat (t interval of the log ratios); of two "
     "runs the repeats are independent (Welch's interval of the logs), and what differs between two days is not in it. "
@@ -63,7 +49,7 @@ _RATIO_NOTE = (
 
 
 @dataclass(frozen=True)
-class Side:
+class CellSide:
     """One cell of a group. ``letter``: its short name in tables and figures."""
 
     letter: str
@@ -75,7 +61,7 @@ class Side:
         return f"{self.cell.name}, {self.cell.load.short}"
 
 
-Group = tuple[Side, ...]
+Group = tuple[CellSide, ...]
 
 
 # --- Which cells stand beside each other ---
@@ -89,7 +75,7 @@ def one_group(cells: Sequence[tuple[Run, MeasuredCell]]) -> tuple[Group, ...]:
         )
     if len({(run.folder, cell.cell_id) for run, cell in cells}) < len(cells):
         raise UsageError("a cell cannot be put beside itself: choose each once")
-    return (tuple(Side(letter, run, cell) for letter, (run, cell) in zip(_LETTERS, cells, strict=False)),)
+    return (tuple(CellSide(letter, run, cell) for letter, (run, cell) in zip(_LETTERS, cells, strict=False)),)
 
 
 def groups_of(*runs: Run) -> tuple[Group, ...]:
@@ -112,7 +98,7 @@ def groups_of(*runs: Run) -> tuple[Group, ...]:
     for cell in first.by_load:
         cells = [cell, *(_matching(first, cell, other) for other in others)]
         if None not in cells:
-            groups.append(tuple(map(Side, _LETTERS, runs, cells)))
+            groups.append(tuple(map(CellSide, _LETTERS, runs, cells)))
     if not groups:
         listed = [f"{run.folder} has {words.and_more([c.cell_id for c in run.cells], 4) or 'none'}" for run in runs]
         raise UsageError(
@@ -153,11 +139,11 @@ def _alike(a: MeasuredCell, b: MeasuredCell, names: Iterable[str]) -> bool:
     return _same_load(a, b) and all(a.settings[name] == b.settings[name] for name in shared)
 
 
-def _pairs(groups: Sequence[Group]) -> Iterator[tuple[Group, Side]]:
+def _pairs(groups: Sequence[Group]) -> Iterator[tuple[Group, CellSide]]:
     return ((group, side) for group in groups for side in group[1:])
 
 
-def named(side: Side, group: Group) -> str:
+def named(side: CellSide, group: Group) -> str:
     """The letter, with the engine where those of the group differ: "B vLLM 0.32.0"."""
     engines = [target(one.run) or BUILT_IN for one in group]
     return f"{side.letter} {engines[group.index(side)]}" if len(set(engines)) > 1 else side.letter
@@ -166,7 +152,7 @@ def named(side: Side, group: Group) -> str:
 # --- What they were measured with ---
 
 
-def facts(side: Side, settings: Iterable[str] = ()) -> dict[str, str]:
+def facts(side: CellSide, settings: Iterable[str] = ()) -> dict[str, str]:
     """What a cell was measured with, as text by name: the machine, the code, the requests, the settings.
 
     ``settings``: further ones, at the built-in engine's default where the cell leaves them out.
@@ -196,7 +182,7 @@ def run_facts(run: Run, server: ServerInfo | None = None) -> dict[str, str]:
         {
             "workload": run.workload,
             "target": target(run) or BUILT_IN,
-            "times": f"{run.clock} ({run.simulated.get('cost_model')})" if run.simulated else run.clock,
+            "times": f"{run.clock} ({run.simulated.cost_model})" if run.simulated else run.clock,
             "model": model_of(model or run.spec.get("model") or {}),
             "weights": model.get("weights_fingerprint"),
             "device": manifest.device,
@@ -214,8 +200,8 @@ def _machine(manifest: Manifest) -> dict[str, Any]:
     return {
         "processor": f"{cpu.model}{cores}" if cpu.model or cores else None,
         "memory": words.data_size(manifest.memory_bytes),
-        "GPUs": " + ".join(str(gpu.get("name")) for gpu in gpus),
-        "GPU driver": ", ".join(sorted({str(gpu.get("driver_version")) for gpu in gpus})),
+        "GPUs": " + ".join(str(gpu.name) for gpu in gpus),
+        "GPU driver": ", ".join(sorted({str(gpu.driver_version) for gpu in gpus})),
         "operating system": manifest.os,
     }
 
@@ -270,7 +256,7 @@ def differences(groups: Sequence[Group]) -> list[tuple[str, tuple[str, ...]]]:
 # --- Which of them are compared ---
 
 
-def obstacles(first: Side, other: Side) -> list[str]:
+def obstacles(first: CellSide, other: CellSide) -> list[str]:
     """Why no ratio of two cells is shown; empty where one is."""
     reasons = [why for side in (first, other) if (why := _in_doubt(side))]
     a, b = facts(first), facts(other)
@@ -286,7 +272,7 @@ def obstacles(first: Side, other: Side) -> list[str]:
     return [*reasons, f"other requests: {words.and_more(keys, 4)}"] if keys else reasons
 
 
-def _in_doubt(side: Side) -> str:
+def _in_doubt(side: CellSide) -> str:
     """Why the figures of a cell count for nothing; empty where they do."""
     cell = side.cell
     if cell.doubt == "invalid":
@@ -324,14 +310,14 @@ def not_compared(groups: Sequence[Group]) -> list[str]:
     return sentences
 
 
-def ratios(first: Side, other: Side) -> list[Comparison]:
+def ratios(first: CellSide, other: CellSide) -> list[Comparison]:
     """The ratio of each metric that both cells have; empty where the cells must not be compared."""
     if obstacles(first, other):
         return []
-    return [ratio for metric in COMPARED if (ratio := _ratio(first, other, metric)) is not None]
+    return [ratio for metric in compared() if (ratio := _ratio(first, other, metric)) is not None]
 
 
-def _ratio(first: Side, other: Side, metric: str) -> Comparison | None:
+def _ratio(first: CellSide, other: CellSide, metric: str) -> Comparison | None:
     """``basis``: how it was made, or why it has no interval."""
     a, b, clock = first.cell, other.cell, other.cell.clock
     steady = is_steady(metric, a, b)
@@ -390,7 +376,7 @@ def _called(every: Sequence[Comparison | None]) -> str:
     return ", ".join(filter(None, (text, f"no ratio in {none}" if none else "")))
 
 
-def _throughput(first: Side, side: Side) -> Comparison | None:
+def _throughput(first: CellSide, side: CellSide) -> Comparison | None:
     return next((ratio for ratio in ratios(first, side) if ratio.metric == THROUGHPUT), None)
 
 
@@ -434,10 +420,17 @@ def engine_time(groups: Sequence[Group]) -> list[str]:
         first = group[0]
         if first.run.folder != side.run.folder or first.cell.load != side.cell.load:
             continue
-        every = (change_between(side.run, side.cell, first.cell, metric, ENGINE) for metric in JUDGED)
+        effects = side.run.engine_time.effects if side.run.engine_time else ()
+        in_turns = {(effect.cell, effect.metric): effect.comparison for effect in effects}
+        every = (against(in_turns, side.cell, first.cell, metric) for metric in JUDGED)
         if said := [f"{figure(one.metric).title} {_CALLS.get(one.call, '')}{sized(one)}" for one in every if one]:
             sentences.append(f"{side.letter} against {first.letter}: {', '.join(said)}.")
     return sentences
+
+
+def _effect_heads() -> tuple[str, ...]:
+    figures = [figure(metric) for metric in compared()]
+    return ("cell", "", *(f"{each.title}{', ms' * (each.unit == 'ms')}" for each in figures), "interval")
 
 
 def _effect_rows(groups: Sequence[Group]) -> list[list[tuple[Value, ...]]]:
@@ -445,13 +438,13 @@ def _effect_rows(groups: Sequence[Group]) -> list[list[tuple[Value, ...]]]:
     return [[_effect_row(group, side, again=len(groups) > 1) for side in group] for group in groups]
 
 
-def _effect_row(group: Group, side: Side, again: bool) -> tuple[Value, ...]:
+def _effect_row(group: Group, side: CellSide, again: bool) -> tuple[Value, ...]:
     """``again``: all sides of the group are the same cell, which is named once."""
     first, cell = group[0], side.cell
     known = {ratio.metric: ratio for ratio in ratios(first, side)} if side is not first else {}
     bases = [ratio.basis for ratio in known.values()]
     basis = bases[0] if bases else "" if side is first else "no ratio"
-    entries = [_effect(metric, cell, first.cell, known.get(metric)) for metric in COMPARED]
+    entries = [_effect(metric, cell, first.cell, known.get(metric)) for metric in compared()]
     title = "" if again and side is not first else side.title
     doubt = Value(title, None, cell.doubt, "worse" if cell.doubt else "")
     return (doubt, Value(named(side, group)), *entries, Value(basis))
@@ -555,7 +548,7 @@ def page(groups: Sequence[Group]) -> str:
         not_compared=not_compared(groups),
         not_shared=_not_shared(groups),
         engine_time=engine_time(groups),
-        effect_heads=_EFFECT_HEADS,
+        effect_heads=_effect_heads(),
         effect_rows=_effect_rows(groups),
         ratio_note=_RATIO_NOTE,
         more_figures=len(groups) > MOST_SIDES,
@@ -579,7 +572,7 @@ def markdown(groups: Sequence[Group]) -> str:
     rated = [
         [escape(f"{value.text} {value.note}".strip()) for value in row] for rows in _effect_rows(groups) for row in rows
     ]
-    return "\n".join([*lines, "## Effects", "", *words.markdown_table(_EFFECT_HEADS, rated, 2), "", _RATIO_NOTE, ""])
+    return "\n".join([*lines, "## Effects", "", *words.markdown_table(_effect_heads(), rated, 2), "", _RATIO_NOTE, ""])
 
 
 def write_side_by_side(groups: Sequence[Group], folder: Path) -> list[Path]:

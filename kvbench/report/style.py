@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from kvbench.runs.model import MeasuredLoad, Run
+from kvbench.runs.model import MeasuredCell, MeasuredLoad
 
 # Okabe and Ito's palette (https://jfly.uni-koeln.de/color/), without its black and its yellow.
 CONTIGUOUS, PAGED, GREY = "#D55E00", "#0072B2", "#8A8A8A"
@@ -49,16 +49,17 @@ class Drawing:
     min_width: int = 0
 
 
-def looks(run: Run) -> dict[str, LineStyle]:
+def looks(cells: Sequence[MeasuredCell]) -> dict[str, LineStyle]:
     """Configuration name -> look, the same in all figures of a run."""
-    paged = [c.name for c in run.cells if c.is_baseline and c.is_paged]
-    paged += [c.name for c in run.cells if not c.is_contiguous]
-    contiguous = [c.name for c in run.cells if c.is_contiguous]
-    found = {paged[0]: LineStyle(PAGED)} if paged else {}
-    found |= {contiguous[0]: LineStyle(CONTIGUOUS, "dash")} if contiguous else {}
-    for i, name in enumerate(name for name in run.configs if name not in found):
-        found[name] = LineStyle(OTHERS[i % len(OTHERS)], DASHES[(i // len(OTHERS) + i) % len(DASHES)])
-    return found
+    paged = [c.name for c in cells if c.is_baseline and c.is_paged]
+    paged += [c.name for c in cells if not c.is_contiguous]
+    contiguous = [c.name for c in cells if c.is_contiguous]
+    styles = {paged[0]: LineStyle(PAGED)} if paged else {}
+    styles |= {contiguous[0]: LineStyle(CONTIGUOUS, "dash")} if contiguous else {}
+    others = [name for name in dict.fromkeys(cell.name for cell in cells) if name not in styles]
+    for i, name in enumerate(others):
+        styles[name] = LineStyle(OTHERS[i % len(OTHERS)], DASHES[(i // len(OTHERS) + i) % len(DASHES)])
+    return styles
 
 
 def safe(text: object) -> str:

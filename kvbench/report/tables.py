@@ -8,27 +8,24 @@ from typing import Any
 
 from kvbench.common import text as words
 from kvbench.effects.comparison import FEWEST, Call, Comparison
-from kvbench.metrics.definitions import Figure, figure, latencies
+from kvbench.metrics.definitions import Figure, compared, figure, latencies
 from kvbench.metrics.latency import LONG_OPEN, SAMPLES_NEEDED
 from kvbench.metrics.model import GroupLatencies, failure_words
 from kvbench.report.comparisons import (
-    COMPARED,
-    HEADS,
     RATIO_MARKS,
     THROUGHPUT,
-    effects,
+    Comparisons,
     is_steady,
     marked,
     median,
     median_ratio,
-    reference,
     served,
     spread,
 )
 from kvbench.report.style import Drawing
 from kvbench.runs.aggregate import PLATEAU_HEADS, plateau_row
 from kvbench.runs.kv_ledger import accounting
-from kvbench.runs.model import MeasuredCell, Run
+from kvbench.runs.model import MeasuredCell
 from kvbench.workload.settings import setting_title, value_words
 
 Render = Callable[[float | None], str]
@@ -85,7 +82,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Table:
+class ReportTable:
     """Columns and rows; columns from ``numbers_from`` on are right-aligned."""
 
     columns: tuple[Column, ...]
@@ -93,12 +90,12 @@ class Table:
     numbers_from: int = 2
 
 
-NO_TABLE = Table((), ())
+NO_TABLE = ReportTable((), ())
 
 
-def listed_table(heads: Sequence[str], rows: Sequence[Row], numbers_from: int = 2) -> Table:
+def listed_table(heads: Sequence[str], rows: Sequence[Row], numbers_from: int = 2) -> ReportTable:
     """A table whose columns have a heading and nothing else."""
-    return Table(tuple(Column(head, head) for head in heads), tuple(rows), numbers_from)
+    return ReportTable(tuple(Column(head, head) for head in heads), tuple(rows), numbers_from)
 
 
 def texts(*entries: str) -> tuple[Value, ...]:
@@ -112,7 +109,7 @@ class Section:
 
     key: str
     title: str
-    table: Table
+    table: ReportTable
     note: str = ""
     sentences: tuple[str, ...] = ()
     folded: bool = True
@@ -145,10 +142,12 @@ class Chapter:
 
 def cell_table(
     every: Sequence[Column], cells: Sequence[MeasuredCell], always: set[str], numbers_from: int = 2
-) -> Table:
+) -> ReportTable:
     """One row a cell; of the columns those in ``always`` and those that have a value in some cell."""
     shown = tuple(c for c in every if c.key in always or any(c.of(cell).sort is not None for cell in cells))
-    return Table(shown, tuple(Row(cell, tuple(c.of(cell) for c in shown), cell.load) for cell in cells), numbers_from)
+    return ReportTable(
+        shown, tuple(Row(cell, tuple(c.of(cell) for c in shown), cell.load) for cell in cells), numbers_from
+    )
 
 
 def identity_columns() -> list[Column]:
@@ -180,66 +179,51 @@ RECOMPUTED = number_column(
 )
 
 
-def main_table(run: Run) -> Table:
-    """All cells, the highest load first, in the columns that this run has values for."""
-    ref = reference(run, run.loads[-1]) if run.loads else None
-    slo = words.slo_words(run.load_section.get("slo")) or "every SLO"
-    state = f" ({run.cache_state})" if run.load_section else ""
-    hints = {
-        "throughput": "steady window: median, lowest–highest repeat; then the whole run, ramp-up and drain included",
-        "reasoning": "output tokens/s without reasoning, in the same window; small: reasoning's share of the output "
-        "tokens",
-        "goodput": f"requests/s that met {slo}, whole run; small: their share of all requests, and requests/s in the "
-        "steady window",
-        "hits": "share of prompt tokens found in the prefix cache; small: what prompts and declared cache state allow, "
-        "and whether nothing shows that the cache was in that state (not verified)",
-        "open": "median time that a stream stayed open after its last chunk: not in E2EL, but a user's next request "
-        "waits for it; small: its share of the requests' time",
-    }
+def main_table(comparisons: Comparisons, slo: str = "", cache_state: str = "") -> ReportTable:
+    """All cells, the highest load first, in the columns that this run has values for.
+
+    ``slo``: of the workload in words; ``cache_state``: that its loads began with.
+    """
+    ref = comparisons.references.get(comparisons.loads[-1]) if comparisons.loads else None
     ratio = Column(
         "ratio",
         f"ratio to {ref.name if ref else 'baseline'}",
         f"paired by repeat; {RATIO_MARKS}",
-        lambda c: _ratio_to(reference(run, c.load), c),
+        lambda c: _ratio_to(comparisons.references.get(c.load), c),
     )
-    every = [
-        Column("configuration", "configuration", "engine settings", _configuration),
-        identity_columns()[1],
-        Column("output_tokens_per_s", "output tok/s", hints["throughput"], _throughput),
-        Column("non_reasoning_tokens_per_s", "tok/s without reasoning", hints["reasoning"], _without_reasoning),
-        *([ratio] if len(run.configs) > 1 else []),
-        *map(_latency_column, _latency_figures()),
-        Column("goodput", "goodput", hints["goodput"], _goodput),
-        *_gauge_columns(),
-        number_column(
-            "preemptions",
-            "pre\u00adempted",
-            "preemptions, all repeats",
-            lambda c: c.counter("num_preemptions_total"),
-            words.count,
-        ),
-        RECOMPUTED,
-        Column("prefix_hit_rate", f"prefix hits{state}", hints["hits"], _hits),
-        Column("open_after_last_ms", "open after last chunk ms", hints["open"], _open_after_last),
-        Column("failed", "failed", "failed requests, all repeats", _failed),
-        Column("canaries_wrong", "canaries wrong", "requests with known answers, all repeats", _canaries),
-    ]
-    return cell_table(every, run.by_load, {"configuration", "load", "output_tokens_per_s", "failed"})
-
-
-def _gauge_columns() -> list[Column]:
-    """What the polls of the server's /metrics tell; without values for a server that has none."""
-    mean = "mean in the steady window"
 
     def gauge(key: str, title: str, hint: str, name: str, render: Render) -> Column:
         return number_column(key, title, hint, lambda cell: median(cell.observed(name)), render)
 
-    waste = f"slots reserved but unused, share of reserved, {mean}"
-    return [
-        gauge("running_mean", "running", f"sequences running at once, {mean}", "running_mean", words.decimal),
+    every = [
+        Column("configuration", "configuration", "engine settings", _configuration),
+        identity_columns()[1],
+        Column("output_tokens_per_s", "output tok/s", "steady window: median, lowest–highest repeat; then the whole "
+               "run, ramp-up and drain included", _throughput),
+        Column("non_reasoning_tokens_per_s", "tok/s without reasoning", "output tokens/s without reasoning, in the "
+               "same window; small: reasoning's share of the output tokens", _without_reasoning),
+        *([ratio] if len({cell.name for cell in comparisons.cells}) > 1 else []),
+        *map(_latency_column, _latency_figures()),
+        Column("goodput", "goodput", f"requests/s that met {slo or 'every SLO'}, whole run; small: "
+               "their share of all requests, and requests/s in the steady window", _goodput),
+        gauge("running_mean", "running", "sequences running at once, mean in the steady window", "running_mean",
+              words.decimal),
         gauge("kv_usage_peak", "peak KV", "highest share of the KV budget owned", "usage_max", words.percent),
-        gauge("waste_share", "waste", waste, "waste_share", words.percent),
-    ]
+        gauge("waste_share", "waste", "slots reserved but unused, share of reserved, mean in the steady window",
+              "waste_share", words.percent),
+        number_column("preemptions", "pre\u00adempted", "preemptions, all repeats",
+                      lambda c: c.counter("num_preemptions_total"), words.count),
+        RECOMPUTED,
+        Column("prefix_hit_rate", f"prefix hits{f' ({cache_state})' if cache_state else ''}",
+               "share of prompt tokens found in the prefix cache; small: what prompts and declared cache state allow, "
+               "and whether nothing shows that the cache was in that state (not verified)", _hits),
+        Column("open_after_last_ms", "open after last chunk ms", "median time that a stream stayed open after its "
+               "last chunk: not in E2EL, but a user's next request waits for it; small: its share of the requests' "
+               "time", _open_after_last),
+        Column("failed", "failed", "failed requests, all repeats", _failed),
+        Column("canaries_wrong", "canaries wrong", "requests with known answers, all repeats", _canaries),
+    ]  # fmt: skip
+    return cell_table(every, comparisons.by_load, {"configuration", "load", "output_tokens_per_s", "failed"})
 
 
 def _latency_figures() -> list[Figure]:
@@ -251,11 +235,10 @@ def _key(shown: Figure) -> str:
     return f"{shown.metric.path}_{shown.statistic}"
 
 
-def flat_rows(run: Run) -> list[dict[str, Any]]:
-    """Plain numbers for summary.csv: the table plus what the table abbreviates."""
-    table = main_table(run)
+def flat_rows(table: ReportTable, comparisons: Comparisons) -> list[dict[str, Any]]:
+    """Plain numbers for summary.csv: the table of all cells plus what it abbreviates."""
     rows = []
-    for row, cell in zip(table.rows, run.by_load, strict=True):
+    for row, cell in zip(table.rows, comparisons.by_load, strict=True):
         shown = {column.key: value.sort for column, value in zip(table.columns, row.values, strict=True)}
         flat = _identity(cell)
         flat |= {key: value for key, value in shown.items() if key not in flat}
@@ -267,7 +250,7 @@ def flat_rows(run: Run) -> list[dict[str, Any]]:
         if s := spread(cell.throughput()):
             bounds = {"min": s.low, "max": s.high, "window": _WINDOWS[cell.has_steady]}
             flat |= {f"output_tokens_per_s_{end}": value for end, value in bounds.items()}
-        ref = reference(run, cell.load)
+        ref = comparisons.references.get(cell.load)
         if ref is not None and (ratio := served(cell, ref, THROUGHPUT)) is not None:
             low, high = ratio.spread
             flat |= {"ratio_to": ref.name, "ratio_min": low, "ratio_max": high, "ratio_verdict": str(ratio.call)}
@@ -422,51 +405,105 @@ def _failed(cell: MeasuredCell) -> Value:
 # --- The tables beside it ---
 
 
-def failure_table(run: Run) -> Table:
+def cell_parts(
+    table: ReportTable,
+    comparisons: Comparisons,
+    slo: str,
+    missing: Sequence[str],
+    problems: Sequence[str],
+) -> tuple[Section, ...]:
+    """All cells, those that were planned and not measured too, and what failed.
+
+    ``missing``: ids of cells; ``problems``: loads that failed as a whole.
+    """  # fmt: skip
+    empty = (Value("–"),) * (len(table.columns) - 1)
+    absent = tuple(Row(None, (Value(cell, cell, "not measured"), *empty), "missing") for cell in missing)
+    note = cells_note(table, comparisons, slo)
+    return (
+        Section("cells", "All cells", ReportTable(table.columns, table.rows + absent), note, folded=False),
+        Section("failures", "Failures", failure_table(comparisons.by_load, problems)),
+    )
+
+
+def failure_table(cells: Sequence[MeasuredCell], problems: Sequence[str]) -> ReportTable:
     """Failed requests by cell and kind, with the most frequent message; loads that failed as a whole first."""
-    rows = [Row(None, (*texts(text), *(Value("–"),) * 3)) for text in run.problems]
-    for cell in run.by_load:
+    rows = [Row(None, (*texts(text), *(Value("–"),) * 3)) for text in problems]
+    for cell in cells:
         for kind, each in cell.failure_messages.items():
             failure, count = f"{kind}: {each.message}", f"{each.requests} of {cell.sent}"
             rows.append(Row(cell, texts(cell.name, cell.load.short, failure, count), cell.load))
     return listed_table(("configuration", "load", "failure", "requests"), rows, numbers_from=3)
 
 
-def effect_table(run: Run) -> Table:
+def compared_heads() -> list[str]:
+    """The heading of each metric in which configurations are compared."""
+    return [figure(metric).title.replace("tokens/s", "tok/s") for metric in compared()]
+
+
+def setting_parts(comparisons: Comparisons) -> tuple[Section, ...]:
+    """Each setting alone, and the steps of a changing rate."""
+    title = f"Each setting alone, as {comparisons.clock}"
+    return (
+        Section("effects", title, effect_table(comparisons), effects_note(comparisons)),
+        Section("plateaus", "Step by step of the rate", plateau_table(comparisons.cells), PLATEAU_NOTE),
+    )
+
+
+def effect_table(comparisons: Comparisons) -> ReportTable:
     """One setting changed alone: ratios to the baseline, setting by setting, the highest load first."""
-    listed = effects(run)
+    listed = comparisons.alone
     changed = list(dict.fromkeys((e.setting, str(e.value)) for e in listed))
     settings = list(dict.fromkeys(setting for setting, _ in changed))
     listed.sort(key=lambda e: (settings.index(e.setting), changed.index((e.setting, str(e.value))), -e.cell.load.value))
     rows = []
     for e in listed:
         change = " → ".join(value_words(e.setting, value) for value in (e.baseline_value, e.value))
-        ratios = (ratio_value(e.cell, e.base, metric) for metric in COMPARED)
+        ratios = (ratio_value(e.cell, e.base, metric) for metric in compared())
         shown = (*texts(setting_title(e.setting), change, e.cell.load.short), *ratios)
         rows.append(Row(e.cell if e.base.valid else e.base, shown, change))
-    return listed_table(("setting", "change", "load", *HEADS), rows, numbers_from=3)
+    return listed_table(("setting", "change", "load", *compared_heads()), rows, numbers_from=3)
 
 
-def class_table(run: Run) -> Table:
-    """Latencies by class of request, the most urgent first; empty when there are fewer than two classes."""
-    table = _group_table(run, "class", lambda cell: cell.latency_groups("per_class"))
-    return table if len({row.group for row in table.rows}) > 1 else NO_TABLE
+def effects_note(comparisons: Comparisons) -> str:
+    """What stands under the table of effects."""
+    ids = [effect.cell.cell_id for effect in comparisons.alone]
+    ratios = [[comparisons.served.get((cell_id, metric)) for cell_id in ids] for metric in compared()]
+    seen = _smallest_effects(dict(zip(compared_heads(), ratios, strict=True)))
+    return f"Ratio to the baseline, paired by repeat: median and, small, lowest to highest. {RATIO_MARKS}. {seen}"
 
 
-def turn_table(run: Run) -> Table:
-    """Latencies of the first and of later turns of conversations; empty for a workload without."""
-    titles = {"first": "first turn", "later": "later turns"}
+def plateau_table(cells: Sequence[MeasuredCell]) -> ReportTable:
+    """What each step of a changing rate came to, cell by cell; empty where no rate changes."""
+    rows = []
+    for cell in cells:
+        steps = [repeat.metrics.plateaus for repeat in cell.repeats]
+        if len({len(each) for each in steps}) == 1:
+            for repeats in zip(*steps, strict=True):
+                rows.append(Row(cell, texts(cell.name, *plateau_row(repeats)), cell.name))
+    return listed_table(("configuration", *PLATEAU_HEADS), rows, numbers_from=1)
 
-    def per_turn(cell: MeasuredCell) -> Mapping[str, GroupLatencies]:
-        found = cell.latency_groups("per_turn")
-        return {title: found[key] for key, title in titles.items() if key in found}
 
-    return _group_table(run, "turn", per_turn)
+def group_parts(cells: Sequence[MeasuredCell]) -> tuple[Section, ...]:
+    """Latencies by class of request, where there are several, and of the first and later turns of conversations."""
+    classes = _group_table(cells, "class", {})
+    if len({row.group for row in classes.rows}) < 2:
+        classes = NO_TABLE
+    turns = _group_table(cells, "turn", {"first": "first turn", "later": "later turns"})
+    return (
+        Section("classes", "By class of request", classes, f"Raw samples. {UNCERTAIN_NOTE}"),
+        Section("turns", "By turn of the conversation", turns, "Raw samples of all repeats."),
+    )
 
 
-def _group_table(run: Run, head: str, groups: Callable[[MeasuredCell], Mapping[str, GroupLatencies]]) -> Table:
-    """Latencies of groups of requests: the highest load first, then by priority, group by group."""
-    listed = [(cell, name, summary) for cell in run.by_load for name, summary in groups(cell).items()]
+def _group_table(cells: Sequence[MeasuredCell], head: str, titles: Mapping[str, str]) -> ReportTable:
+    """Latencies of groups of requests: the highest load first, then by priority, group by group.
+
+    ``titles``: of the groups in their order; all that there are without any.
+    """
+    listed = []
+    for cell in cells:
+        groups = cell.latency_groups(f"per_{head}")
+        listed += [(cell, titles.get(key, key), groups[key]) for key in titles or groups if key in groups]
     names = list(dict.fromkeys(name for _, name, _ in listed))
     loads = list(dict.fromkeys(cell.load for cell, _, _ in listed))
     urgency = {name: summary.priority or 0 for _, name, summary in listed}
@@ -488,17 +525,6 @@ def _of_group(summary: GroupLatencies, shown: Figure) -> Value:
     """A percentile of a group's latencies, marked where it is of too few samples."""
     samples, value = summary.distribution(shown.metric.path), summary.value(shown.path)
     return Value(words.ms(value) + UNCERTAIN * (shown.statistic in samples.uncertain), value)
-
-
-def plateau_table(run: Run) -> Table:
-    """What each step of a changing rate came to, cell by cell; empty where no rate changes."""
-    rows = []
-    for cell in run.cells:
-        steps = [repeat.metrics.plateaus for repeat in cell.repeats]
-        if len({len(each) for each in steps}) == 1:
-            for repeats in zip(*steps, strict=True):
-                rows.append(Row(cell, texts(cell.name, *plateau_row(repeats)), cell.name))
-    return listed_table(("configuration", *PLATEAU_HEADS), rows, numbers_from=1)
 
 
 # --- Sentences of the tables ---
@@ -527,65 +553,19 @@ def served_words(cell: MeasuredCell) -> str:
     return f"served {cell.count('completed')} of {cell.sent} requests and refused the others ({why})"
 
 
-def effects_note(run: Run) -> str:
-    """What stands under the table of effects."""
-    pairs = [(effect.cell, effect.base) for effect in effects(run)]
-    ratios = {head: [served(*pair, metric) for pair in pairs] for head, metric in zip(HEADS, COMPARED, strict=True)}
-    seen = _smallest_effects(ratios)
-    return f"Ratio to the baseline, paired by repeat: median and, small, lowest to highest. {RATIO_MARKS}. {seen}"
-
-
-def with_missing(run: Run, table: Table) -> Table:
-    """Cells that were planned and not measured as rows of their own."""
-    empty = (Value("–"),) * (len(table.columns) - 1)
-    cells = () if run.not_kept else run.missing
-    missing = tuple(Row(None, (Value(cell, cell, "not measured"), *empty), "missing") for cell in cells)
-    return Table(table.columns, table.rows + missing)
-
-
-def cells_note(run: Run, table: Table) -> str:
+def cells_note(table: ReportTable, comparisons: Comparisons, slo: str) -> str:
     """What stands under the table of all cells, about the marks that it has."""
-    slo = words.slo_words(run.load_section.get("slo"))
-    against = [(cell, reference(run, cell.load)) for cell in run.cells]
+    against = [(cell, comparisons.references.get(cell.load)) for cell in comparisons.cells]
     ratios = [served(cell, ref, THROUGHPUT) for cell, ref in against if ref is not None and ref is not cell]
     entries = [value.text + value.note for row in table.rows for value in row.values]
     sentences = {
         f"Medians over repeats, small: lowest to highest; of the steady window, else marked {WHOLE_RUN}. Ratios are "
         f"paired by repeat: {RATIO_MARKS}.": True,
         f"{words.upper_first(MEDIANS)}: the ratio of the medians shown.": any(MEDIANS in text for text in entries),
-        _smallest_effects({HEADS[0]: ratios}): True,
+        _smallest_effects({"output tok/s": ratios}): True,
         f"Latencies: raw samples of the requests due in the steady window, else marked {WHOLE_RUN}.": True,
         CHUNKS_NOTE: any(TOKENS_A_CHUNK in text for text in entries),
         f"Goodput: requests/s that met {slo}.": bool(slo),
         UNCERTAIN_NOTE: any(UNCERTAIN in text for text in entries),
     }
     return " ".join(text for text, holds in sentences.items() if holds and text)
-
-
-# --- The parts of the chapters ---
-
-
-def cell_parts(run: Run) -> tuple[Section, ...]:
-    """All cells, and their failures."""
-    cells = main_table(run)
-    note = cells_note(run, cells)
-    return (
-        Section("cells", "All cells", with_missing(run, cells), note, folded=False),
-        Section("failures", "Failures", failure_table(run)),
-    )
-
-
-def setting_parts(run: Run) -> tuple[Section, ...]:
-    """Each setting alone, and the steps of a changing rate."""
-    return (
-        Section("effects", f"Each setting alone, as {run.clock}", effect_table(run), effects_note(run)),
-        Section("plateaus", "Step by step of the rate", plateau_table(run), PLATEAU_NOTE),
-    )
-
-
-def group_parts(run: Run) -> tuple[Section, ...]:
-    """Latencies by groups of requests."""
-    return (
-        Section("classes", "By class of request", class_table(run), f"Raw samples. {UNCERTAIN_NOTE}"),
-        Section("turns", "By turn of the conversation", turn_table(run), "Raw samples of all repeats."),
-    )

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.table import Table
 from rich.text import Text
 
 from kvbench.common.console import make_table
 from kvbench.effects.comparison import Call, Comparison
-from kvbench.report.comparisons import CALLS, NOT_TOLD, THROUGHPUT, TTFT, in_engine_time, interval, leaders
+from kvbench.report.comparisons import CALLS, NOT_TOLD, THROUGHPUT, TTFT, Comparisons, interval, leaders
+from kvbench.report.document import Document
 from kvbench.report.engine_time import engine_time_table
 from kvbench.report.provenance import on_what
-from kvbench.report.tables import MEDIANS, WHOLE_RUN, Value, main_table, served_words
-from kvbench.runs.model import MeasuredCell, Run
+from kvbench.report.tables import MEDIANS, WHOLE_RUN, Value, served_words
+from kvbench.runs.engine_time import EngineTime
+from kvbench.runs.model import MeasuredCell
 
 _HEADS = {
     "configuration": "configuration",
@@ -35,22 +39,22 @@ _STYLES = {"better": "green", "worse": "red"}
 _NAME_WIDTH = 17
 
 
-def console_table(run: Run) -> Table:
+def console_table(report: Document) -> Table:
     """The columns that fit 80 characters; markup in names is shown, not interpreted.
 
     Print it with ``print_table(..., drop_first=DROP_FIRST)``.
     """
-    table = main_table(run)
+    table, run, by_load = report.cells, report.decision.run, report.decision.comparisons.by_load
     shown = [(i, column.key) for i, column in enumerate(table.columns) if column.key in _HEADS]
     heads = [_HEADS[key] for _, key in shown]
     what = f"simulated on {on_what(run)} · " if run.simulated else ""
     made = make_table(heads, title=f"{run.workload} · {what}{run.folder.name} · latencies in ms", tight=True)
     for column, head in zip(made.columns, heads, strict=True):
         column.min_width = _NAME_WIDTH if column is made.columns[0] else len(head)
-    best = {load: leaders(run, load) for load in run.loads}
-    marked = {key for columns in best.values() for key, found in columns.items() if found}
+    best = {load: leaders(report.decision.comparisons.at(load)) for load in report.decision.comparisons.loads}
+    marked = {key for columns in best.values() for key, calls in columns.items() if calls}
     load = None
-    for row, cell in zip(table.rows, run.by_load, strict=True):
+    for row, cell in zip(table.rows, by_load, strict=True):
         if cell.load != load:
             if load is not None:
                 made.add_section()
@@ -60,7 +64,7 @@ def console_table(run: Run) -> Table:
         for key in marked & entries.keys():
             _mark(entries[key], best[load][key].get(cell.name))
         made.add_row(*entries.values())
-    made.caption, made.caption_justify = _caption(made, run), "left"
+    made.caption, made.caption_justify = _caption(made, by_load), "left"
     return made
 
 
@@ -71,15 +75,15 @@ def _mark(entry: Text, call: Call | None) -> None:
         entry.stylize("bold")
 
 
-def _caption(table: Table, run: Run) -> Text | None:
+def _caption(table: Table, cells: Sequence[MeasuredCell]) -> Text | None:
     """What the marks in ``table`` mean, a line each; None without marks."""
     entries = "".join(str(entry) for column in table.columns for entry in column.cells)
     lines = [Text(text) for mark, text in _MARKS.items() if mark in entries]
-    wrong = [cell for cell in run.by_load if cell.wrong_answers]
+    wrong = [cell for cell in cells if cell.wrong_answers]
     doubts = [f"! WRONG ANSWERS: {c.name} at {c.load.short}, {c.wrong_answers[0]}" for c in wrong]
-    refused = [cell for cell in run.by_load if cell.doubt == "refused"]
+    refused = [cell for cell in cells if cell.doubt == "refused"]
     doubts += [f"! {cell.name} at {cell.load.short} {served_words(cell)}" for cell in refused]
-    doubts += ["! invalid measurement"] if any(cell.doubt == "invalid" for cell in run.cells) else []
+    doubts += ["! invalid measurement"] if any(cell.doubt == "invalid" for cell in cells) else []
     lines += [Text(text, style="red") for text in doubts]
     return Text("\n").join(lines) if lines else None
 
@@ -97,9 +101,9 @@ def _entry(key: str, value: Value, cell: MeasuredCell) -> Text:
     return Text(text, style=_STYLES.get(value.mark, ""))
 
 
-def engine_time_console(run: Run) -> Table | None:
+def engine_time_console(comparisons: Comparisons, known: EngineTime | None) -> Table | None:
     """The change of output tokens/s and p95 TTFT for a terminal of 80 columns; None without it."""
-    table, known = engine_time_table(run), run.engine_time
+    table = engine_time_table(comparisons, known)
     if not table.rows or known is None:
         return None
     title = f"against the baseline, engine time{'' if known.finished else ' (unfinished)'} · change in %"
@@ -111,7 +115,7 @@ def engine_time_console(run: Run) -> Table | None:
             group = row.group
             made.add_row(Text(row.cell.load.short if row.cell else "not served yet", style="bold"))
         cell_id = row.cell.cell_id if row.cell else row.values[0].text
-        effects = [in_engine_time(run, cell_id, metric) for metric in (THROUGHPUT, TTFT)]
+        effects = [known.of(cell_id, metric) for metric in (THROUGHPUT, TTFT)]
         calls |= {effect.call for effect in effects if effect}
         made.add_row(Text(f"  {row.values[0].text}"), *map(_in_one_line, effects))
     caption = "tok/s of the whole run; ahead: for the better" + "\nopen: not decided" * (Call.UNDECIDED in calls)

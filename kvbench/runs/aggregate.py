@@ -11,7 +11,7 @@ import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from kvbench.metrics.latency import in_steady
 from kvbench.metrics.latency import pooled as pool_samples
 from kvbench.metrics.model import Figures, LoadMetrics, LoadOutcome, Plateau, PooledLatencies, flatten
 from kvbench.runs.folder import RunFolder
-from kvbench.runs.results import Capacity, CellLoad, CellSummary, LoadResult, RepeatSummary, Spread
+from kvbench.runs.results import Capacity, CellLoad, CellSummary, LoadResult, Manifest, RepeatSummary, Spread
 from kvbench.runs.tables import read_table
 from kvbench.workload.design import Cell, LoadPoint
 
@@ -61,17 +61,7 @@ def spread(values: Sequence[float]) -> Spread:
     )
 
 
-@dataclass(frozen=True)
-class TargetFacts:
-    """What is known of the measured engine: its name, its model, capacity by configuration, and how it is simulated."""
-
-    backend: str | None = None
-    model: str | None = None
-    capacity: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    simulated: Mapping[str, Any] | bool | None = None
-
-
-def aggregate_cell(run: RunFolder, cell: Cell, facts: TargetFacts) -> CellSummary | None:
+def aggregate_cell(run: RunFolder, cell: Cell, manifest: Manifest) -> CellSummary | None:
     """Writes the cell's files from its finished loads; None when there is none yet.
 
     Disturbed loads are left out if others are valid: ``invalid_repeats`` has their reasons. A load that is invalid for
@@ -99,15 +89,15 @@ def aggregate_cell(run: RunFolder, cell: Cell, facts: TargetFacts) -> CellSummar
     if wrong := "".join(path.read_text(encoding="utf-8") for path in wrong_files if path.is_file()):
         write_text(folder / WRONG_ANSWERS, wrong)
     counters = {r: _counters(path) for r, path in loads.items()}
-    summary = _summary(cell, loads, results, counters, requests, facts)
-    section = run.manifest().load_section if run.manifest_path.is_file() else {}
+    summary = _summary(cell, loads, results, counters, requests, manifest)
+    section = manifest.load_section
     load = cell.load if cell.load.request_rate is not None else replace(cell.load, request_rate=_mean_rate(requests))
     vllm = vllm_fields(
         _vllm_metrics(summary),
         load,
         date=summary.repeats[0].started_at or "",
-        backend=facts.backend,
-        model=facts.model,
+        backend=manifest.backend,
+        model=(manifest.model or {}).get("name"),
         burstiness=section.get("burstiness"),
         max_concurrency=section.get("max_concurrency"),
     )
@@ -183,7 +173,7 @@ def _summary(
     results: Mapping[int, LoadResult],
     counters: Mapping[int, Mapping[str, Any]],
     requests: pd.DataFrame,
-    facts: TargetFacts,
+    manifest: Manifest,
 ) -> CellSummary:
     configuration, load = cell.configuration, cell.load
     flat = [flatten({**result.metrics.to_json(), "server": counters[r]}) for r, result in results.items()]
@@ -193,7 +183,7 @@ def _summary(
     wrong = tuple(f"repeat {r}: {result.wrong_answers}" for r, result in results.items() if result.wrong_answers)
     canaries = counted(requests)
     return CellSummary(
-        **({"simulated": facts.simulated} if facts.simulated else {}),
+        **({"simulated": manifest.simulated.to_json()} if manifest.simulated else {}),
         cell_id=cell.cell_id,
         config_id=configuration.config_id,
         label=configuration.label,
@@ -209,7 +199,7 @@ def _summary(
             arrivals=load.arrivals if load.mode == "open" else None,
         ),
         notes=_notes(loads),
-        capacity=Capacity.model_validate(facts.capacity.get(configuration.config_id, {})),
+        capacity=manifest.capacity.get(configuration.config_id, Capacity()),
         repeats=tuple(_repeat(r, result, counters[r]) for r, result in results.items()),
         aggregate={name: spread([v[name] for v in flat if name in v]) for name in names},
         pooled=pooled_latencies(requests, {r: result.metrics for r, result in results.items()}),

@@ -103,7 +103,7 @@ class EngineTime(Record):
 
 
 def read_engine_time(run: Path) -> EngineTime | None:
-    """None for a run whose engines were not measured in engine time, not to the end of a launch, or in another format.
+    """None for a run whose engines were not measured in engine time, not to the end of a launch, or in format 1.
 
     Raises UsageError for a damaged file.
     """
@@ -111,7 +111,7 @@ def read_engine_time(run: Path) -> EngineTime | None:
     if not path.is_file():
         return None
     stored = read_json(path)
-    if isinstance(stored, dict) and stored.get("format") != EngineTime.FORMAT:
+    if isinstance(stored, dict) and stored.get("format") == 1:
         return None
     stored = read_record(EngineTime, path, "engine time is left out; `kvbench sweep` of the workload measures it anew")
     return stored if stored.effects else None

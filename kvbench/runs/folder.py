@@ -55,7 +55,7 @@ class RunFolder:
             )
         if not isinstance(stored, dict) or not {"workload", "plan"} <= stored.keys():
             raise UsageError(f"{self.manifest_path} is not the manifest of a sweep: give the folder of a run")
-        if (written := stored.get("format", Manifest.FORMAT)) != Manifest.FORMAT:
+        if (written := stored.get("format")) != Manifest.FORMAT:
             raise UsageError(
                 f"{self.path} has the format {written!r}, and this kvbench reads {Manifest.FORMAT}: use the kvbench "
                 f"that measured it{_measured_with(stored)}, or measure again"

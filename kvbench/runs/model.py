@@ -35,6 +35,7 @@ from kvbench.runs.results import (
     Capacity,
     MachineReport,
     Manifest,
+    SimulatedMachine,
     prefix_hits,
 )
 from kvbench.runs.tables import GAUGES, REQUESTS, read_table
@@ -340,9 +341,9 @@ class Run:
         return self.manifest.backend in (None, "kvbench") or bool(self.simulated)
 
     @property
-    def simulated(self) -> Mapping[str, Any]:
-        """On what a simulated run ran, and where its step times came from; empty for a measured run."""
-        return self.manifest.simulated or {}
+    def simulated(self) -> SimulatedMachine | None:
+        """On what a simulated run ran, and where its step times came from; None for a measured run."""
+        return self.manifest.simulated
 
     @property
     def clock(self) -> str:

@@ -83,6 +83,7 @@ class LoadResult(Record):
     """
 
     FORMAT: ClassVar[int] = 1
+    MAY_LACK_FORMAT: ClassVar[bool] = True
 
     cell_id: str = ""
     repeat: int = 0
@@ -206,6 +207,7 @@ class CellSummary(Record):
     """
 
     FORMAT: ClassVar[int] = 1
+    MAY_LACK_FORMAT: ClassVar[bool] = True
     model_config = ConfigDict(extra="allow")
 
     simulated: Mapping[str, Any] | bool | None = None
@@ -253,6 +255,41 @@ class Processor(Record):
     cores_total: int | None = None
 
 
+class Gpu(Record):
+    """A GPU, as ``kvbench.common.machine.gpus`` tells it."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: str | None = None
+    driver_version: str | None = None
+
+
+class Environment(Record):
+    """Code, versions and machine, as ``kvbench.common.machine.environment`` tells them."""
+
+    git: GitState = GitState()
+    versions: Mapping[str, str | None] = {}
+    cpu: Processor = Processor()
+    gpus: tuple[Gpu, ...] = ()
+    memory_bytes: int | None = None
+    os: str | None = None
+
+
+class Resumed(Environment):
+    """A time that measuring went on, the environment then, and what differed from before.
+
+    servers: those that differed from what was measured before, by configuration
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    at: str = ""
+    forced: bool = False
+    differences: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
+    servers: Mapping[str, ServerInfo] = {}
+
+
 class PlannedBlock(Record):
     """One fresh server: its configuration, its repeat and the cells it is measured with."""
 
@@ -281,7 +318,81 @@ class SetAside(Record):
     folder: str | None = None
 
 
-class Manifest(Record):
+class ClusterMachine(Record):
+    """A machine of a Ray cluster that runs cells. ``device``: the processor, or the GPUs."""
+
+    node_id: str = ""
+    device: str | tuple[str | None, ...] | None = None
+    git: GitState = GitState()
+    code_sha256: str = ""
+    versions: Mapping[str, str | None] = {}
+
+
+class LostBlock(Record):
+    """A block whose machine was lost. ``loads_kept``: how many of its loads had an outcome by then."""
+
+    block_id: str
+    machine: str
+    reason: str
+    loads_kept: int
+
+
+class Executor(Record):
+    """The machines that ran the cells. ``loads``: by cell and repeat, the machine."""
+
+    kind: Literal["ray"] = "ray"
+    cells_need: str = ""
+    machines: Mapping[str, ClusterMachine] = {}
+    loads: Mapping[str, Mapping[str, str]] = {}
+    lost: tuple[LostBlock, ...] = ()
+
+
+class RunningServer(Record):
+    """What the command line said of a server that runs already."""
+
+    model: str | None = None
+    vocab_size: int | None = None
+    max_model_len: int | None = None
+    tokenizer: str | None = None
+    api_key_env: str | None = None
+    tls_ca_file: str | None = None
+    no_tls_verify: bool | None = None
+
+
+class SimulatedMachine(Record):
+    """On what a simulated run ran, and where its step times came from."""
+
+    model_config = ConfigDict(extra="allow")
+
+    device: str | None = None
+    tensor_parallel: int | None = None
+    model: str | None = None
+    cost_model: str | None = None
+    ops: str | None = None
+    calibration: str | None = None
+
+
+class MeasuredTarget(Record):
+    """What is measured, under the names of the command line. ``simulated``: on what a simulation runs."""
+
+    target: str | Mapping[str, Any] | None = None
+    serve_cmd: str | None = None
+    preset: str | None = None
+    target_args: str | None = None
+    target_python: str | None = None
+    exact: bool | None = None
+    target_options: RunningServer = RunningServer()
+    backend: str | None = None
+    shared_machine: bool = False
+    simulated: SimulatedMachine | None = None
+
+    @property
+    def is_built_in(self) -> bool:
+        """Tests whether it is the built-in engine, launched by its own command."""
+        return self.backend == "kvbench" and not self.serve_cmd
+
+
+class Manifest(Environment, MeasuredTarget):
     """What a sweep measured, with what, on what: manifest.json. Fields that only some targets have are kept too."""
 
     FORMAT: ClassVar[int] = 1
@@ -294,25 +405,16 @@ class Manifest(Record):
     workload_file: str | None = None
     profile: str | None = None
     command: tuple[str, ...] = ()
-    git: GitState = GitState()
-    versions: Mapping[str, str | None] = {}
-    cpu: Processor = Processor()
-    gpus: tuple[Mapping[str, Any], ...] = ()
-    memory_bytes: int | None = None
-    os: str | None = None
     device: str | Mapping[str, Any] | None = None
     dtype: str | None = None
     kernel_backend: str | None = None
     num_threads: int | str | None = None
     seeds: Mapping[str, int | None] = {}
-    shared_machine: bool = False
     started: str | None = None
     ended: str | None = None
     model: Mapping[str, Any] | None = None
-    backend: str | None = None
-    target: str | Mapping[str, Any] | None = None
+    capacity: Mapping[str, Capacity] = {}
     only: tuple[str, ...] | None = None
-    serve_cmd: str | None = None
     calibration: Mapping[str, Any] | None = None
     plan: tuple[PlannedBlock, ...] = ()
     failures: tuple[FailedLoad, ...] = ()
@@ -320,11 +422,11 @@ class Manifest(Record):
     set_aside: tuple[SetAside, ...] = ()
     notes: tuple[str, ...] = ()
     servers: Mapping[str, ServerInfo] = {}
-    resumed: tuple[Mapping[str, Any], ...] = ()
+    resumed: tuple[Resumed, ...] = ()
+    executor: Executor | None = None
     max_minutes: float | None = None
     measured_s: float | None = None
     lockstep_minutes: float | None = None
-    simulated: Mapping[str, Any] | None = None
 
     @property
     def complete(self) -> bool:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from kvbench.common.errors import UsageError
-from kvbench.common.files import as_stored, read_json, utc_now
+from kvbench.common.files import as_stored, utc_now
 from kvbench.common.machine import environment
 from kvbench.common.text import and_more
-from kvbench.runs.folder import RunFolder
-from kvbench.runs.results import INCOMPLETE, Manifest
+from kvbench.runs.results import Environment, GitState, Gpu, Manifest, MeasuredTarget, Resumed
 from kvbench.runs.server_info import ServerInfo
 from kvbench.workload.file import Workload, differing_keys, resolve
 
@@ -24,6 +24,7 @@ from kvbench.workload.file import Workload, differing_keys, resolve
 _IDENTITY = ("model", "load_format", "seed", "dtype", "device", "kernel_backend", "num_threads")
 _TARGET = ("target", "serve_cmd", "preset", "target_args", "target_python", "exact", "simulated")
 _RUNNING_SERVER = ("model", "vocab_size", "max_model_len", "tokenizer")  # what was measured; not how it is reached
+_OF_A_PROCESSOR = ("model", "architecture", "cores")
 _MIX = "or add --force to continue anyway: the manifest then records both, and the results mix them"
 
 
@@ -41,77 +42,66 @@ def planned_cells(manifest: Manifest, patterns: Sequence[str]) -> tuple[str, ...
     return tuple(cell for cell in planned if any(cell in cells for cells in matched.values()))
 
 
-def require_same_workload(run: RunFolder, workload: Workload) -> None:
-    """Raises UsageError when ``run`` was started with another workload than ``workload``, as it runs on the target."""
-    now = as_stored(workload.resolved)
-    if keys := differing_keys(run.manifest().workload, now):
+def require_same_workload(path: Path, manifest: Manifest, workload: Workload) -> None:
+    """Raises UsageError when the run was started with another workload than ``workload``, as it runs on the target."""
+    if keys := differing_keys(manifest.workload, as_stored(workload.resolved)):
         raise UsageError(
-            f"{run.path} was started with another workload; it differs in {and_more(keys, 5)}: resume it with "
+            f"{path} was started with another workload; it differs in {and_more(keys, 5)}: resume it with "
             "`kvbench sweep --resume FOLDER` alone (the stored workload), or start a new run without --resume"
         )
 
 
 def reopen(
-    run: RunFolder,
-    served: Mapping[str, Any],
-    *,
-    force: bool,
-    something_left: bool,
-    now: Mapping[str, Any] | None = None,
-) -> tuple[dict[str, Any], list[str]]:
+    path: Path, begun: Manifest, target: MeasuredTarget, *, force: bool, now: Environment | None = None
+) -> tuple[Manifest, list[str]]:
     """The manifest of a run to resume, and remarks for the user.
 
-    ``served``: the manifest's entries for the target as it is now; ``now``: the environment of the machines that
-    measure, None: this one's. A run with nothing left is opened even if something
-    has changed: nothing will be measured. Raises UsageError when something differs and ``force`` is not given.
+    ``target``: as it is now; ``now``: the environment of the machines that measure, None: this one's. Raises UsageError
+    when something differs and ``force`` is not given.
     """
-    before = run.manifest().to_json()
-    opened = read_json(run.manifest_path) | {"status": INCOMPLETE, "failures": []}
-    if not something_left:
-        return opened, []
-    now = environment() if now is None else now
-    differences, remarks = environment_differences(before, now)
-    differences += _changed(*({key: facts.get(key) for key in _TARGET} for facts in (before, served)))
-    options = [facts.get("target_options") or {} for facts in (before, served)]
-    differences += _changed(*({key: each.get(key) for key in _RUNNING_SERVER} for each in options))
+    now = now or Environment(**environment())
+    differences, remarks = environment_differences(begun, now)
+    differences += _changed(*({name: getattr(each, name) for name in _TARGET} for each in (begun, target)))
+    servers = (each.target_options for each in (begun, target))
+    differences += _changed(*({name: getattr(each, name) for name in _RUNNING_SERVER} for each in servers))
     if differences and not force:
         raise UsageError(
-            f"{run.path} was started under other conditions than now: {'; '.join(differences)}. Go back to those, "
+            f"{path} was started under other conditions than now: {'; '.join(differences)}. Go back to those, "
             f"start a new run without --resume, {_MIX}"
         )
-    entry = {"at": utc_now(), **now, "forced": force, "differences": differences, "remarks": remarks}
-    opened["resumed"] = [*before.get("resumed", ()), entry]
-    return opened, remarks + [f"--force: this run now mixes conditions: {d}" for d in differences]
+    entry = Resumed(at=utc_now(), forced=force, differences=tuple(differences), remarks=tuple(remarks), **now.fields())
+    begun = begun.model_copy(update={"resumed": (*begun.resumed, entry)})
+    return begun, remarks + [f"--force: this run now mixes conditions: {each}" for each in differences]
 
 
-def environment_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """What makes two environments incomparable, and what only might; both as ``machine.environment()`` returns them.
-
-    What ``before`` does not record is not compared.
-    """
-    differences, remarks = _git_differences(before.get("git") or {}, now["git"])
-    differences += _changed(before.get("versions") or {}, now["versions"])
-    cpu = {key: value for key, value in (before.get("cpu") or {}).items() if key in ("model", "architecture", "cores")}
-    differences += [f"processor {text}" for text in _changed(cpu, now["cpu"])]
-    if "gpus" in before:
-        differences += _changed({"GPUs": _gpu_names(before["gpus"])}, {"GPUs": _gpu_names(now["gpus"])})
+def environment_differences(before: Environment, now: Environment) -> tuple[list[str], list[str]]:
+    """What makes two environments incomparable, and what only might; what ``before`` does not record is left out."""
+    differences, remarks = _git_differences(before.git, now.git)
+    differences += _changed(before.versions, now.versions)
+    then, here = (
+        {name: getattr(each.cpu, name) for name in _OF_A_PROCESSOR if name in each.cpu.model_fields_set}
+        for each in (before, now)
+    )
+    differences += [f"processor {text}" for text in _changed(then, here)]
+    if "gpus" in before.model_fields_set:
+        differences += _changed(*({"GPUs": _gpu_names(each.gpus)} for each in (before, now)))
     return differences, remarks
 
 
 def resumed_differences(manifest: Manifest) -> list[str]:
     """What differed each time a run was resumed."""
-    return list(dict.fromkeys(each for entry in manifest.resumed for each in entry.get("differences") or ()))
+    return list(dict.fromkeys(each for entry in manifest.resumed for each in entry.differences))
 
 
-def _git_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    if "sha" not in before:
+def _git_differences(before: GitState, now: GitState) -> tuple[list[str], list[str]]:
+    if "sha" not in before.model_fields_set:
         return [], []
-    if before["sha"] != now.get("sha"):
-        return [f"commit ({before.get('short_sha')} then, {now.get('short_sha')} now)"], []
-    if bool(before.get("dirty")) != bool(now.get("dirty")):
-        then, here = (("some" if state.get("dirty") else "none") for state in (before, now))
+    if before.sha != now.sha:
+        return [f"commit ({before.short_sha} then, {now.short_sha} now)"], []
+    if bool(before.dirty) != bool(now.dirty):
+        then, here = ("some" if state.dirty else "none" for state in (before, now))
         return [f"uncommitted changes ({then} then, {here} now)"], []
-    if now.get("dirty"):
+    if now.dirty:
         return [], [
             "the working tree has uncommitted changes, as when the run was started; kvbench does not check that they "
             "are the same"
@@ -129,17 +119,16 @@ def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return [f"{key} ({word(before[key])} then, {word(now[key])} now)" for key in keys]
 
 
-def _gpu_names(gpus: Sequence[Mapping[str, Any]]) -> str:
-    return ", ".join(f"{gpu.get('name')} with driver {gpu.get('driver_version')}" for gpu in gpus) or "none"
+def _gpu_names(gpus: Sequence[Gpu]) -> str:
+    return ", ".join(f"{gpu.name} with driver {gpu.driver_version}" for gpu in gpus) or "none"
 
 
-def server_differences(manifest: Mapping[str, Any], config_id: str, info: ServerInfo) -> list[str]:
-    """How a server differs from the servers that this run has measured before.
+def server_differences(servers: Mapping[str, ServerInfo], config_id: str, info: ServerInfo) -> list[str]:
+    """How a server differs from the ``servers`` that this run has measured before.
 
     Compared with the server of the same configuration, else with one of the same model and the same device settings:
     weights, what the server settled on, and its versions. What either does not tell is not compared.
     """
-    servers = {name: ServerInfo.model_validate(stored) for name, stored in (manifest.get("servers") or {}).items()}
     alike = (other for other in servers.values() if _identity(other) == _identity(info))
     before = servers.get(config_id) or next(alike, None)
     if before is None:
@@ -161,17 +150,23 @@ def _told(facts: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in facts.items() if value not in (None, "")}
 
 
-def accept_server(manifest: dict[str, Any], config_id: str, info: ServerInfo, *, force: bool) -> None:
-    """Raises UsageError when this server must not be measured in this run; with ``force`` it is recorded instead."""
-    found = server_differences(manifest, config_id, info)
-    if not found:
-        return
+def accept_server(manifest: Manifest, config_id: str, info: ServerInfo, *, force: bool) -> Manifest:
+    """The manifest of a run that may go on with this server; with ``force`` it records how the server differs.
+
+    Raises UsageError where it differs, and ``force`` is not given.
+    """
+    differences = server_differences(manifest.servers, config_id, info)
+    if not differences:
+        return manifest
     if not force:
         raise UsageError(
-            f"the server of {config_id} is not what this run has measured so far: {'; '.join(found)}. Serve the "
+            f"the server of {config_id} is not what this run has measured so far: {'; '.join(differences)}. Serve the "
             f"same again, start a new run without --resume, {_MIX}"
         )
-    entry = manifest["resumed"][-1]  # --force comes with --resume only
-    entry["differences"] = list(dict.fromkeys([*entry.get("differences", ()), *found]))
-    told = info.model_dump(include={"model", "resolved", "versions"}, exclude_unset=True)
-    entry.setdefault("servers", {})[config_id] = told
+    *earlier, last = manifest.resumed  # --force comes with --resume only
+    facts = info.model_dump(include={"model", "resolved", "versions"}, exclude_unset=True)
+    update = {
+        "differences": tuple(dict.fromkeys([*last.differences, *differences])),
+        "servers": {**last.servers, config_id: ServerInfo(**facts)},
+    }
+    return manifest.model_copy(update={"resumed": (*earlier, last.model_copy(update=update))})

@@ -29,7 +29,7 @@ from kvbench.runs.predictions import Predicted
 from kvbench.runs.read import read_run
 from kvbench.simulation import cost_model, measured_run
 from kvbench.simulation.choose import gpu_machine
-from kvbench.simulation.cost_model import Calibration, Checked, CostModel, Provenance
+from kvbench.simulation.cost_model import Checked, CostCalibration, Provenance
 from kvbench.simulation.drive import SettingsByName
 from kvbench.simulation.machine import Machine
 from kvbench.simulation.measured_run import MeasuredRun, RunPrediction, predict, series_errors
@@ -80,7 +80,7 @@ def fitted_by_default(machine: Machine, run: MeasuredRun) -> list[str]:
     return names
 
 
-def fit_run(run: MeasuredRun, machine: Machine, names: Sequence[str]) -> Calibration:
+def fit_run(run: MeasuredRun, machine: Machine, names: Sequence[str]) -> CostCalibration:
     """The calibration of ``machine`` with which ``run`` comes out as measured; ``names``: of its fields.
 
     As many figures of the run are met as there are names: each figure is taken as linear in all of them, from
@@ -183,7 +183,7 @@ def logged_work(prompt: int, decodes: int, kv_slots: int) -> StepWork:
     return StepWork(((prompt, 0),) if prompt else (), decodes, context, mean, decodes + bool(prompt))
 
 
-def fit_steps(log: LoggedSteps, machine: Machine, settings: SettingsByName, names: Sequence[str]) -> Calibration:
+def fit_steps(log: LoggedSteps, machine: Machine, settings: SettingsByName, names: Sequence[str]) -> CostCalibration:
     """The calibration, and in its provenance the errors on the last third of the steps, to which nothing is fitted.
 
     names: of LOG_NAMES. A step takes its kernels times ``kernels``, plus ``host_s``, plus in steps with prompts
@@ -200,20 +200,15 @@ def fit_steps(log: LoggedSteps, machine: Machine, settings: SettingsByName, name
     cut = round(len(kernels) * (1 - _HELD_OUT))
     values = dict(zip(names, robust_nnls(matrix[:cut], seconds[:cut]).tolist(), strict=True))
     fitted = machine.corrections.model_copy(update=values)
-    held_out = _log_errors(dataclasses.replace(machine, calibration=fitted).step_timer(config), log, cut)
+    timer = dataclasses.replace(machine, calibration=fitted).step_timer(config)
+    predicted, taken = np.array([timer(work).total for work in log.works[cut:]]), log.seconds[cut:]
+    held_out = {
+        "total": float(predicted.sum() / taken.sum() - 1),
+        "median_step": float(np.median(np.abs(predicted / taken - 1))),
+        "steps": float(len(taken)),
+    }
     source = provenance_of(machine, names, step_log=log.name, held_out_last_third=held_out)
     return fitted.model_copy(update={"provenance": source})
-
-
-def _log_errors(timer: CostModel, log: LoggedSteps, cut: int) -> dict[str, float]:
-    """Errors of the steps from ``cut`` on: predicted over measured total - 1, and the median step's distance."""
-    predicted = np.array([timer(work).total for work in log.works[cut:]])
-    measured = log.seconds[cut:]
-    return {
-        "total": float(predicted.sum() / measured.sum() - 1),
-        "median_step": float(np.median(np.abs(predicted / measured - 1))),
-        "steps": float(len(measured)),
-    }
 
 
 _HELD_OUT_RUN = "not fitted to it"
@@ -257,12 +252,12 @@ class _Runs:
         device, model, gpus = measured_run.machine_for(run, self.device, self.model, self.gpus)
         return run, gpu_machine(device, model, gpus, self.ops)
 
-    def predict(self, folder: Path, calibration: Calibration, how: str) -> Iterator[_Prediction]:
+    def predict(self, folder: Path, calibration: CostCalibration, how: str) -> Iterator[_Prediction]:
         run, machine = self.read(folder)
         for way, applied in (("no calibration", None), (how, calibration)):
             yield _Prediction(run, way, predict(run, dataclasses.replace(machine, calibration=applied)))
 
-    def fit(self, path: Path, names: Sequence[str], console: Console) -> Calibration:
+    def fit(self, path: Path, names: Sequence[str], console: Console) -> CostCalibration:
         """Fits the fields ``names`` to the run, or to the step log, at ``path``."""
         if path.is_dir():
             run, machine = self.read(path)

@@ -14,7 +14,8 @@ from kvbench.capacity.model import plan_model
 from kvbench.common.errors import UsageError
 from kvbench.common.option_rules import flag
 from kvbench.common.text import data_size, listing
-from kvbench.simulation.cost_model import Calibration, read_calibration
+from kvbench.runs.results import MeasuredTarget
+from kvbench.simulation.cost_model import CostCalibration, read_calibration
 from kvbench.simulation.drive import SettingsByName
 from kvbench.simulation.instrument import BACKEND, SimulatedTarget, checked
 from kvbench.simulation.machine import Machine
@@ -146,7 +147,7 @@ def machine_of(section: SimulateSection, model: str) -> Machine:
 
 
 def gpu_machine(
-    device: str, model: str, gpus: int | None, ops: Path | None, calibration: Calibration | None = None
+    device: str, model: str, gpus: int | None, ops: Path | None, calibration: CostCalibration | None = None
 ) -> Machine:
     """``gpus``: None: as many as ``device`` says, as 4xA100-80GB. Raises UsageError as ``machine_of``."""
     count, gpu = parse_gpus(device)
@@ -190,7 +191,7 @@ def simulated_target(workload: Workload, notes: Sequence[str] = ()) -> ChosenTar
         workload,
         lambda: SimulatedTarget(machine, facts),
         lambda settings: checked(machine, settings),
-        {**dict.fromkeys(STORED), "backend": BACKEND, "shared_machine": False, "simulated": facts},
+        MeasuredTarget(**dict.fromkeys(STORED), backend=BACKEND, shared_machine=False, simulated=facts),
         refuses=refusal,
         notes=tuple(notes),
         start_guess_s=_START_GUESS_S,

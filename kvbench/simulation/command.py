@@ -28,12 +28,12 @@ from kvbench.runs.results import COST_NOTES
 from kvbench.simulation.choose import Options, files_digest, machine_of, profile_of, simulated_workload
 from kvbench.simulation.drive import ROUTERS
 from kvbench.simulation.pool import RayOptions, map_simulations
-from kvbench.simulation.recorder import Figures, FleetFigures
+from kvbench.simulation.recorder import FleetFigures, SimulatedFigures
 from kvbench.simulation.run import (
     FIRST_RATE,
-    Facts,
-    RateSearch,
+    SimulatedRateSearch,
     Simulation,
+    SimulationFacts,
     SimulationJob,
     find_rate,
     simulate,
@@ -60,7 +60,13 @@ def simulate_command(*, given: Collection[str], workload: str | None, **options:
     conditions = _conditions(options["find_max_rate"], options["request_rate"])
     folder: Path | None = options["output_dir"]
     if folder is not None:
-        _check_folder(folder, searching=bool(conditions))
+        if conditions:
+            raise UsageError(
+                "--find-max-rate keeps no files: leave --output-dir out, or simulate the rate that it finds"
+            )
+        check_output_dir(folder)
+        if folder.is_dir() and any(folder.iterdir()):
+            raise UsageError(f"--output-dir {folder} is not empty: give a new one")
     jobs, notes = _jobs(workload, options)
     if any("goodput" in condition.text for condition in conditions) and any(job.load.slo is None for job in jobs):
         raise UsageError(
@@ -70,7 +76,7 @@ def simulate_command(*, given: Collection[str], workload: str | None, **options:
     for note in notes:
         say(f"note: {note}")
     console = Console()
-    results = _search(jobs, conditions, options) if conditions else _simulate(jobs, options)
+    results = _run_all(jobs, conditions, options)
     if options["as_json"]:
         facts = [result.to_json() for result in results]
         print_plain(console, json.dumps(as_stored(facts if len(facts) > 1 else facts[0]), indent=1))
@@ -83,14 +89,6 @@ def simulate_command(*, given: Collection[str], workload: str | None, **options:
     return 0
 
 
-def _check_folder(folder: Path, *, searching: bool) -> None:
-    if searching:
-        raise UsageError("--find-max-rate keeps no files: leave --output-dir out, or simulate the rate that it finds")
-    check_output_dir(folder)
-    if folder.is_dir() and any(folder.iterdir()):
-        raise UsageError(f"--output-dir {folder} is not empty: give a new one")
-
-
 def _conditions(slo: str | None, rates: Sequence[float] | None) -> tuple[Condition, ...]:
     """The conditions of a search, which begins at one of ``rates``; none without a search."""
     if slo is not None and rates and (len(rates) > 1 or math.isinf(rates[0])):
@@ -101,21 +99,15 @@ def _conditions(slo: str | None, rates: Sequence[float] | None) -> tuple[Conditi
         raise UsageError(f"--find-max-rate: {error}") from None
 
 
-def _ray(options: Options) -> RayOptions | None:
-    return RayOptions(options["ray_address"], options["ray_wait"]) if options["executor"] == "ray" else None
-
-
-def _search(jobs: Sequence[SimulationJob], conditions: Sequence[Condition], options: Options) -> list[RateSearch]:
-    how = {name: options[name] for name in ("run_seconds", "tolerance")}
-    search = partial(find_rate, conditions=conditions, **how)
-    with status_line(Console(stderr=True), f"simulating {plural(len(jobs), 'load')}"):
-        return map_simulations(search, {job.name: job for job in jobs}, options["processes"], _ray(options))
-
-
-def _simulate(jobs: Sequence[SimulationJob], options: Options) -> list[Simulation]:
-    """What came of each job, in their order, while progress is told."""
-    by_name, ray = {job.name: job for job in jobs}, _ray(options)
+def _run_all(jobs: Sequence[SimulationJob], conditions: Sequence[Condition], options: Options) -> list[Any]:
+    """What came of each job, a ``Simulation`` or with conditions a search, in their order, while progress is told."""
+    by_name = {job.name: job for job in jobs}
+    ray = RayOptions(options["ray_address"], options["ray_wait"]) if options["executor"] == "ray" else None
     with status_line(Console(stderr=True), f"simulating {plural(len(jobs), 'load')}") as update:
+        if conditions:
+            how = {name: options[name] for name in ("run_seconds", "tolerance")}
+            search = partial(find_rate, conditions=conditions, **how)
+            return map_simulations(search, by_name, options["processes"], ray)
         if ray is not None:
             packed = map_simulations(simulate_and_pack, by_name, options["processes"], ray)
             for job, (_, files) in zip(jobs, packed, strict=True):
@@ -150,7 +142,7 @@ def _jobs(workload: str | None, options: Options) -> tuple[list[SimulationJob], 
             load_name += f" at most {users} in flight"
         for replicas, router in itertools.product(options["replicas"], routers):
             name = load_name + (f", {plural(replicas, 'replica')}, {router}" if max(options["replicas"]) > 1 else "")
-            facts = Facts(
+            facts = SimulationFacts(
                 name=name,
                 machine=machine.title,
                 cost_model=machine.cost_model,
@@ -258,16 +250,16 @@ def show(console: Console, results: Sequence[Simulation]) -> None:
         print_table(console, _table("replica", _OF_A_REPLICA, numbered, "each replica, simulated"))
 
 
-def _latencies(figures: Figures) -> dict[str, Distribution]:
+def _latencies(figures: SimulatedFigures) -> dict[str, Distribution]:
     values = {name: getattr(figures, METRICS[name].path) for name in _LATENCIES}
-    return {name: distribution for name, distribution in values.items() if distribution is not None}
+    return {name: distribution for name, distribution in values.items() if distribution.n}
 
 
 def _entry(values: Distribution, which: str) -> str:
     return milliseconds(getattr(values, which)) + ("*" if which in values.uncertain else "")
 
 
-def _table(head: str, names: Sequence[str], figures: Mapping[str, Figures], title: str) -> Table:
+def _table(head: str, names: Sequence[str], figures: Mapping[str, SimulatedFigures], title: str) -> Table:
     columns = [_COLUMNS[name] for name in names]
     rows = [(name, *(text(one) for _, text in columns)) for name, one in figures.items()]
     return make_table((head, *(heading for heading, _ in columns)), rows, title=title)
@@ -316,7 +308,7 @@ def _step_lines(f: FleetFigures) -> Iterator[str]:
         yield f"by what they do: {listing([f'{name} {percent(share)}' for share, name in classes])}"
 
 
-def _failures(f: Figures) -> list[str]:
+def _failures(f: SimulatedFigures) -> list[str]:
     unsent = f", and {plural(f.not_sent, 'later turn')} not sent" if f.not_sent else ""
     text = f"{plural(f.failed, 'request')} refused{unsent}; the first: {f.first_failure}"
     return [text] if f.failed else []
@@ -340,12 +332,12 @@ def _cost_notes(figures: FleetFigures) -> list[str]:
     return [f"of the step times: {note}" for note in figures.notes[COST_NOTES]]
 
 
-def _machine_line(facts: Facts) -> str:
+def _machine_line(facts: SimulationFacts) -> str:
     fleet = f"{facts.replica_count} replicas of " if facts.replica_count > 1 else ""
     return f"nothing is measured: {fleet}{facts.model} on {facts.machine}; step times: {facts.cost_model}"
 
 
-def search_table(console: Console, results: Sequence[RateSearch]) -> None:
+def search_table(console: Console, results: Sequence[SimulatedRateSearch]) -> None:
     """What ``find_rate`` found, a line each, and why the next higher rate missed."""
     rows = []
     for result in results:

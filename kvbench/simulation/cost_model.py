@@ -84,7 +84,7 @@ class Provenance(BaseModel):
     checked: list[Checked] | None = None
 
 
-class Calibration(BaseModel):
+class CostCalibration(BaseModel):
     """What data sheets and operator tables do not have. The defaults add and correct nothing.
 
     host_s, host_per_sequence_s: CPU time of a step and of each of its sequences [s]; with asynchronous scheduling it
@@ -107,28 +107,28 @@ class Calibration(BaseModel):
     provenance: Provenance = Provenance()
 
 
-class _File(Calibration):
+class _CalibrationFile(CostCalibration):
     """A calibration as JSON."""
 
     format: int = Field(ge=_FORMAT, le=_FORMAT)
 
 
-def read_calibration(path: Path) -> Calibration:
+def read_calibration(path: Path) -> CostCalibration:
     """Raises UsageError for a file that is none."""
     stored = read_json(path)
     if isinstance(stored, dict) and "format" in stored and isinstance(stored["format"], str):
         raise UsageError(f"{path} has unit costs, which are for --device this-cpu: give a calibration of a GPU")
     try:
-        return Calibration.model_validate(_File.model_validate(stored).model_dump(exclude={"format"}))
+        return CostCalibration.model_validate(_CalibrationFile.model_validate(stored).model_dump(exclude={"format"}))
     except ValidationError as error:
         raise UsageError(f"{path} is no calibration of a cost model: {explain(error, '')[0]}") from None
 
 
-def write_calibration(path: Path, calibration: Calibration) -> None:
+def write_calibration(path: Path, calibration: CostCalibration) -> None:
     write_json(path, {"format": _FORMAT, **calibration.model_dump(exclude_none=True)})
 
 
-TYPICAL = Calibration(prompt_layer_s=110e-6)
+TYPICAL = CostCalibration(prompt_layer_s=110e-6)
 """Where nothing is measured: what the runs that docs/simulation.md names have in common."""
 
 
@@ -162,7 +162,7 @@ class GpuShare:
 class CostModel:
     """A step's time from its work. ``seconds``: of all steps so far, by class of CLASSES."""
 
-    def __init__(self, calibration: Calibration, share: GpuShare) -> None:
+    def __init__(self, calibration: CostCalibration, share: GpuShare) -> None:
         self.calibration, self.share = calibration, share
         self.seconds = dict.fromkeys(CLASSES, 0.0)
         self._prompt_s = calibration.prompt_layer_s * share.layers
@@ -191,16 +191,10 @@ class CostModel:
             move = share.move_seconds(work)
             seconds["move"] += move
         if tokens := work.tokens:
-            gemm, experts, attention, elementwise, head = self.kernels(work)
-            if (scale := calibration.kernels) != 1.0:
-                gemm, experts, attention = gemm * scale, experts * scale, attention * scale
-                elementwise, head = elementwise * scale, head * scale
-            seconds["gemm"] += gemm
-            seconds["experts"] += experts
-            seconds["attention"] += attention
-            seconds["elementwise"] += elementwise
-            seconds["head"] += head
-            execute = gemm + experts + attention + elementwise
+            *layers, head = (part * calibration.kernels for part in self.kernels(work))
+            for name, part in zip(Kernels._fields, (*layers, head), strict=True):
+                seconds[name] += part
+            execute = sum(layers)
             if work.prefills:
                 execute += self._prompt_s
                 seconds["launches"] += self._prompt_s
@@ -233,7 +227,13 @@ class Roofline(CostModel):
     """A data sheet's step times: an operator takes about as long as its arithmetic or its bytes, the longer."""
 
     def __init__(
-        self, model: PlannedModel, gpu: GPU, gpus: int, kv_cache_dtype: str, calibration: Calibration, share: GpuShare
+        self,
+        model: PlannedModel,
+        gpu: GPU,
+        gpus: int,
+        kv_cache_dtype: str,
+        calibration: CostCalibration,
+        share: GpuShare,
     ) -> None:
         super().__init__(calibration, share)
         performance, config, weights = gpu.performance, model.config, weights_of(model)

@@ -12,6 +12,7 @@ memory grows with the requests that run and wait, and not with the load.
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -44,10 +45,8 @@ class Replica:
     def __init__(
         self, config: EngineConfig, capacity: KVCapacity, vocab_size: int, step_time: StepTimer, number: int = 0
     ) -> None:
-        self.number = number
-        self.clock = VirtualClock()
-        self.step_time = step_time
-        self.step_began = 0.0
+        self.number, self.step_time = number, step_time
+        self.clock, self.step_began = VirtualClock(), 0.0
         pipelined = bool(config.async_scheduling)
         self._executor = SimulatedExecutor(vocab_size, step_time, self.clock, pipelined=pipelined)
         config = replace(config, async_scheduling=pipelined)
@@ -106,7 +105,7 @@ Router = Callable[[RequestSpec, Sequence[Replica]], Replica]
 
 
 @dataclass(slots=True)
-class Ended:
+class EndedRequest:
     """A request that has ended.
 
     due, sent: when it was to be sent, and when it was [s]
@@ -146,8 +145,8 @@ class _Conversation:
 
 
 @dataclass(slots=True)
-class _InFlight:
-    ended: Ended
+class _RequestInFlight:
+    ended: EndedRequest
     conversation: _Conversation
     left: int  # of its sequences
     plain: bool  # one sequence, whose tokens are not needed afterwards
@@ -175,7 +174,7 @@ class Drive:
         self,
         replicas: Sequence[Replica],
         conversations: Iterable[Sequence[RequestSpec]],
-        on_end: Callable[[Ended], None],
+        on_end: Callable[[EndedRequest], None],
         *,
         users: int | None = None,
         most_in_flight: int | None = None,
@@ -190,15 +189,15 @@ class Drive:
         self._most = most_in_flight if users is None else None
         self._due: list[tuple[float, int, _Conversation]] = []  # a heap
         self._held: deque[tuple[float, _Conversation]] = deque()  # due, but the client has too many open
-        self._in_flight: dict[str, _InFlight] = {}
-        self._number = 0
+        self._in_flight: dict[str, _RequestInFlight] = {}
+        self._numbers = itertools.count(1)
 
     def run(self) -> None:
         """Runs until every request has ended."""
-        for _ in range(1 if self._users is None else self._users):
+        for _ in range(self._users or 1):
             self._plan_next(self._began)
         while True:
-            busy = [replica for replica in self._replicas if replica.busy]
+            busy = (replica for replica in self._replicas if replica.busy)
             first = min(busy, key=lambda replica: replica.clock.now, default=None)
             if self._due and (first is None or self._due[0][0] <= first.clock.now):
                 due, _, conversation = heapq.heappop(self._due)
@@ -218,8 +217,7 @@ class Drive:
                 return
 
     def _plan(self, due: float, conversation: _Conversation) -> None:
-        self._number += 1  # of two that are due at once, the first planned goes first
-        heapq.heappush(self._due, (due, self._number, conversation))
+        heapq.heappush(self._due, (due, next(self._numbers), conversation))  # of two at once the first planned
 
     def _plan_next(self, now: float) -> None:
         """Plans the next conversation: of a user that is free ``now``, or at its arrival."""
@@ -235,10 +233,9 @@ class Drive:
         if spec.new_tokens:  # the conversation as it went
             spec = replace(spec, prompt_token_ids=conversation.prompt)
         replica = self._router(spec, self._replicas)
-        ended = Ended(drawn, due, now, replica.number)
-        self._number += 1
+        ended = EndedRequest(drawn, due, now, replica.number)
         try:
-            replica.add(request_id := str(self._number), spec, now)
+            replica.add(request_id := str(next(self._numbers)), spec, now)
         except ValueError as error:
             ended.reason, ended.error = "refused", str(error)
             ended.status = 429 if isinstance(error, QueueFull) else 400
@@ -246,7 +243,7 @@ class Drive:
             return
         conversation.prompt = spec.prompt_token_ids or ()
         plain = spec.n == 1 and spec.session is None and not spec.chooses
-        self._in_flight[request_id] = _InFlight(ended, conversation, spec.n, plain)
+        self._in_flight[request_id] = _RequestInFlight(ended, conversation, spec.n, plain)
 
     def _take(self, replica: Replica, output: TokenOutput) -> None:
         request = self._in_flight[output.request_id]
@@ -268,7 +265,7 @@ class Drive:
             del self._in_flight[output.request_id]
             self._end(ended, request.conversation, now)
 
-    def _end(self, ended: Ended, conversation: _Conversation, now: float) -> None:
+    def _end(self, ended: EndedRequest, conversation: _Conversation, now: float) -> None:
         """Hands the request on, and plans what follows it: its next turn, a held request, its user's next one."""
         conversation.turn += 1
         if ended.error is not None:
@@ -294,24 +291,18 @@ cache_threshold, balance_abs_threshold, balance_rel_threshold)."""
 
 
 def round_robin() -> Router:
-    """Each replica in turn."""
-    turn = -1
-
-    def choose(spec: RequestSpec, replicas: Sequence[Replica]) -> Replica:
-        nonlocal turn
-        turn = (turn + 1) % len(replicas)
-        return replicas[turn]
-
-    return choose
+    """Returns the router that takes each replica in turn."""
+    turns = itertools.count()
+    return lambda spec, replicas: replicas[next(turns) % len(replicas)]
 
 
-def least_loaded() -> Router:
-    """The replica with the fewest sequences that run or wait; of several, the first."""
-    return lambda spec, replicas: min(replicas, key=lambda replica: replica.outstanding)
+def least_loaded(spec: RequestSpec, replicas: Sequence[Replica]) -> Replica:
+    """Chooses the replica with the fewest sequences that run or wait; of several, the first."""
+    return min(replicas, key=lambda replica: replica.outstanding)
 
 
-def prefix_aware() -> Router:
-    """The replica whose prefix cache holds most of the prompt, unless the load is too uneven.
+def prefix_aware(spec: RequestSpec, replicas: Sequence[Replica]) -> Replica:
+    """Chooses the replica whose prefix cache holds most of the prompt, unless the load is too uneven.
 
     If the busiest replica has more than 64 requests more than the idlest, and more than 1.5 times as many, the least
     loaded one gets the request. Otherwise the replica with the longest cached prefix gets it if that is more than 0.3
@@ -320,20 +311,15 @@ def prefix_aware() -> Router:
     their changes (llm-d, NVIDIA Dynamo); and of a prompt that is in no cache, SGLang's goes to the replica with the
     smallest memory of prompts.
     """
-
-    def choose(spec: RequestSpec, replicas: Sequence[Replica]) -> Replica:
-        loads = [replica.outstanding for replica in replicas]
-        most, least = max(loads), min(loads)
-        if most - least > BALANCE_ABS_THRESHOLD and most > BALANCE_REL_THRESHOLD * least:
-            return replicas[loads.index(least)]
-        cached = cached_tokens(spec, replicas)
-        longest = max(cached)
-        if longest <= CACHE_THRESHOLD * len(spec.prompt_token_ids or ()):
-            return replicas[loads.index(least)]
-        holders = [number for number, tokens in enumerate(cached) if tokens == longest]
-        return replicas[min(holders, key=loads.__getitem__)]
-
-    return choose
+    loads = [replica.outstanding for replica in replicas]
+    most, least = max(loads), min(loads)
+    uneven = most - least > BALANCE_ABS_THRESHOLD and most > BALANCE_REL_THRESHOLD * least
+    cached = [0] if uneven else cached_tokens(spec, replicas)
+    longest = max(cached)
+    if longest <= CACHE_THRESHOLD * len(spec.prompt_token_ids or ()):
+        return replicas[loads.index(least)]
+    holders = [number for number, tokens in enumerate(cached) if tokens == longest]
+    return replicas[min(holders, key=loads.__getitem__)]
 
 
 def cached_tokens(spec: RequestSpec, replicas: Sequence[Replica]) -> list[int]:
@@ -345,6 +331,6 @@ def cached_tokens(spec: RequestSpec, replicas: Sequence[Replica]) -> list[int]:
 
 ROUTERS: dict[str, Callable[[], Router]] = {
     "round-robin": round_robin,
-    "least-loaded": least_loaded,
-    "prefix-aware": prefix_aware,
+    "least-loaded": lambda: least_loaded,
+    "prefix-aware": lambda: prefix_aware,
 }

@@ -36,7 +36,7 @@ from kvbench.requests.request import RequestList, RequestSpec, conversations, di
 from kvbench.runs.metric_names import SIMULATED_SECONDS as SECONDS
 from kvbench.runs.results import COST_NOTES, Capacity, LoadResult, WarmUpResult
 from kvbench.runs.server_info import ServerInfo
-from kvbench.simulation.drive import TURNAROUND_S, Drive, Ended, Replica, SettingsByName, prime
+from kvbench.simulation.drive import TURNAROUND_S, Drive, EndedRequest, Replica, SettingsByName, prime
 from kvbench.simulation.machine import Machine
 from kvbench.targets.base import ModelFacts, Target
 from kvbench.targets.builtin import known_capacity
@@ -118,7 +118,7 @@ _ENDED_A_REPORT = 64
 _GUESS_TOKENS_PER_S = 60_000.0  # of answers, of real time on one core
 
 
-class Readings:
+class SampledReadings:
     """The engine's gauges and counters at even distances of virtual time: at most ``_MOST_READINGS`` of a load.
 
     They begin ``_FIRST_INTERVAL_S`` apart; where there are too many, every other one is dropped and the distance
@@ -170,10 +170,26 @@ class SimulatedInstrument(TargetInstrument):
         self.loads += 1
         before = target.metrics()
         ended, readings = self._drive(target, point, requests)
-        rows = [row_of(end) for end in with_unsent(ended, requests)]
+        rows = [row_of(one) for one in with_unsent(ended, requests)]
         with write_atomically(out / "requests.parquet") as scratch:
             pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), scratch)
-        outcome = _outcome(point, server.load, requests, ended, target.replica.cost_notes)
+        samples = [Sample(one.spec, 0, one.due, one.sent, (one.times or [one.sent])[-1], Completion()) for one in ended]
+        notes = target.replica.cost_notes
+        outcome = LoadOutcome(
+            clock=CLOCK,
+            duration_s=max((sample.end for sample in samples), default=0.0),
+            mode=point.mode,
+            concurrency=point.concurrency,
+            max_concurrency=server.load.max_concurrency,
+            request_rate=point.request_rate,
+            num_requests=len(requests),
+            completed=sum(one.error is None for one in ended),
+            failed=sum(one.error is not None for one in ended),
+            incomplete=False,
+            max_in_flight=most_in_flight(samples),
+            client=ClientFigures(),
+            notes=requests.notes | ({COST_NOTES: notes} if notes else {}),
+        )
         write_record(out / "load.json", outcome)
         metrics = summarise(pd.DataFrame(rows), outcome, server.load.slo.model_dump() if server.load.slo else None)
         read = ServerReadings(before, readings, target.metrics())
@@ -194,13 +210,13 @@ class SimulatedInstrument(TargetInstrument):
 
     def _drive(
         self, target: SimulatedTarget, point: LoadPoint, requests: Sequence[RequestSpec]
-    ) -> tuple[list[Ended], list[MetricsSample]]:
+    ) -> tuple[list[EndedRequest], list[MetricsSample]]:
         """Sends all requests; how they ended, and what was read of the engine meanwhile."""
-        ended: list[Ended] = []
-        readings, began = Readings(target), time.monotonic()
+        ended: list[EndedRequest] = []
+        readings, began = SampledReadings(target), time.monotonic()
         failed = steps = 0
 
-        def on_end(one: Ended) -> None:
+        def on_end(one: EndedRequest) -> None:
             nonlocal failed
             ended.append(one)
             failed += one.error is not None
@@ -238,14 +254,17 @@ def prepare(target: SimulatedTarget, load: LoadConfig, requests: Sequence[Reques
     target.replica.rewind()
 
 
-def with_unsent(ended: Sequence[Ended], requests: Sequence[RequestSpec]) -> list[Ended]:
+def with_unsent(ended: Sequence[EndedRequest], requests: Sequence[RequestSpec]) -> list[EndedRequest]:
     """Every request in the order of the load; turns after a refused one were not sent."""
     sent = {one.spec.index: one for one in ended}
     last = {one.spec.session: one.sent for one in ended}
-    return [sent.get(r.index) or Ended(r, last[r.session], last[r.session], 0, reason=SESSION_BROKEN) for r in requests]
+    unsent = [spec for spec in requests if spec.index not in sent]
+    for spec in unsent:
+        sent[spec.index] = EndedRequest(spec, last[spec.session], last[spec.session], 0, reason=SESSION_BROKEN)
+    return [sent[spec.index] for spec in requests]
 
 
-def row_of(one: Ended) -> Mapping[str, Any]:
+def row_of(one: EndedRequest) -> Mapping[str, Any]:
     """A row of requests.parquet."""
     if one.reason == SESSION_BROKEN or one.error is not None:
         refused = one.error is not None
@@ -256,25 +275,3 @@ def row_of(one: Ended) -> Mapping[str, Any]:
     sequences = one.sequences or None
     row = result_row(one.spec, one.due, one.sent, one.times, tokens, one.cached, one.reason, (), sequences)
     return {**row, "queued_s": one.sent - one.due}
-
-
-def _outcome(
-    point: LoadPoint, load: LoadConfig, requests: RequestList, ended: Sequence[Ended], cost_notes: list[str]
-) -> LoadOutcome:
-    """What the load left behind besides its rows: load.json."""
-    samples = [Sample(one.spec, 0, one.due, one.sent, (one.times or [one.sent])[-1], Completion()) for one in ended]
-    return LoadOutcome(
-        clock=CLOCK,
-        duration_s=max((sample.end for sample in samples), default=0.0),
-        mode=point.mode,
-        concurrency=point.concurrency,
-        max_concurrency=load.max_concurrency,
-        request_rate=point.request_rate,
-        num_requests=len(requests),
-        completed=sum(one.error is None for one in ended),
-        failed=sum(one.error is not None for one in ended),
-        incomplete=False,
-        max_in_flight=most_in_flight(samples),
-        client=ClientFigures(),
-        notes=requests.notes | ({COST_NOTES: cost_notes} if cost_notes else {}),
-    )

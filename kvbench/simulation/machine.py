@@ -13,7 +13,7 @@ from kvbench.capacity.model import PlannedModel
 from kvbench.capacity.weights import experts_of, weights_of
 from kvbench.common.errors import UsageError
 from kvbench.common.text import format_bytes, listing
-from kvbench.simulation.cost_model import TYPICAL, Calibration, GpuShare, Roofline
+from kvbench.simulation.cost_model import TYPICAL, CostCalibration, GpuShare, Roofline
 from kvbench.simulation.drive import Replica, SettingsByName, StepTimer
 from kvbench.simulation.tables import MeasuredOperators, Tables
 
@@ -35,7 +35,7 @@ class Machine:
     gpu: GPU
     gpus: int = 1
     tables: Tables | None = None
-    calibration: Calibration | None = None
+    calibration: CostCalibration | None = None
 
     def __post_init__(self) -> None:
         self.check()
@@ -83,9 +83,9 @@ class Machine:
         return f"{source}, calibrated{f' on {run}' if run else ''}{f' ({fitted.device})' if fitted.device else ''}"
 
     @property
-    def corrections(self) -> Calibration:
+    def corrections(self) -> CostCalibration:
         """The calibration that counts: with a data sheet alone, what is typical takes the place of one."""
-        return self.calibration or (Calibration() if self.tables else TYPICAL)
+        return self.calibration or (CostCalibration() if self.tables else TYPICAL)
 
     @property
     def vocab_size(self) -> int:

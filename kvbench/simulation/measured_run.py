@@ -22,8 +22,9 @@ from kvbench.common.errors import UsageError
 from kvbench.common.files import read_json
 from kvbench.common.schema import explain
 from kvbench.requests.request import RequestSpec
-from kvbench.simulation.drive import Drive, Ended, Replica, SettingsByName
+from kvbench.simulation.drive import Drive, EndedRequest, Replica, SettingsByName
 from kvbench.simulation.machine import Machine
+from kvbench.simulation.tables import plain_name
 
 _TOKEN_IDS = 1 << 13  # of made-up prompts; fewer than any vocabulary has
 _SERIES = ("t", "running", "kv_cache_pct")
@@ -172,7 +173,7 @@ def _tpot(times: Iterable[tuple[float, float, int]]) -> np.ndarray:
 
 
 def _read_file(path: Path, model: type[File]) -> File:
-    """A file that may be missing. Raises UsageError."""
+    """Reads a file that may be missing. Raises UsageError."""
     try:
         return model.model_validate(read_json(path) if path.is_file() else {})
     except ValidationError as error:
@@ -220,12 +221,16 @@ class _Observed(Replica):
 
 def predict(run: MeasuredRun, machine: Machine) -> RunPrediction:
     """Simulates the run again on ``machine``. Raises UsageError where it cannot be, or the model does not fit."""
-    budget = {} if run.slots is None else {"kv_budget": _budget(run.slots, run.settings, machine)}
-    config, capacity = machine.settle({**run.settings, **budget})
+    config, capacity = machine.settle(run.settings)
+    if run.slots is not None:  # the bytes that hold as many tokens as the measured engine did
+        assert config.max_model_len is not None
+        table = config.max_num_seqs * -(-config.max_model_len // config.page_size) * PAGE_TABLE_ENTRY_BYTES
+        budget = run.slots * machine.kv_shape().slot_bytes(config.kv_cache_dtype) + table
+        config, capacity = machine.settle({**run.settings, "kv_budget": budget})
     cost = machine.step_timer(config)
     replica = _Observed(config, capacity, machine.vocab_size, cost)
     replica.seen = {}
-    ended: dict[int, Ended] = {}
+    ended: dict[int, EndedRequest] = {}
     series: list[tuple[float, int, float]] = []
 
     def after(replica: Replica, _: Any) -> None:
@@ -249,14 +254,6 @@ def predict(run: MeasuredRun, machine: Machine) -> RunPrediction:
         seconds=dict(cost.seconds),
         notes=cost.notes(),
     )
-
-
-def _budget(slots: int, settings: SettingsByName, machine: Machine) -> int:
-    """Bytes that hold as many tokens as the measured engine did."""
-    config, _ = machine.settle(settings)
-    assert config.max_model_len is not None
-    table = config.max_num_seqs * -(-config.max_model_len // config.page_size) * PAGE_TABLE_ENTRY_BYTES
-    return slots * machine.kv_shape().slot_bytes(config.kv_cache_dtype) + table
 
 
 def series_errors(run: MeasuredRun, predicted: RunPrediction) -> dict[str, float]:
@@ -284,11 +281,7 @@ def machine_for(run: MeasuredRun, device: str | None, model: str | None, gpus: i
     for name, given, stated in (("device", device, run.device), ("model", model, run.model)):
         if not given and not stated:
             raise UsageError(f"{run.name} does not say on which {name} it ran: give --{name}")
-        if given and stated and not _same_name(given, stated):
+        plain = [plain_name(word) for word in (given, stated) if word]
+        if len(plain) == 2 and plain[0] not in plain[1] and plain[1] not in plain[0]:
             raise UsageError(f"{run.name} ran on the {name} {stated}, and --{name} is {given}: leave it out")
     return str(device or run.device), str(model or run.model), gpus or run.gpus or 1
-
-
-def _same_name(given: str, stated: str) -> bool:
-    plain = [name.rsplit("/", 1)[-1].lower().replace("-", "").replace(" ", "") for name in (given, stated)]
-    return plain[0] in plain[1] or plain[1] in plain[0]

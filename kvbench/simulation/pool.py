@@ -16,7 +16,17 @@ from typing import TypeVar
 
 from kvbench.common.errors import MeasurementError, UsageError, say
 from kvbench.common.processes import die_with
-from kvbench.common.ray_cluster import MAX_LOST, Cluster, Ended, Lost, Node, Raised, TaskSlots, cluster_at, usable_nodes
+from kvbench.common.ray_cluster import (
+    MAX_LOST,
+    Cluster,
+    ClusterNode,
+    Lost,
+    Raised,
+    TaskEnded,
+    TaskSlots,
+    cluster_at,
+    usable_nodes,
+)
 from kvbench.common.text import and_more
 
 _LOOK_S = 1.0  # a signal is seen after so long at the latest
@@ -55,7 +65,11 @@ def map_simulations(
             return _on_cluster(cluster, function, jobs, processes, ray.wait_s)
     most = min(len(jobs), processes or len(os.sched_getaffinity(0)))
     if most <= 1:
-        return [_in_this_process(function, name, job) for name, job in jobs.items()]
+        results = []
+        for name, job in jobs.items():
+            with _failures_named(name):
+                results.append(function(job))
+        return results
     others = set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(most, multiprocessing.get_context("spawn"), _begin, (os.getpid(),))
     try:
@@ -89,7 +103,7 @@ def _on_cluster(
                 places.submit(name := waiting.pop(0), places.free[0], _yield_result, function, jobs[name])
             if not places.left:
                 raise MeasurementError(f"no machine of the Ray cluster is left for {and_more(waiting)}")
-            name, came = places.next() or ("", Ended())
+            name, came = places.next() or ("", TaskEnded())
             if isinstance(came, Raised):
                 with _failures_named(name):
                     raise came.error
@@ -98,7 +112,7 @@ def _on_cluster(
                 lost[name] += came.began
                 if lost[name] == MAX_LOST:
                     raise _died(name)
-            elif not isinstance(came, Ended | Lost):
+            elif not isinstance(came, TaskEnded | Lost):
                 results[name] = came
     finally:
         places.close()
@@ -109,13 +123,8 @@ def _yield_result(function: Callable[[Job], Result], job: Job) -> Iterator[Resul
     yield function(job)
 
 
-def _one_core(node: Node) -> dict[str, float] | None:
+def _one_core(node: ClusterNode) -> dict[str, float] | None:
     return {"CPU": 1.0} if node.resources.get("CPU", 0.0) >= 1 else None
-
-
-def _in_this_process(function: Callable[[Job], Result], name: str, job: Job) -> Result:
-    with _failures_named(name):
-        return function(job)
 
 
 def _wait_for_all(running: Mapping[Future[Result], str], children: Collection[BaseProcess]) -> None:

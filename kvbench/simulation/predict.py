@@ -8,8 +8,9 @@ does not know, and how much faster or slower the machine was during that load.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from kvbench.runs.folder import DONE
 from kvbench.runs.model import MeasuredCell, Repeat, Run, number
 from kvbench.runs.predictions import METRICS, PREDICTIONS, Predicted, Predictions
 from kvbench.runs.resume import stored_workload
-from kvbench.simulation.drive import TURNAROUND_S, Drive, Ended, Replica, SettingsByName, StepTimer, prime
+from kvbench.simulation.drive import TURNAROUND_S, Drive, EndedRequest, Replica, SettingsByName, StepTimer, prime
 from kvbench.simulation.instrument import row_of
 from kvbench.simulation.unit_costs import MeasuredSteps, UnitCostModel, UnitCosts, fit_unit_costs, measured
 from kvbench.workload.load_section import LoadConfig
@@ -40,6 +41,7 @@ from kvbench.workload.load_section import LoadConfig
 _HOST = ("dtype", "kernel_backend", "num_threads", "torch_compile", "fused_layers")
 """Settings of a server on which its unit costs depend; a cell is predicted from cells that agree in them."""
 _SAME_STEPS = 0.02  # by how much the steps of a replay may differ from those that the server counted
+LoadsByCell = Mapping[str, Sequence["_StoredLoad"]]
 _EVEN_STEP_S = 0.02  # of a replay whose times do not matter; longer than the turnaround
 
 
@@ -69,7 +71,7 @@ class ReplayedLoad:
 
 def replay(
     load: ReplayedLoad, step_time: StepTimer, on_step: Callable[[float], None] = lambda end: None
-) -> list[Ended]:
+) -> list[EndedRequest]:
     """What becomes of the requests, in the order of their indices. ``on_step``: gets the end of each step [s]."""
     replica = Replica(load.config, load.capacity, load.vocab_size, step_time)
     if load.primed:
@@ -77,7 +79,7 @@ def replay(
     turns = conversations(load.requests)
     if load.users is None:
         turns.sort(key=lambda requests: requests[0].arrival_s or 0.0)
-    ended: list[Ended] = []
+    ended: list[EndedRequest] = []
     Drive(
         [replica],
         turns,
@@ -91,7 +93,7 @@ def replay(
     return sorted(ended, key=lambda end: end.spec.index)
 
 
-def works_of(load: ReplayedLoad) -> tuple[list[StepWork], list[float], list[Ended]]:
+def works_of(load: ReplayedLoad) -> tuple[list[StepWork], list[float], list[EndedRequest]]:
     """The work of each step of a load that repeats its steps, when each ended in a replay, and the requests of it."""
     works: list[StepWork] = []
     ends: list[float] = []
@@ -104,7 +106,9 @@ def works_of(load: ReplayedLoad) -> tuple[list[StepWork], list[float], list[Ende
     return works[len(works) - len(ends) :], ends, ended  # without the steps that primed the cache
 
 
-def step_ends(ends: Sequence[float], ended: Sequence[Ended], token_times: Sequence[Sequence[float]]) -> np.ndarray:
+def step_ends(
+    ends: Sequence[float], ended: Sequence[EndedRequest], token_times: Sequence[Sequence[float]]
+) -> np.ndarray:
     """When each step of a measured load ended [s], NaN where no token came at its end.
 
     ends, ended: of a replay, as ``works_of`` returns them
@@ -121,27 +125,14 @@ def step_ends(ends: Sequence[float], ended: Sequence[Ended], token_times: Sequen
 
 
 @dataclass(frozen=True)
-class _Load:
+class _StoredLoad:
     """One measured load of a cell, and how it is replayed; host: its server's values of ``_HOST``."""
 
-    cell: MeasuredCell
+    cell_id: str
     replayed: ReplayedLoad
     rows: pd.DataFrame
     repeat: Repeat
     host: tuple[Any, ...]
-
-    def steps(self) -> MeasuredSteps | str:
-        """Its measured steps; a sentence where its replay went another way."""
-        works, ends, ended = works_of(self.replayed)
-        counted = number(self.repeat.server.get("steps_total"))
-        if counted and abs(len(works) / counted - 1.0) > _SAME_STEPS:
-            return (
-                f"nothing is fitted to {self.cell.cell_id}: its replay took {len(works)} steps and its server "
-                f"{counted:.0f}"
-            )
-        began = float(self.rows["t0"].min())
-        ends_measured = step_ends(ends, ended, self.rows["chunk_times"].tolist())
-        return measured(self.replayed.config.kv_cache_dtype, works, ends_measured, began)
 
 
 def predict_run(run: Run, most_steps: float = math.inf) -> Path:
@@ -156,8 +147,8 @@ def predict_run(run: Run, most_steps: float = math.inf) -> Path:
     fittable, notes = _fittable(loads)
     notes += left_out
     predicted = {}
-    for cell_id, of_cell in _by_cell(loads).items():
-        others = [steps for load, steps in fittable if load.cell.cell_id != cell_id and load.host == of_cell[0].host]
+    for cell_id, of_cell in loads.items():
+        others = [steps for load, steps in fittable if load.cell_id != cell_id and load.host == of_cell[0].host]
         if not others:
             notes.append(f"{cell_id} is not predicted: no other cell in a closed loop is like it in {listing(_HOST)}")
             continue
@@ -184,52 +175,46 @@ def unit_costs_of(run: Run) -> UnitCosts:
     return fit_unit_costs(steps for _, steps in fittable)
 
 
-def _fittable(loads: Sequence[_Load]) -> tuple[list[tuple[_Load, MeasuredSteps]], list[str]]:
+def _fittable(loads: LoadsByCell) -> tuple[list[tuple[_StoredLoad, MeasuredSteps]], list[str]]:
     """The loads that can be fitted to, with their steps, and notes on those whose replay went another way."""
     fittable, notes = [], []
-    for load in loads:
-        if load.replayed.repeats_its_steps:
-            steps = load.steps()
-            if isinstance(steps, str):
-                notes.append(steps)
-            else:
-                fittable.append((load, steps))
+    for load in itertools.chain.from_iterable(loads.values()):
+        if not load.replayed.repeats_its_steps:
+            continue
+        works, ends, ended = works_of(load.replayed)
+        counted = number(load.repeat.server.get("steps_total"))
+        if counted and abs(len(works) / counted - 1.0) > _SAME_STEPS:
+            took = f"its replay took {len(works)} steps and its server {counted:.0f}"
+            notes.append(f"nothing is fitted to {load.cell_id}: {took}")
+            continue
+        began = float(load.rows["t0"].min())
+        measured_ends = step_ends(ends, ended, load.rows["chunk_times"].tolist())
+        fittable.append((load, measured(load.replayed.config.kv_cache_dtype, works, measured_ends, began)))
     return fittable, notes
 
 
-def _by_cell(loads: Sequence[_Load]) -> dict[str, list[_Load]]:
-    cells: dict[str, list[_Load]] = {}
-    for load in loads:
-        cells.setdefault(load.cell.cell_id, []).append(load)
-    return cells
-
-
-def _loads_of(run: Run) -> tuple[list[_Load], list[str]]:
+def _loads_of(run: Run) -> tuple[LoadsByCell, list[str]]:
     """Every load that can be replayed and whose files are there, and why cells are left out. UsageError without any."""
     if run.simulated:
         raise UsageError(f"{run.folder} is simulated itself: predict a run that was measured")
     if not run.is_built_in or run.manifest.serve_cmd:
         raise UsageError(f"{run.folder} is of another engine, whose scheduler the simulator does not have")
-    loads: list[_Load] = []
+    loads: dict[str, list[_StoredLoad]] = {}
     left_out, section = [], stored_workload(run.manifest).load
     for cell in run.cells:
-        engine = _engine(cell, run)
+        info = run.manifest.servers.get(cell.config_id)
+        engine = info.engine.to_json() if info else {}  # as its server said it
         why = _why_not(cell, engine, run, section)
         repeats = () if why else cell.repeats
         of_cell = [load for repeat in repeats if (load := _load(cell, engine, repeat, run, section))]
-        loads += of_cell
-        if not of_cell:
+        if of_cell:
+            loads[cell.cell_id] = of_cell
+        else:
             left_out.append(f"{cell.cell_id} is not predicted: {why or 'its raw samples are not there'}")
     if not loads:
         why = f": {left_out[0]}" if left_out else ""
         raise UsageError(f"{run.folder} has no load that can be predicted{why}")
     return loads, left_out
-
-
-def _engine(cell: MeasuredCell, run: Run) -> SettingsByName:
-    """The settings that the cell's server said it had; empty where it said none."""
-    info = run.manifest.servers.get(cell.config_id)
-    return info.engine.to_json() if info else {}
 
 
 def _why_not(cell: MeasuredCell, engine: SettingsByName, run: Run, load: LoadConfig) -> str | None:
@@ -246,7 +231,7 @@ def _why_not(cell: MeasuredCell, engine: SettingsByName, run: Run, load: LoadCon
     return None
 
 
-def _load(cell: MeasuredCell, engine: SettingsByName, repeat: Repeat, run: Run, load: LoadConfig) -> _Load | None:
+def _load(cell: MeasuredCell, engine: SettingsByName, repeat: Repeat, run: Run, load: LoadConfig) -> _StoredLoad | None:
     """None where its files are not kept. Raises UsageError for one that cannot be replayed."""
     folder = cell.folder / "loads" / str(repeat.repeat)
     if not (folder / DONE).is_file() or not (folder / "requests.parquet").is_file():
@@ -266,22 +251,22 @@ def _load(cell: MeasuredCell, engine: SettingsByName, repeat: Repeat, run: Run, 
         primed=load.cache_state == "primed",
     )
     rows = pd.read_parquet(folder / "requests.parquet").sort_values("index")
-    return _Load(cell, replayed, rows, repeat, tuple(engine.get(name) for name in _HOST))
+    return _StoredLoad(cell.cell_id, replayed, rows, repeat, tuple(engine.get(name) for name in _HOST))
 
 
 def predicted_cells(run: Run, costs: UnitCosts) -> dict[str, dict[str, Predicted]]:
     """Each cell that can be replayed, with ``costs`` from elsewhere. Raises UsageError where there is none."""
     loads, _ = _loads_of(run)
-    return {cell_id: _predicted(of_cell, costs) for cell_id, of_cell in _by_cell(loads).items()}
+    return {cell_id: _predicted(of_cell, costs) for cell_id, of_cell in loads.items()}
 
 
-def _predicted(loads: Sequence[_Load], costs: UnitCosts) -> dict[str, Predicted]:
+def _predicted(loads: Sequence[_StoredLoad], costs: UnitCosts) -> dict[str, Predicted]:
     """What was predicted and measured by metric, each the mean over a cell's loads."""
     pairs: dict[str, list[tuple[float, float]]] = {}
     for load in loads:
-        simulated, real = predicted_metrics(load.replayed, costs), LoadMetrics.model_validate(load.repeat.metrics)
+        simulated = predicted_metrics(load.replayed, costs)
         for name, path in METRICS.items():
-            predicted, measured = simulated.value(path), real.value(path)
+            predicted, measured = simulated.value(path), load.repeat.metrics.value(path)
             if predicted is not None and measured:
                 pairs.setdefault(name, []).append((predicted, measured))
     means = {name: np.mean(figures, axis=0).tolist() for name, figures in pairs.items()}

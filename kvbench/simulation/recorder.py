@@ -25,10 +25,10 @@ from kvbench.common.files import write_atomically
 from kvbench.common.records import Record
 from kvbench.load.samples import SCHEMA
 from kvbench.metrics.latency import distribution, weighted_distribution
-from kvbench.metrics.model import Distribution, LoadOutcome
+from kvbench.metrics.model import LoadMetrics, LoadOutcome, PooledLatencies
 from kvbench.metrics.rows import MS, gaps_within, sequence_tpots
 from kvbench.metrics.steady_window import comes_at, steady_state
-from kvbench.simulation.drive import Ended, Replica
+from kvbench.simulation.drive import EndedRequest, Replica
 from kvbench.simulation.instrument import row_of
 
 _ROWS, _TOKENS = 5_000, 1_000_000  # of a row group, at most
@@ -45,29 +45,9 @@ class Level(Record):
     mean: float | None
 
 
-class Figures(Record):
-    """Figures with the names and definitions of ``LoadMetrics``, and what the engine did. Fields not set: not stored.
+class SimulatedFigures(LoadMetrics):
+    """Figures of a simulated load, and what the engine did. Fields that are not set are not stored."""
 
-    goodput: with an SLO; client_queue_ms: where a request waited in the client
-    """
-
-    completed: int
-    failed: int
-    not_sent: int
-    first_failure: str | None
-    duration_s: float
-    request_throughput: float | None
-    output_throughput: float | None
-    total_token_throughput: float | None
-    goodput: float | None = None
-    ttft_ms: Distribution
-    tpot_ms: Distribution
-    itl_ms: Distribution
-    e2el_ms: Distribution
-    client_queue_ms: Distribution | None = None
-    total_input_tokens: int
-    total_output_tokens: int
-    total_cached_tokens: int
     busy_s: float
     running: Level
     waiting: Level
@@ -87,26 +67,15 @@ class Figures(Record):
         return self.prefix_cache_hits / self.prefix_cache_queries if self.prefix_cache_queries else None
 
 
-class SteadyLatency(Record):
-    """Latencies of the requests that came in the steady window."""
-
-    ttft_ms: Distribution
-    e2el_ms: Distribution
-
-
-class FleetFigures(Figures):
+class FleetFigures(SimulatedFigures):
     """Figures of all replicas together.
 
     imbalance: the busiest replica's output tokens and busy time over the mean; replicas: of each the same figures
     seconds_by_class: of the steps' time, by class of operator; notes: how the requests were made, and on step times
     """
 
-    steady_start_s: float | None
-    steady_end_s: float | None
-    steady_note: str | None
-    steady_latency: SteadyLatency
     imbalance: dict[str, float] = Field(default_factory=dict)
-    replicas: tuple[Figures, ...] = ()
+    replicas: tuple[SimulatedFigures, ...] = ()
     seconds_by_class: dict[str, float]
     notes: Mapping[str, Any]
 
@@ -165,7 +134,7 @@ class Tally:
     peaks: list[Count] = field(default_factory=lambda: [0.0] * len(_LEVELS))
     integrals: list[float] = field(default_factory=lambda: [0.0] * len(_LEVELS))
 
-    def end(self, ended: Ended, limits: Mapping[str, float]) -> None:
+    def end(self, ended: EndedRequest, limits: Mapping[str, float]) -> None:
         """``limits`` [ms] of ttft_ms, ttfo_ms (the same here), tpot_ms, itl_ms and e2el_ms."""
         self.sent_first = min(self.sent_first, ended.sent)
         if ended.error is not None:
@@ -214,18 +183,17 @@ class Recorder:
     """
 
     def __init__(
-        self, replicas: Sequence[Replica], limits: Mapping[str, float], write: Callable[[Ended], None] | None
+        self, replicas: Sequence[Replica], limits: Mapping[str, float], write: Callable[[EndedRequest], None]
     ) -> None:
         self._replicas, self._limits, self._write = replicas, limits, write
         self._tallies = [Tally() for _ in replicas]
         self.ended = 0
         self._before = [engine_counters(replica) for replica in replicas]
 
-    def on_end(self, ended: Ended) -> None:
+    def on_end(self, ended: EndedRequest) -> None:
         self.ended += 1
         self._tallies[ended.replica].end(ended, self._limits)
-        if self._write is not None:
-            self._write(ended)
+        self._write(ended)
 
     def on_step(self, replica: Replica, outputs: Sequence[TokenOutput]) -> None:
         self._tallies[replica.number].step(replica, outputs)
@@ -245,24 +213,24 @@ class Recorder:
         if len(counters) == 1:
             return FleetFigures(**whole)
         replicas = [
-            Figures(**_figures([tally], [counted], self._limits))
+            SimulatedFigures(**_figures([tally], [counted], self._limits))
             for tally, counted in zip(self._tallies, counters, strict=True)
         ]
-        amounts = {
-            "total_output_tokens": [replica.total_output_tokens for replica in replicas],
-            "busy_s": [replica.busy_s for replica in replicas],
-        }
-        imbalance = {name: max(values) * len(values) / sum(values) for name, values in amounts.items() if sum(values)}
+        imbalance = {}
+        for name in ("total_output_tokens", "busy_s"):
+            values = [getattr(replica, name) for replica in replicas]
+            if sum(values):
+                imbalance[name] = max(values) * len(values) / sum(values)
         return FleetFigures(**whole, imbalance=imbalance, replicas=tuple(replicas))
 
     def _steady(self, load: LoadOutcome) -> dict[str, Any]:
         due, ttft, e2el, queued, sessions = self.columns()
-        known_sessions = None if np.isnan(sessions).all() else sessions
-        steady = steady_state(due, due + queued, due + e2el, load, known_sessions)
+        sessions = None if np.isnan(sessions).all() else sessions
+        steady = steady_state(due, due + queued, due + e2el, load, sessions)
         begin, end = steady.window or (math.nan, math.nan)
-        moments = comes_at(due, due + queued, known_sessions)
+        moments = comes_at(due, due + queued, sessions)
         inside = (moments > begin) & (moments <= end)
-        latency = SteadyLatency(ttft_ms=distribution(ttft[inside] * MS), e2el_ms=distribution(e2el[inside] * MS))
+        latency = PooledLatencies(ttft_ms=distribution(ttft[inside] * MS), e2el_ms=distribution(e2el[inside] * MS))
         begin, end = steady.window or (None, None)
         return {"steady_start_s": begin, "steady_end_s": end, "steady_note": steady.why, "steady_latency": latency}
 
@@ -290,7 +258,7 @@ def engine_counters(replica: Replica) -> dict[str, Count]:
 def _figures(
     tallies: Sequence[Tally], counters: Sequence[Mapping[str, Count]], limits: Mapping[str, float]
 ) -> dict[str, Any]:
-    """The fields of ``Figures``."""
+    """The fields of ``SimulatedFigures``."""
     _, ttft, e2el, queued, _ = _rows(tallies).T.copy() * MS
     gaps = Gaps()
     for tally in tallies:
@@ -332,13 +300,13 @@ def _figures(
 
 
 @contextmanager
-def row_writer(path: Path | None) -> Iterator[Callable[[Ended], None] | None]:
+def row_writer(path: Path | None) -> Iterator[Callable[[EndedRequest], None]]:
     """Gives a function that writes a request to ``path``, in row groups; None: nothing is written.
 
     The file is there when the block ends well. Rows are in the order in which requests end.
     """
     if path is None:
-        yield None
+        yield lambda ended: None
         return
     rows: list[Mapping[str, Any]] = []
     tokens = 0
@@ -350,7 +318,7 @@ def row_writer(path: Path | None) -> Iterator[Callable[[Ended], None] | None]:
         rows.clear()
         tokens = 0
 
-    def write(ended: Ended) -> None:
+    def write(ended: EndedRequest) -> None:
         nonlocal tokens
         rows.append(row_of(ended))
         tokens += len(ended.times)

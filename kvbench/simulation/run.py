@@ -14,11 +14,11 @@ import numpy as np
 from kvbench.common.errors import UsageError
 from kvbench.common.files import pack, write_json
 from kvbench.common.records import Record
-from kvbench.metrics.model import LoadMetrics, LoadOutcome
+from kvbench.metrics.model import LoadOutcome
 from kvbench.requests.build import RequestStream, stream_requests
 from kvbench.runs.results import COST_NOTES
 from kvbench.simulation.choose import machine_of
-from kvbench.simulation.drive import ROUTERS, TURNAROUND_S, Drive, Ended, Replica, SettingsByName, prime
+from kvbench.simulation.drive import ROUTERS, TURNAROUND_S, Drive, EndedRequest, Replica, SettingsByName, prime
 from kvbench.simulation.recorder import FleetFigures, Recorder, row_writer
 from kvbench.sweep.rate_plan import at_rate, mean_rate
 from kvbench.sweep.rate_search import Condition, misses, queue_growth
@@ -37,7 +37,7 @@ Progress = Callable[[int, int | None], None]
 """Gets how many requests have ended, and of how many, where that is known."""
 
 
-class Facts(Record):
+class SimulationFacts(Record):
     """What was simulated, as summary.json has it before the figures."""
 
     simulated: bool = True
@@ -79,7 +79,7 @@ class SimulationJob:
     replicas: int = 1
     router: str = "round-robin"
     folder: Path | None = None
-    facts: Facts | None = None
+    facts: SimulationFacts | None = None
 
     def stream(self, replica: Replica) -> RequestStream:
         """The requests for engines such as ``replica``. Raises UsageError."""
@@ -104,21 +104,13 @@ class SimulationJob:
 class Simulation:
     """What came of a job. ``due``, ``ends``: of each answered request [s]."""
 
-    facts: Facts | None
+    facts: SimulationFacts | None
     figures: FleetFigures
     due: np.ndarray
     ends: np.ndarray
 
     def to_json(self) -> dict[str, Any]:
         return (self.facts.model_dump() if self.facts else {}) | self.figures.to_json()
-
-
-def simulate(job: SimulationJob, on_progress: Progress | None = None) -> Simulation:
-    """Runs the job and writes its files. Raises UsageError for a load or settings that cannot be."""
-    result = run_job(job, on_progress)
-    if job.folder is not None:
-        write_json(job.folder / "summary.json", result.to_json())
-    return result
 
 
 def simulate_and_pack(job: SimulationJob) -> tuple[Simulation, bytes | None]:
@@ -130,8 +122,8 @@ def simulate_and_pack(job: SimulationJob) -> tuple[Simulation, bytes | None]:
         return simulate(replace(job, folder=folder)), pack(folder, sorted(folder.iterdir()))
 
 
-def run_job(job: SimulationJob, on_progress: Progress | None = None) -> Simulation:
-    """Runs the load to its end."""
+def simulate(job: SimulationJob, on_progress: Progress | None = None) -> Simulation:
+    """Runs the load to its end and writes the job's files. Raises UsageError for a load or settings that cannot be."""
     machine = machine_of(job.section, job.model)
     replicas = [machine.replica(job.settings, number) for number in range(job.replicas)]
     stream = job.stream(replicas[0])
@@ -144,7 +136,7 @@ def run_job(job: SimulationJob, on_progress: Progress | None = None) -> Simulati
     with row_writer(job.folder / "requests.parquet" if job.folder is not None else None) as writer:
         recorder = Recorder(replicas, limits, writer)
 
-        def on_end(ended: Ended) -> None:
+        def on_end(ended: EndedRequest) -> None:
             recorder.on_end(ended)
             if on_progress is not None and recorder.ended % _ENDED_A_REPORT == 0:
                 on_progress(recorder.ended, stream.requests)
@@ -168,7 +160,10 @@ def run_job(job: SimulationJob, on_progress: Progress | None = None) -> Simulati
     )
     figures = recorder.figures(load, _seconds_by_class(replicas) - primed)
     due, _, e2el, _, _ = recorder.columns()
-    return Simulation(job.facts, figures, due, due + e2el)
+    result = Simulation(job.facts, figures, due, due + e2el)
+    if job.folder is not None:
+        write_json(job.folder / "summary.json", result.to_json())
+    return result
 
 
 def _seconds_by_class(replicas: Sequence[Replica]) -> Counter[str]:
@@ -179,7 +174,7 @@ def _seconds_by_class(replicas: Sequence[Replica]) -> Counter[str]:
     return total
 
 
-class Trial(Record):
+class TriedRate(Record):
     """A rate [1/s] that was tried, and why it does not meet the conditions."""
 
     rate: float
@@ -189,13 +184,13 @@ class Trial(Record):
 
 
 @dataclass(frozen=True)
-class RateSearch:
+class SimulatedRateSearch:
     """The highest rate [1/s] that meets ``slo``, each of the ``trials``; None: all that were tried meet it."""
 
-    facts: Facts
+    facts: SimulationFacts
     slo: list[str]
     max_rate: float | None
-    trials: list[Trial]
+    trials: list[TriedRate]
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -209,20 +204,22 @@ class RateSearch:
 
 def find_rate(
     job: SimulationJob, *, conditions: Sequence[Condition], run_seconds: float, tolerance: float
-) -> RateSearch:
+) -> SimulatedRateSearch:
     """The highest rate that meets ``conditions``, and each rate that was tried."""
-    trials: list[Trial] = []
+    trials: list[TriedRate] = []
     first = job.native_rate if job.load.arrivals == "trace" else job.point.request_rate or FIRST_RATE
 
     def meets(rate: float) -> bool:
-        result = run_job(job_at_rate(job, rate, run_seconds))
-        missed = reasons_missed(result, conditions)
-        trials.append(Trial(rate=rate, met=not missed, missed=missed, requests=result.figures.completed))
+        result = simulate(job_at_rate(job, rate, run_seconds))
+        metrics = result.figures.model_copy(update={"ttfo_ms": result.figures.ttft_ms})  # nothing is reasoned
+        growth = queue_growth(result.due, result.ends)
+        missed = [miss.text for miss in misses(conditions, metrics, growth, _OVERLOAD)]
+        trials.append(TriedRate(rate=rate, met=not missed, missed=missed, requests=result.figures.completed))
         return not missed
 
     rate = sustainable_rate(meets, first, tolerance)
     assert job.facts is not None
-    return RateSearch(job.facts, [c.text for c in conditions], None if rate == float("inf") else rate, trials)
+    return SimulatedRateSearch(job.facts, [c.text for c in conditions], None if rate == float("inf") else rate, trials)
 
 
 def sustainable_rate(run: Callable[[float], bool], first: float, tolerance: float = 0.02) -> float:
@@ -250,14 +247,6 @@ def sustainable_rate(run: Callable[[float], bool], first: float, tolerance: floa
         else:
             missed = rate
     return met
-
-
-def reasons_missed(result: Simulation, conditions: Sequence[Condition]) -> list[str]:
-    """Why the run does not meet the conditions, or could not serve what came; empty where it does."""
-    figures = result.figures.to_json()
-    metrics = LoadMetrics.model_validate(figures | {"ttfo_ms": figures["ttft_ms"]})  # nothing is reasoned
-    growth = queue_growth(result.due, result.ends)
-    return [miss.text for miss in misses(conditions, metrics, growth, _OVERLOAD)]
 
 
 def job_at_rate(job: SimulationJob, rate: float, seconds: float) -> SimulationJob:

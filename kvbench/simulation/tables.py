@@ -31,7 +31,7 @@ from engine.execution.simulated_executor import StepWork
 from kvbench.common.errors import UsageError
 from kvbench.common.parsing import read_yaml
 from kvbench.common.text import listing
-from kvbench.simulation.cost_model import LONGEST_SHARE, Calibration, CostModel, GpuShare, Kernels
+from kvbench.simulation.cost_model import LONGEST_SHARE, CostCalibration, CostModel, GpuShare, Kernels
 
 _GEMMS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 _ONCE_A_STEP = ("embedding", "final_layernorm")
@@ -158,8 +158,8 @@ def find_tables(root: Path, gpu: str, model: str, gpus: int) -> Path:
         return root
     folders = sorted(path.parent for path in root.glob("*/*/tp*/dense.csv"))
     for folder in folders:
-        device, name, split = folder.parts[-3:]
-        if _plain(device) == _plain(gpu) and _plain(name).startswith(_plain(model)) and split == f"tp{gpus}":
+        device, name = map(plain_name, folder.parts[-3:-1])
+        if device == plain_name(gpu) and name.startswith(plain_name(model)) and folder.name == f"tp{gpus}":
             return folder
     has = ", ".join(str(folder.relative_to(root)) for folder in folders) or "no operator tables"
     raise UsageError(
@@ -176,14 +176,15 @@ def _require_same(meta: Path, gpu: str, model: str) -> None:
         raise UsageError(f"{meta} cannot be read: {error}") from None
     for what, key, wanted in (("GPU", "hardware", gpu), ("model", "model", model)):
         other = stated[key] if isinstance(stated, dict) and key in stated else None
-        if other and not _plain(str(other)).startswith(_plain(wanted)):
+        if other and not plain_name(str(other)).startswith(plain_name(wanted)):
             raise UsageError(
                 f"{meta.parent} has operator times of the {what} {other}, and {wanted} is to be simulated: give the "
                 "tables of that one, or leave --ops out for the data sheet"
             )
 
 
-def _plain(name: str) -> str:
+def plain_name(name: str) -> str:
+    """Returns a GPU's or model's name without its organisation, in lower case, without what separates words."""
     return name.rsplit("/", 1)[-1].lower().replace("-", "").replace("_", "").replace(" ", "").removeprefix("meta")
 
 
@@ -262,7 +263,7 @@ def _read(path: Path, numbers: Sequence[str], *texts: str) -> pd.DataFrame:
 class MeasuredOperators(CostModel):
     """The cost model of ``tables``."""
 
-    def __init__(self, tables: Tables, calibration: Calibration, share: GpuShare) -> None:
+    def __init__(self, tables: Tables, calibration: CostCalibration, share: GpuShare) -> None:
         super().__init__(calibration, share)
         self.tables, self._layer_s = tables, share.layers * 1e-6
         # Sequences that keep all processors busy once: a decode step has a block of threads for each KV head of a
@@ -303,8 +304,13 @@ class MeasuredOperators(CostModel):
         tables, decodes, longest = self.tables, work.decodes, work.longest_decode
         if not work.prefills:
             return max(tables.decode(decodes, context), tables.decode(min(decodes, self._decode_wave), longest))
-        alone = tables.prefill(chunk, before)
-        prefill = alone if len(work.prefills) == 1 else self._several(work.prefills, chunk, before, alone)
+        prefill = alone = tables.prefill(chunk, before)
+        if len(work.prefills) > 1:
+            # Prompts do not attend to one another, which is less work than one chunk of all their tokens. They share
+            # the GPU as well as that chunk, and take at least as long as the longest of them alone.
+            attended = sum(count * (held + count / 2) for count, held in work.prefills)
+            share = min(1.0, attended / (chunk * (before + chunk / 2)))
+            prefill = max(alone * share, max(tables.prefill(count, held) for count, held in work.prefills))
         if not decodes:
             return prefill
         if tables.mixed is None:
@@ -313,15 +319,6 @@ class MeasuredOperators(CostModel):
         if longest > 2 * context:  # else the mean of all is within what the grid's steps of two tell
             mixed = max(mixed, tables.mixed(chunk, before, min(decodes, self._mixed_wave), longest))
         return mixed + prefill - alone
-
-    def _several(self, prefills: Sequence[tuple[int, int]], chunk: int, before: float, alone: float) -> float:
-        """Prompts beside each other do not attend to one another: less work than one chunk of all their tokens.
-
-        They share the GPU as well as that chunk, and take at least as long as the longest of them alone.
-        """
-        work = sum(count * (held + count / 2) for count, held in prefills)
-        share = min(1.0, work / (chunk * (before + chunk / 2)))
-        return max(alone * share, max(self.tables.prefill(count, held) for count, held in prefills))
 
     def notes(self) -> list[str]:
         name = "/".join(self.tables.folder.parts[-3:])

@@ -157,7 +157,7 @@ def robust_nnls(matrix: np.ndarray, values: np.ndarray) -> np.ndarray:
     return solution / scale
 
 
-class _File(BaseModel):
+class _UnitCostFile(BaseModel):
     """Unit costs as JSON. ``dtype``: of weights and KV; ``num_threads``: of the engine that was measured."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
@@ -204,7 +204,7 @@ class ThisCPU(Machine):
 def write_unit_costs(path: Path, costs: UnitCosts, run: Run) -> None:
     """Writes them for ``--calibration`` of a simulation on this CPU; ``run``: what they were fitted to."""
     manifest = run.manifest
-    stored = _File(
+    stored = _UnitCostFile(
         format=FORMAT, model=(manifest.model or {})["name"], dtype=manifest.dtype, cpu=manifest.cpu.model,
         num_threads=manifest.num_threads, run=run.folder.name, **dataclasses.asdict(costs),
     )  # fmt: skip
@@ -222,7 +222,7 @@ def this_cpu(model: str, calibration: Path | None) -> ThisCPU:
     if isinstance(stored, dict) and ("format" not in stored or stored["format"] != FORMAT):
         raise UsageError(f"{calibration} has no unit costs of a CPU: fit them with `kvbench calibrate-model RESULTS`")
     try:
-        fitted = _File.model_validate(stored)
+        fitted = _UnitCostFile.model_validate(stored)
     except ValidationError as error:
         raise UsageError(f"{calibration} has no unit costs: {explain(error, '')[0]}") from None
     if missing := [name for name in UNITS if name not in fitted.units]:

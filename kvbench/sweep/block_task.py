@@ -23,7 +23,7 @@ from kvbench.measure.http import HttpInstrument
 from kvbench.measure.instrument import Job, Listener
 from kvbench.requests.request import notes_path
 from kvbench.runs.folder import RunFolder
-from kvbench.runs.results import Capacity, LoadResult
+from kvbench.runs.results import Capacity, LoadResult, Manifest
 from kvbench.runs.server_info import ServerInfo
 from kvbench.sweep.block import BlockRunner, Failure
 from kvbench.targets.base import ModelFacts, Target
@@ -49,7 +49,7 @@ class BlockTask:
     block: Block
     workload: Workload
     options: Mapping[str, Any]
-    stored: Mapping[str, Any]
+    stored: Manifest
     capacity: Mapping[str, Capacity]
     served: bool
     keeps_cache: tuple[str, ...]

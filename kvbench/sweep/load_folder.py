@@ -18,14 +18,16 @@ import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from kvbench.common.errors import UsageError
-from kvbench.common.files import as_stored, read_json, utc_now, write_json
+from kvbench.common.files import as_stored, read_json, utc_now
 from kvbench.common.records import read_record
 from kvbench.common.text import and_more
 from kvbench.metrics.canaries import WRONG_ANSWERS
 from kvbench.runs.folder import DONE, MANIFEST, RunFolder
+from kvbench.runs.manifest import StoredManifest
+from kvbench.runs.results import COMPLETE, CellLoad, Manifest, WarmUpResult
 from kvbench.runs.resume import environment_differences
 from kvbench.sweep.rate_search import INVALID
 from kvbench.sweep.show_load import StoredLoad
@@ -33,13 +35,12 @@ from kvbench.workload.file import differing_keys
 
 METRICS = "metrics.json"
 RUNS = "runs"
-COMPLETE, INCOMPLETE = "complete", "incomplete"
 _LOCK = ".lock"
 _FILES_OF_A_LOAD = (  # what a load that is begun anew removes; whatever else lies in the folder stays
     "cells", "logs", "requests*", "server.parquet", "load.json", "counters.json", METRICS, WRONG_ANSWERS, "spec.json",
     "client.log", "search.json", RUNS,
 )  # fmt: skip
-_SAME = ("workload", "load", "target", "search", "sharing")  # what a resumed folder must agree in
+_SAME = {"workload", "load", "target", "search", "sharing"}  # what a resumed folder must agree in
 
 
 class SearchRuns(RunFolder):
@@ -49,25 +50,32 @@ class SearchRuns(RunFolder):
         return self.path / RUNS / f"{repeat:02d}-{cell_id}"
 
 
+class LoadManifest(Manifest):
+    """The manifest of a load. ``target``: the server; ``search``: the options of a search; ``valid`` once it ended."""
+
+    kind: Literal["load"] = "load"
+    seed: int | None = None
+    load: CellLoad = CellLoad()
+    search: Mapping[str, Any] | None = None
+    sharing: Mapping[str, int | None] = {}
+    valid: bool | None = None
+    refused: str | None = None
+    wrong_answers: str | None = None
+    warm_up: WarmUpResult | None = None
+
+
 @dataclass
-class LoadFolder:
+class LoadFolder(StoredManifest):
     """One folder and its manifest. ``finished``: it holds a whole load, or a search with its answer."""
 
-    path: Path
-    manifest: dict[str, Any]
     finished: bool = False
-
-    def update(self, **facts: Any) -> None:
-        """Puts further facts into the manifest, at once."""
-        self.manifest |= facts
-        write_json(self.path / MANIFEST, self.manifest)
 
     def finish(self, **facts: Any) -> None:
         """Marks the folder complete, without empty logs: everything is written."""
         for log in self.path.rglob("client.log"):
             if log.stat().st_size == 0:
                 log.unlink()
-        self.update(status=COMPLETE, ended=utc_now(), **facts)
+        self.replace(status=COMPLETE, ended=utc_now(), **facts)
 
     def show_at_top(self, load: Path) -> None:
         """Links the files of the finished ``load`` into the folder itself, where a user of one load looks for them."""
@@ -96,7 +104,7 @@ class LoadFolder:
             yield path.parent, self.metrics(path.parent)
 
 
-def open_folder(path: Path, manifest: dict[str, Any], *, resume: bool) -> LoadFolder:
+def open_folder(path: Path, manifest: LoadManifest, *, resume: bool) -> LoadFolder:
     """The folder, its manifest written; the caller holds its lock. Raises UsageError if it holds something else."""
     if resume and (path / MANIFEST).is_file():
         folder = _resumed(path, manifest)
@@ -107,29 +115,30 @@ def open_folder(path: Path, manifest: dict[str, Any], *, resume: bool) -> LoadFo
         )
     else:
         folder = LoadFolder(path, manifest)
-    folder.update()
+    folder.replace()
     return folder
 
 
-def _resumed(path: Path, manifest: Mapping[str, Any]) -> LoadFolder:
-    stored = read_json(path / MANIFEST)
-    if not isinstance(stored, dict) or stored.get("kind") != "load":
+def _resumed(path: Path, manifest: LoadManifest) -> LoadFolder:
+    data = read_json(path / MANIFEST)
+    if not isinstance(data, dict) or data.get("kind") != "load":
         raise UsageError(f"{path} is not the folder of a load: give the one that --output-dir named")
-    now = as_stored({key: manifest.get(key) for key in _SAME})
-    if keys := differing_keys({key: stored.get(key) for key in _SAME}, now):
+    stored = read_record(LoadManifest, path / MANIFEST, "give a new --output-dir")
+    then, now = (as_stored(each.model_dump(include=_SAME)) for each in (stored, manifest))
+    if keys := differing_keys(then, now):
         raise UsageError(
             f"{path} was begun with another load; it differs in {and_more(keys)}: give the same command again, or a "
             "new --output-dir"
         )
     folder = LoadFolder(path, stored)
-    finding = stored.get("refused") or stored.get("wrong_answers")  # and no fault of the measurement
-    again = stored.get("valid") is False and not finding
-    if stored.get("status") == COMPLETE and (not again or stored.get("search")):
+    finding = stored.refused or stored.wrong_answers  # and no fault of the measurement
+    again = stored.valid is False and not finding
+    if stored.complete and (not again or stored.search):
         folder.finished = True
     elif not any(kept.trial is None or kept.trial.cause != INVALID for _, kept in folder.finished_runs()):
         for stale in (stale for pattern in _FILES_OF_A_LOAD for stale in path.glob(pattern)):
             shutil.rmtree(stale) if stale.is_dir() and not stale.is_symlink() else stale.unlink()
-        folder.manifest = dict(manifest)
+        folder.manifest = manifest
     elif differences := environment_differences(stored, manifest)[0]:
         raise UsageError(
             f"{path} was begun under other conditions than now: {'; '.join(differences)}. Go back to those, or "

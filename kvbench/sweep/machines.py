@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from kvbench.runs.manifest import StoredManifest
+from kvbench.runs.results import Environment
 from kvbench.sweep.block import BlockRunner
 from kvbench.workload.design import Block
 
@@ -23,19 +24,19 @@ class Finished:
 class ThisMachine:
     """Runs each block in this process.
 
-    ``at_once``: blocks that may run at the same time. ``environment``: of other machines, as ``machine.environment()``;
-    None: it is this one's. ``is_like_here``: whether this machine is and runs the same. ``resume_options``: of the
+    ``at_once``: blocks that may run at the same time. ``environment``: of other machines; None: it is this one's.
+    ``is_like_here``: whether this machine is and runs the same. ``resume_options``: of the
     command line, for --resume.
     """
 
     at_once: int = 1
     is_here: bool = True
     is_like_here: bool = True
-    environment: Mapping[str, Any] | None = None
+    environment: Environment | None = None
     resume_options: Sequence[str] = ()
     notes: Sequence[str] = ()
 
-    def begin(self, runner: BlockRunner, manifest: dict[str, Any]) -> None:
+    def begin(self, runner: BlockRunner, manifest: StoredManifest) -> None:
         """The blocks of ``runner`` follow; ``manifest`` may keep which machine ran which load."""
         self.runner = runner
         self._next: Block | None = None

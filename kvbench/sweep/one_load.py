@@ -25,19 +25,19 @@ from kvbench.common.errors import (
     MeasurementError,
     UsageError,
 )
-from kvbench.common.files import as_stored, check_output_dir, utc_now
+from kvbench.common.files import check_output_dir, utc_now
 from kvbench.common.records import write_record
 from kvbench.load.launch import DRAIN
 from kvbench.measure.http import PREPARE, HttpInstrument
 from kvbench.measure.instrument import Job, Listener
 from kvbench.measure.warm_up import warm_up
 from kvbench.requests.request import RequestList
-from kvbench.runs.aggregate import TargetFacts, aggregate_cell
+from kvbench.runs.aggregate import aggregate_cell
 from kvbench.runs.folder import RunFolder
-from kvbench.runs.manifest import build_manifest
-from kvbench.runs.results import LoadResult, WarmUpResult
+from kvbench.runs.manifest import new_manifest
+from kvbench.runs.results import CellLoad, LoadResult, WarmUpResult
 from kvbench.runs.work import FolderWork, begun, kept, work_in
-from kvbench.sweep.load_folder import METRICS, LoadFolder, SearchRuns, open_folder
+from kvbench.sweep.load_folder import METRICS, LoadFolder, LoadManifest, SearchRuns, open_folder
 from kvbench.sweep.load_options import (
     LoadOptions,
     become_worker,
@@ -102,7 +102,7 @@ def load_command(
             drawn = text and loaded.load.prompts.kind == "synthetic"
             raise UsageError(f"{error}{' (here --input-len and --output-len)' if drawn else ''}") from None
         manifest = describe(loaded, block, instrument.server.target, plan, clients.facts)
-        with _work(output_dir, manifest["command"], resume, say) as (path, work):
+        with _work(output_dir, manifest.command, resume, say) as (path, work):
             folder = open_folder(path, manifest, resume=resume)
             calibrator = Calibrator(path, not options["no_calibration"], display.say, console.print)
             job.folder, job.check = SearchRuns(path) if plan else RunFolder(path), work.check
@@ -111,7 +111,7 @@ def load_command(
                 say(notice)
             loads = OneLoad(instrument, block, folder, console, options["num_warmups"], calibrator, requests, display)
             if output_dir is not None:
-                work.close = partial(loads.say_what_is_kept, work, resume_command(manifest["command"], resume))
+                work.close = partial(loads.say_what_is_kept, work, resume_command(manifest.command, resume))
             next_step = "give the same command and --resume" if output_dir is not None else ""
             return loads.search(plan, next_step) if plan else loads.run(next_step)
         return EXIT_INTERRUPTED
@@ -145,37 +145,31 @@ def _with_load_of(workload: Workload, instrument: HttpInstrument) -> Workload:
 
 def describe(
     workload: Workload, block: Block, target: Target, plan: SearchPlan | None, sharing: Mapping[str, Any]
-) -> dict[str, Any]:
+) -> LoadManifest:
     """The manifest of a load, before anything is sent; never with a key."""
-    (cell,) = block.cells
-    point = cell.load
-    load = {
-        "load_id": point.load_id,
-        "mode": point.mode,
-        "concurrency": point.concurrency,
-        "request_rate": str(point.request_rate) if point.request_rate == float("inf") else point.request_rate,
-        "num_requests": point.num_requests,
-    }
+    point = block.cells[0].load
+    load = CellLoad(
+        load_id=point.load_id,
+        mode=point.mode,
+        concurrency=point.concurrency,
+        request_rate="inf" if point.request_rate == float("inf") else point.request_rate,
+        num_requests=point.num_requests,
+    )
     facts = dataclasses.asdict(target.model)
     served = {"url": target.base_url, "preset": target.preset.name, "version": target.version()}
     served |= {"endpoint": target.dialect.endpoint, "template_tokens": target.template_tokens}
-    planned = {"block_id": block.block_id, "repeat": _REPEAT, "configuration": block.configuration.config_id}
-    return build_manifest(
-        workload=as_stored(workload.resolved),
-        workload_file=None,
-        profile=workload.profile,
+    return new_manifest(
+        LoadManifest,
+        workload,
+        [] if plan else [block],
+        kind="load",
         seed=workload.seed,
-        plan=[] if plan else [{**planned, "cells": [cell.cell_id]}],
-        extra={
-            "kind": "load",
-            "seed": workload.seed,
-            "load": load,
-            "target": served | {"model": facts.pop("name"), **facts},
-            "search": dataclasses.asdict(plan) if plan else None,
-            "sharing": dict(sharing),
-            "backend": target.preset.name,
-            "started": utc_now(),
-        },
+        load=load,
+        target=served | {"model": facts.pop("name"), **facts},
+        search=dataclasses.asdict(plan) if plan else None,
+        sharing=dict(sharing),
+        backend=target.preset.name,
+        started=utc_now(),
     )
 
 
@@ -282,8 +276,8 @@ class OneLoad:
             try:
                 write_record(metrics_file, result)
                 run = RunFolder(self.folder.path)
-                target = self.instrument.server.target
-                aggregate_cell(run, self.cell, TargetFacts(target.preset.name, target.model.name))
+                model = {"name": self.instrument.server.target.model.name}
+                aggregate_cell(run, self.cell, self.folder.manifest.model_copy(update={"model": model}))
                 self.folder.show_at_top(run.load(self.cell.cell_id, _REPEAT))
                 self.folder.finish(**outcome, calibration=self.calibrator.facts())
             except OSError:  # a full disk: what was measured is told at least
@@ -328,7 +322,7 @@ class OneLoad:
         if not search.can_continue:
             self.folder.finish(**facts)
             return code
-        self.folder.update(**facts)
+        self.folder.replace(**facts)
         if next_step:
             print_plain(self.console, f"to go on {next_step}: finished runs are not run again")
         return code
@@ -366,5 +360,5 @@ class OneLoad:
         with status_line(self.console, "warming up") as update:
             update(lambda: f"warming up: {answers[-1]}, {time.monotonic() - began:.0f} s")
             warm = warm_up(self.instrument.server, point, self.warm_ups, on_answer)
-        self.folder.update(warm_up=warm.to_json())
+        self.folder.replace(warm_up=warm)
         return warm

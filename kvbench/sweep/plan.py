@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +18,7 @@ from kvbench.requests.build import build_requests
 from kvbench.requests.canaries import CanarySet, canaries_of
 from kvbench.runs.results import Capacity
 from kvbench.sweep.capacity import Lengths, lengths_of
-from kvbench.workload.design import Block, Check, Design, capacities, plan_sweep
+from kvbench.workload.design import Block, Check, Design, capacities
 from kvbench.workload.file import Workload
 
 _UNKNOWN = 2**20  # a limit that only the server knows is checked once it runs
@@ -106,10 +105,3 @@ def describe_plan(
         say(f"  {number}. repeat {block.repeat}: {block.configuration.config_id}: {cells}")
     for note in design.notes:
         say(f"note: {note}")
-
-
-def planned_blocks(workload: Workload, manifest: Mapping[str, Any]) -> tuple[Block, ...]:
-    """The blocks of a run's stored plan."""
-    planned = {cell_id for block in manifest["plan"] for cell_id in block["cells"]}
-    _, blocks = plan_sweep(workload, manifest.get("only") or ())
-    return tuple(dataclasses.replace(b, cells=tuple(c for c in b.cells if c.cell_id in planned)) for b in blocks)

@@ -27,16 +27,18 @@ from kvbench.common.machine import environment
 from kvbench.common.ray_cluster import (
     MAX_LOST,
     Cluster,
-    Ended,
+    ClusterNode,
     Lost,
     MachineFacts,
-    Node,
     Raised,
+    TaskEnded,
     TaskSlots,
     cluster_at,
     usable_nodes,
 )
 from kvbench.common.text import and_more, plural
+from kvbench.runs.manifest import StoredManifest
+from kvbench.runs.results import ClusterMachine, Environment, Executor, GitState, LostBlock, Manifest
 from kvbench.runs.resume import environment_differences
 from kvbench.sweep.block import BlockRunner, why_unanswered
 from kvbench.sweep.block_task import (
@@ -68,7 +70,7 @@ class CellNeeds:
     gpus: int
     resource: str | None = None
 
-    def needs(self, node: Node) -> dict[str, float] | None:
+    def needs(self, node: ClusterNode) -> dict[str, float] | None:
         """The resources of one cell on ``node``, None where it does not have them."""
         have, needs = node.resources, {}
         if self.resource:  # Ray gives every machine one accelerator_type:NAME, however many of them it has
@@ -82,7 +84,7 @@ class CellNeeds:
             return None
         return needs | {"CPU": float(cores // self._cells(have, needs))}
 
-    def cells(self, node: Node) -> int:
+    def cells(self, node: ClusterNode) -> int:
         """How many cells may run on ``node`` at once."""
         needs = self.needs(node)
         return 0 if needs is None else self._cells(node.resources, needs)
@@ -112,7 +114,7 @@ class _Run:
     """A block that runs. ``doing``: for the display; ``done``: cells that have an outcome; ``end``: comes last."""
 
     block: Block
-    node: Node
+    node: ClusterNode
     began: float
     doing: str = "waiting for the machine"
     done: set[str] = field(default_factory=set)
@@ -131,16 +133,16 @@ class RayMachines(ThisMachine):
     cell_needs: CellNeeds
     workload: Workload
     options: Mapping[str, Any]
-    stored: Mapping[str, Any]
-    nodes: Sequence[Node]
+    stored: Manifest
+    nodes: Sequence[ClusterNode]
     facts: Mapping[str, MachineFacts]
     wait_s: float
     notes: list[str] = field(default_factory=list)
     is_here = False
 
     def __post_init__(self) -> None:
-        self.environment = {**next(iter(self.facts.values())).environment, "git": git_state()}
-        differences, _ = environment_differences(self.environment, environment())
+        self.environment = Environment(**{**next(iter(self.facts.values())).environment, "git": git_state()})
+        differences, _ = environment_differences(self.environment, Environment(**environment()))
         self.is_like_here = not differences
         machines = plural(len(self.nodes), "machine")
         self.notes.insert(0, f"{machines} of a Ray cluster: up to {plural(self.at_once, 'cell')} at once")
@@ -159,33 +161,34 @@ class RayMachines(ThisMachine):
         given = [("--ray-address", self.options["ray_address"]), ("--device-resource", self.options["device_resource"])]
         return ["--executor", "ray", *(word for pair in given if pair[1] for word in pair)]
 
-    def begin(self, runner: BlockRunner, manifest: dict[str, Any]) -> None:
-        before = manifest.get("executor") or {}
-        self._record = manifest["executor"] = {
-            "kind": "ray",
-            "cells_need": str(self.cell_needs),
-            "machines": before.get("machines", {}) | {node.name: self._entry(node) for node in self.nodes},
-            "loads": before.get("loads", {}),
-            "lost": before.get("lost", []),
-        }
+    def begin(self, runner: BlockRunner, manifest: StoredManifest) -> None:
         self.runner, self.manifest, self.job = runner, manifest, runner.instrument.job
+        before = manifest.manifest.executor or Executor()
+        machines = {**before.machines, **{node.name: self._machine(node) for node in self.nodes}}
+        needs = str(self.cell_needs)
+        self._record(kind="ray", cells_need=needs, machines=machines, loads=before.loads, lost=before.lost)
         free = [node for node in self.nodes for _ in range(self.cell_needs.cells(node))]
         self._slots = TaskSlots(self.cluster, free, self.cell_needs.needs, self.wait_s)
         self._again: list[_Run] = []  # blocks that were lost
         self._lost: Counter[str] = Counter()
-        self._home: dict[int, Node] = {}  # by repeat
+        self._home: dict[int, ClusterNode] = {}  # by repeat
         self._calibrations: dict[str, list[Any]] = {}  # by machine
 
-    def _entry(self, node: Node) -> dict[str, Any]:
+    def _record(self, **changes: Any) -> None:
+        """Notes in the manifest which machine does what."""
+        executor = self.manifest.manifest.executor or Executor()
+        self.manifest.replace(executor=executor.model_copy(update=changes))
+
+    def _machine(self, node: ClusterNode) -> ClusterMachine:
         facts = self.facts[node.node_id]
-        found = facts.environment
-        return {
-            "node_id": node.node_id,
-            "device": [gpu.get("name") for gpu in found["gpus"]] if self.cell_needs.gpus else found["cpu"]["model"],
-            "git": found["git"],
-            "code_sha256": facts.code,
-            "versions": found["versions"] | {"ray": facts.ray},
-        }
+        there = Environment(**facts.environment)
+        return ClusterMachine(
+            node_id=node.node_id,
+            device=[gpu.name for gpu in there.gpus] if self.cell_needs.gpus else there.cpu.model,
+            git=there.git,
+            code_sha256=facts.code,
+            versions={**there.versions, "ray": facts.ray},
+        )
 
     def next_block(self, left: Sequence[Block]) -> Block | None:
         """The first block whose repeat has run on a free machine, else of a repeat that has run nowhere, else any."""
@@ -227,7 +230,7 @@ class RayMachines(ThisMachine):
             run, event = came
             if isinstance(event, Raised):
                 raise event.error
-            if not isinstance(event, Ended | Lost):
+            if not isinstance(event, TaskEnded | Lost):
                 self._take(run, event)
             elif finished := self._end(run, run.end) if run.end else self._again_elsewhere(run, event):
                 self._show()
@@ -237,13 +240,12 @@ class RayMachines(ThisMachine):
     def close(self) -> None:
         self._slots.close()
 
-    def _again_elsewhere(self, run: _Run, end: Ended | Lost) -> Finished | None:
+    def _again_elsewhere(self, run: _Run, end: TaskEnded | Lost) -> Finished | None:
         """The task has ended before its block: what is left of it runs again, unless that was tried too often."""
         left = [cell for cell in run.block.cells if cell.cell_id not in run.done]
         reason = end.reason if isinstance(end, Lost) else "it ended"
-        entry = {"block_id": run.block.block_id, "machine": run.node.name, "reason": reason}
-        self._record["lost"].append(entry | {"loads_kept": len(run.done)})
-        write_json(self.job.folder.manifest_path, self.manifest)
+        lost = LostBlock(block_id=run.block.block_id, machine=run.node.name, reason=reason, loads_kept=len(run.done))
+        self._record(lost=(*self.manifest.manifest.executor.lost, lost))
         self._lost[run.block.block_id] += not isinstance(end, Lost) or end.began
         if left and self._lost[run.block.block_id] < MAX_LOST:
             self._again.append(run)
@@ -280,8 +282,8 @@ class RayMachines(ThisMachine):
             with folder.scratch_load(cell_id, repeat) as out:
                 _move(Path(scratch) / folder.load(cell_id, repeat).relative_to(folder.path), out)
         run.done.add(cell_id)
-        self._record["loads"].setdefault(cell_id, {})[str(repeat)] = run.node.name
-        write_json(folder.manifest_path, self.manifest)
+        loads = self.manifest.manifest.executor.loads
+        self._record(loads={**loads, cell_id: {**loads.get(cell_id, {}), str(repeat): run.node.name}})
         self.job.listener.load_finished(load.cell, repeat, load.done)
         self.runner.on_sent(load.cell, why_unanswered(load.done.metrics))
 
@@ -295,7 +297,7 @@ class RayMachines(ThisMachine):
             raise MeasurementError(f"machine {run.node.name}: {end.problem}")
         return Finished(run.block, end.started, time.monotonic() - run.began)
 
-    def _keep_calibrations(self, node: Node, rows: Sequence[Any]) -> None:
+    def _keep_calibrations(self, node: ClusterNode, rows: Sequence[Any]) -> None:
         """For further blocks on the machine, and in the run's folder those of all machines."""
         self._calibrations[node.name] = list(rows)
         path = self.job.folder.path / cache.FILE
@@ -311,7 +313,7 @@ class RayMachines(ThisMachine):
 @contextmanager
 def ray_machines(
     choice: ChosenTarget,
-    parts: tuple[Workload, Mapping[str, Any], Mapping[str, Any]],
+    parts: tuple[Workload, Mapping[str, Any], Manifest],
     only: Sequence[str],
     say: Callable[[str], None],
 ) -> Iterator[RayMachines]:
@@ -331,7 +333,7 @@ def ray_machines(
 def machines_for(
     cluster: Cluster,
     cell_needs: CellNeeds,
-    parts: tuple[Workload, Mapping[str, Any], Mapping[str, Any]],
+    parts: tuple[Workload, Mapping[str, Any], Manifest],
     wait_s: float,
     say: Callable[[str], None],
 ) -> RayMachines:
@@ -340,15 +342,15 @@ def machines_for(
     Raises UsageError where there is none, or they are not alike.
     """
     found = usable_nodes(cluster, cell_needs.needs, f"{cell_needs} for a cell", wait_s, say)
-    _require_alike([(node, found.facts[node.node_id].environment) for node in found.nodes])
+    _require_alike([(node, Environment(**found.facts[node.node_id].environment)) for node in found.nodes])
     return RayMachines(cluster, cell_needs, *parts, found.nodes, found.facts, wait_s, list(found.left_out))
 
 
-def _require_alike(found: Sequence[tuple[Node, Mapping[str, Any]]]) -> None:
+def _require_alike(machines: Sequence[tuple[ClusterNode, Environment]]) -> None:
     """A table of loads of different machines would compare the machines."""
-    first, before = found[0]
-    for node, now in found[1:]:
-        differences, _ = environment_differences({**before, "git": {}}, now)
+    first, before = machines[0]
+    for node, now in machines[1:]:
+        differences, _ = environment_differences(before.model_copy(update={"git": GitState()}), now)
         if differences:
             words = and_more([each.replace(" then, ", f" on {first.name}, ").replace(" now)", f" on {node.name})")
                               for each in differences], 3)  # fmt: skip

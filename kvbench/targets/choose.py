@@ -15,7 +15,7 @@ from kvbench.common.foreign_cpu import server_at
 from kvbench.common.option_rules import check_exclusive, check_goes_with, check_tls
 from kvbench.common.ports import free_port
 from kvbench.common.text import parse_bytes
-from kvbench.runs.results import Capacity
+from kvbench.runs.results import Capacity, Manifest, MeasuredTarget, RunningServer
 from kvbench.targets.base import Access, Target
 from kvbench.targets.builtin import BUILTIN_COMMAND, BuiltinTarget, check_configuration
 from kvbench.targets.launch_plan import CommandTemplate, Launcher, is_template, program_of, split_command
@@ -80,9 +80,10 @@ class TargetOptions:
     only: Sequence[str] | None = None
 
     @classmethod
-    def of(cls, options: Mapping[str, Any], stored: Mapping[str, Any]) -> TargetOptions:
+    def of(cls, options: Mapping[str, Any], stored: Manifest | None = None) -> TargetOptions:
         """The options of a command line; what it leaves out is as in the manifest ``stored`` of a run that goes on."""
-        before = {**(stored.get("target_options") or {}), **{name: stored.get(name) for name in (*STORED, "only")}}
+        stored = stored or Manifest()
+        before = stored.target_options.fields() | {name: getattr(stored, name) for name in (*STORED, "only")}
         return cls(**{name: options.get(name) or before.get(name) for name in cls.__annotations__})
 
     @property
@@ -90,9 +91,10 @@ class TargetOptions:
         """The names of the options that were given."""
         return [name for name, value in vars(self).items() if value]
 
-    def manifest(self, backend: str, *, shared: bool) -> dict[str, Any]:
+    def manifest(self, backend: str, *, shared: bool, **more: Any) -> MeasuredTarget:
         """The entries of the run's manifest."""
-        return {name: getattr(self, name) or None for name in STORED} | {"backend": backend, "shared_machine": shared}
+        given = {name: getattr(self, name) or None for name in STORED}
+        return MeasuredTarget(**given, backend=backend, shared_machine=shared, **more)
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ class ChosenTarget:
     workload: Workload
     new_target: Callable[[], Target]
     check: Callable[[Settings], Capacity]
-    manifest: Mapping[str, Any]
+    manifest: MeasuredTarget
     refuses: Callable[[Settings], str | None] | None = None
     fresh: Callable[[Settings], bool] = lambda settings: False
     notes: tuple[str, ...] = ()
@@ -129,7 +131,7 @@ class ChosenTarget:
         return dataclasses.replace(design, notes=(*self.notes, *design.notes)), blocks
 
 
-def choose(workload: Workload, options: Mapping[str, Any], stored: Mapping[str, Any]) -> ChosenTarget:
+def choose(workload: Workload, options: Mapping[str, Any], stored: Manifest | None = None) -> ChosenTarget:
     """``options``: the command line's; ``stored``: the manifest of a run to go on with. Raises UsageError."""
     return choose_target(workload, TargetOptions.of(options, stored))
 
@@ -215,10 +217,10 @@ def _running(workload: Workload, options: TargetOptions, preset: Preset) -> Chos
     """A running server cannot be given settings: one configuration, without the workload's engine section."""
     url = options.target or ""
     new_target = running_server("--target", url, vars(options), preset, workload.load.form)
-    manifest = options.manifest(preset.name, shared=server_at(url).local)
-    only_here = [name for name in options.given if KINDS_OF.get(name) == (RUNNING,)]
-    if kept := {name: getattr(options, name) for name in only_here}:
-        manifest["target_options"] = {k: str(v) if isinstance(v, Path) else v for k, v in kept.items()}
+    only_here = {name: getattr(options, name) for name in options.given if KINDS_OF.get(name) == (RUNNING,)}
+    kept = {name: str(value) if isinstance(value, Path) else value for name, value in only_here.items()}
+    more = {"target_options": RunningServer(**kept)} if kept else {}
+    manifest = options.manifest(preset.name, shared=server_at(url).local, **more)
     return ChosenTarget(
         dataclasses.replace(workload, engine={"target": url}, sweep={}),
         new_target,
@@ -232,7 +234,7 @@ def running_server(
     flag: str, url: str, options: Mapping[str, Any], preset: Preset, form: RequestForm
 ) -> Callable[[], OpenAITarget]:
     """Makes the target of a server that runs already; ``flag``: of the URL. Raises UsageError."""
-    asked = TargetOptions.of(options, {})
+    asked = TargetOptions.of(options)
     require_url(flag, url)
     preset.require_endpoint(form.endpoint)
     check_tls(asked.given, flag, url)

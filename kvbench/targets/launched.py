@@ -175,10 +175,8 @@ class LaunchedTarget(ProcessTarget):
         if self.launcher.passes_model:
             no_eos = not self.dialect.ignore_eos
             return self.folders.get(settings, drop_eos=no_eos, model_format=self.preset.model_format)
-        facts = self.launcher.arithmetic(settings)
-        return ServedModel(
-            Path(str(settings.get("model", ""))), None, facts.get("vocab_size"), facts.get("max_model_len")
-        )
+        known = self.launcher.arithmetic(settings)
+        return ServedModel(Path(str(settings.get("model", ""))), None, known.vocab_size, known.max_model_len)
 
     def _learn_model(self, served: ServedModel, settings: Settings) -> None:
         """The model's name from the server; its sizes from its config, or else from the server."""

@@ -55,12 +55,8 @@ def describe_command(
         plot.write_text(page(description), encoding="utf-8")
     if as_json:
         print(json.dumps(describe.as_dict(description), indent=2))
-    else:
-        _print(Console(), description, plot)
-    return 0
-
-
-def _print(console: Console, description: describe.Description, plot: Path | None) -> None:
+        return 0
+    console = Console()
     for line in describe.about(description):
         print_plain(console, line)
     print_table(console, make_table(describe.LENGTH_HEADS, describe.length_rows(description)))
@@ -70,6 +66,7 @@ def _print(console: Console, description: describe.Description, plot: Path | Non
         print_table(console, make_table(*cache_table(description.cache), numbers_from=0))
     if plot is not None:
         print_plain(console, f"figures: {plot}")
+    return 0
 
 
 def cache_sim_command(

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from kvbench.trace_analysis.cache_sim import Simulation, simulate
+from kvbench.trace_analysis.cache_sim import CacheSimulation, simulate
 from kvbench.traces.model import Trace, file_names
 
 PAGE_SIZES = (16, 64, 256)
@@ -20,7 +20,7 @@ _LEAST_WINDOWS = 5  # a variance of fewer says nothing
 
 
 @dataclass(frozen=True)
-class Spread:
+class Quantiles:
     """Percentiles by linear interpolation."""
 
     p50: float
@@ -31,11 +31,11 @@ class Spread:
     min: float
 
 
-LENGTH_HEADS = ("", *(field.name for field in dataclasses.fields(Spread)), "total")
+LENGTH_HEADS = ("", *(field.name for field in dataclasses.fields(Quantiles)), "total")
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryStats:
     """How much KV the requests need, in tokens of prompt + output, and how much of a reservation they fill.
 
     reserve_max_util, reserve_p99_filled: filled share when every request gets room for the longest one, or for the
@@ -45,7 +45,7 @@ class Memory:
     share_up_to: context length -> share of the requests that fit
     """
 
-    total: Spread
+    total: Quantiles
     reserve_max_util: float
     reserve_p99_util: float
     reserve_p99_filled: float
@@ -77,8 +77,8 @@ class SessionStats:
     """Conversations: their turns, and the seconds between the end of a turn and the next one."""
 
     count: int
-    turns: Spread
-    think_s: Spread | None
+    turns: Quantiles
+    think_s: Quantiles | None
 
 
 @dataclass(frozen=True)
@@ -91,11 +91,11 @@ class Description:
     paths: tuple[Path, ...]
     trace: Trace
     columns: Mapping[str, np.ndarray]
-    lengths: Mapping[str, Spread]
-    memory: Memory | None
+    lengths: Mapping[str, Quantiles]
+    memory: MemoryStats | None
     arrivals: Arrivals | None
     sessions: SessionStats | None
-    cache: Simulation | None
+    cache: CacheSimulation | None
     why_no_cache: str
 
 
@@ -103,8 +103,11 @@ def describe(
     paths: tuple[Path, ...], trace: Trace, pages: list[int] | None = None, bytes_per_token: int | None = None
 ) -> Description:
     """Counts everything. ``pages``: capacities to replay (None: a ladder). Raises ValueError."""
-    columns = length_columns(trace)
-    why = ""
+    columns, why, sessions = length_columns(trace), "", None
+    if trace.session is not None and trace.turn is not None:
+        numbers, turns = np.unique(trace.session, return_counts=True)
+        thinks = trace.think_s[trace.turn > 0] if trace.think_s is not None else ()
+        sessions = SessionStats(len(numbers), spread(turns), spread(thinks) if len(thinks) else None)
     if trace.page_ids is None:
         why = "the trace has no page ids, and does not say which prompts begin alike"
         if trace.prompts is not None:
@@ -118,7 +121,7 @@ def describe(
         {name: spread(values) for name, values in columns.items()},
         memory(columns["total_tokens"]) if "total_tokens" in columns else None,
         None if trace.arrival_s is None else arrivals(trace.arrival_s),
-        _sessions(trace),
+        sessions,
         None if why else simulate(trace, pages, bytes_per_token=bytes_per_token),
         why,
     )
@@ -140,18 +143,18 @@ def length_columns(trace: Trace) -> dict[str, np.ndarray]:
     return {name: values for name, values in columns.items() if len(values)}
 
 
-def spread(values: Sequence[float] | np.ndarray) -> Spread:
+def spread(values: Sequence[float] | np.ndarray) -> Quantiles:
     """The percentiles of at least one value."""
     array = np.asarray(values, dtype=np.float64)
     p50, p90, p99 = np.percentile(array, [50, 90, 99])
-    return Spread(float(p50), float(p90), float(p99), float(array.max()), float(array.mean()), float(array.min()))
+    return Quantiles(float(p50), float(p90), float(p99), float(array.max()), float(array.mean()), float(array.min()))
 
 
-def memory(total_tokens: np.ndarray) -> Memory:
+def memory(total_tokens: np.ndarray) -> MemoryStats:
     """``total_tokens`` [requests, at least one]: prompt + output."""
     total = spread(total_tokens)
     needed = float(total_tokens.sum())
-    return Memory(
+    return MemoryStats(
         total,
         total.mean / total.max if total.max else 1.0,
         total.mean / total.p99 if total.p99 else 1.0,
@@ -176,14 +179,6 @@ def arrivals(arrival_s: np.ndarray) -> Arrivals | None:
         if window == 10 and fano[window] is not None:
             peak = float(counts.max() / window)
     return Arrivals(span, len(times) / span, float(gaps.std() / gaps.mean()), float(np.mean(gaps == 0)), fano, peak)
-
-
-def _sessions(trace: Trace) -> SessionStats | None:
-    if trace.session is None or trace.turn is None:
-        return None
-    numbers, turns = np.unique(trace.session, return_counts=True)
-    thinks = None if trace.think_s is None else trace.think_s[trace.turn > 0]
-    return SessionStats(len(numbers), spread(turns), spread(thinks) if thinks is not None and len(thinks) else None)
 
 
 def about(description: Description) -> list[str]:

@@ -34,7 +34,7 @@ from kvbench.capacity.gpus import find_gpu
 from kvbench.capacity.model import plan_model
 from kvbench.requests.request import RequestSpec
 from kvbench.simulation.cost_model import TYPICAL
-from kvbench.simulation.drive import Drive, Ended, Replica
+from kvbench.simulation.drive import Drive, EndedRequest, Replica
 from kvbench.simulation.machine import Machine
 
 LONGEST = 2048  # tokens of prompt + output that OPT and LLaMA take
@@ -269,7 +269,7 @@ class _Observer:
     def _on_work(self, work: StepWork) -> None:
         self._work = work
 
-    def on_end(self, request: Ended) -> None:
+    def on_end(self, request: EndedRequest) -> None:
         assert request.error is None, request.error
         self._ended += 1
 
@@ -345,7 +345,7 @@ def normalised_latency(
     arrivals = _arrivals(max(round(rate * seconds), 1), rate, seed)
     latencies: list[float] = []
 
-    def end(request: Ended) -> None:
+    def end(request: EndedRequest) -> None:
         latencies.append((request.times[-1] - request.due) / len(request.times))
 
     Drive([testbed.replica(system)], _requests(lengths, arrivals, seed, {}), end).run()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from bench_timing import choose, note
 
-from kvbench.simulation.run import SimulationJob, run_job
+from kvbench.simulation.run import SimulationJob, simulate
 from kvbench.workload.file import SimulateSection
 from kvbench.workload.load_section import LoadConfig, load_point
 
@@ -38,7 +38,7 @@ def test_simulation(benchmark, tmp_path: Path, caching: bool, keeps: bool) -> No
 
     def one() -> None:
         begun = time.process_time()
-        assert run_job(job).figures.completed == REQUESTS
+        assert simulate(job).figures.completed == REQUESTS
         seconds.append(time.process_time() - begun)
 
     benchmark.group = "a load of 256 users simulated on one core"

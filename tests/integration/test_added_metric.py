@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 
 import pytest
 import yaml
@@ -21,7 +22,9 @@ POLICY = "limits: [{metric: p95_stall_ms, max: 0.0001}]\n"
 @pytest.fixture
 def stall(monkeypatch):
     """A metric of ours: the longest gap of each request."""
-    row = Metric("stall", "stall_ms", "ms", LOWER, "longest stall", "stall", ("p95",), samples=rows.longest_gaps)
+    row = Metric(
+        "stall", "stall_ms", "ms", LOWER, "longest stall", "stall", ("p95",), samples=rows.longest_gaps, compared="p95"
+    )
     monkeypatch.setitem(METRICS, row.name, row)
     monkeypatch.setattr(foreign_cpu, "MIN_FOREIGN_CORES", 1000.0)  # other work on the test machine is not tested here
     monkeypatch.setattr(foreign_cpu, "MAX_STEAL_SHARE", 1.0)
@@ -51,3 +54,7 @@ def test_an_added_metric_is_measured_shown_limited_and_kept(stall, tmp_path):
 
     assert loaded.code == 0, loaded.err
     assert "stall" in loaded.out
+
+    beside = shutil.copytree(run, tmp_path / "beside")
+    assert kvbench("report", run, beside, "--output-dir", tmp_path / "both").code == 0
+    assert "| p95 stall, ms |" in (tmp_path / "both" / "compare.md").read_text()

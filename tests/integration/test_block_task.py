@@ -12,6 +12,7 @@ import pytest
 
 from kvbench.common.files import unpack
 from kvbench.runs.folder import RunFolder
+from kvbench.runs.results import Manifest
 from kvbench.sweep.block_task import BlockEnded, BlockTask, LoadDone, LoadFailed, ServerUp, Status, run_block_task
 from kvbench.targets.choose import KINDS_OF, STORED, choose
 from kvbench.workload.file import load_workload
@@ -31,8 +32,8 @@ def task(tmp_path, monkeypatch):
         bench = Bench(tmp_path)
         workload = load_workload(bench.write(load={"concurrency": [1, 2]}), profile="cpu")
         options = dict.fromkeys([*KINDS_OF, *STORED, "only"]) | {"serve_cmd": f"{sys.executable} {FAKE}", "port": 0}
-        block = choose(workload, options, {}).plan()[1][0]
-        return BlockTask(block, workload, options, {}, {}, False, (), None)
+        block = choose(workload, options).plan()[1][0]
+        return BlockTask(block, workload, options, Manifest(), {}, False, (), None)
 
     return make
 

@@ -23,7 +23,7 @@ _BOTTOMS = """() => ["effects", "frontier"].map(
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """report.html of a run with every configuration of the toy engine."""
     run = read_run(make_run(tmp_path_factory.mktemp("drawn") / "mixed" / "run"))
-    return write_report(run, run.folder, document(run))[0]
+    return write_report(document(run), run.folder)[0]
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -51,7 +51,7 @@ def test_everything_that_opens_or_sorts_is_reached_by_keyboard(browser, report: 
 
 def test_names_from_outside_run_no_script(browser, tmp_path: Path) -> None:
     run = read_run(make_run(tmp_path / "evil", Scenario(workload_name=SCRIPT, text=SCRIPT, repeats=1, num_requests=20)))
-    path = write_report(run, run.folder, document(run))[0]
+    path = write_report(document(run), run.folder)[0]
     with browser.open(path) as page:
         assert page.problems() == []  # a dialog that opens is a problem
         assert SCRIPT in page.text()

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvbench.common.ray_cluster import Cluster, Ended, Lost, Node, Raised, Task
+from kvbench.common.ray_cluster import Cluster, ClusterNode, Lost, Raised, Task, TaskEnded
 
 
-def node(name: str, **resources: float) -> Node:
-    return Node(name * 14, {"CPU": 4.0, **resources})
+def node(name: str, **resources: float) -> ClusterNode:
+    return ClusterNode(name * 14, {"CPU": 4.0, **resources})
 
 
 @dataclass
@@ -20,20 +20,20 @@ class FakeCluster(Cluster):
     values of its tasks a machine is gone; ``started``: where each task ran.
     """
 
-    members: list[Node]
+    members: list[ClusterNode]
     busy: Sequence[str] = ()
     dies: dict[str, int] = field(default_factory=dict)
     started: list[str] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
 
-    def nodes(self) -> list[Node]:
+    def nodes(self) -> list[ClusterNode]:
         return self.members
 
-    def is_alive(self, node: Node) -> bool:
+    def is_alive(self, node: ClusterNode) -> bool:
         return node in self.members
 
     def start(
-        self, node: Node, needs: Mapping[str, float], function: Callable[..., Iterator[Any]], *arguments: Any
+        self, node: ClusterNode, needs: Mapping[str, float], function: Callable[..., Iterator[Any]], *arguments: Any
     ) -> Task:
         assert all(node.resources.get(name, 0.0) >= value for name, value in needs.items())
         self.started.append(node.name)
@@ -55,7 +55,7 @@ class FakeCluster(Cluster):
         try:
             found = next(task.stream)
         except StopIteration:
-            return Ended()
+            return TaskEnded()
         except Exception as error:
             return Raised(error)
         task.began = True

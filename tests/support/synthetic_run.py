@@ -11,9 +11,10 @@ from pathlib import Path
 
 from kvbench.common.files import write_json
 from kvbench.metrics.latency import summarise
-from kvbench.runs.aggregate import TargetFacts, aggregate_cell
+from kvbench.runs.aggregate import aggregate_cell
 from kvbench.runs.folder import DONE, RunFolder
 from kvbench.runs.quality import QUALITY, QualityResult
+from kvbench.runs.results import Manifest
 from kvbench.workload.design import Cell, Configuration, LoadPoint
 from tests.support.quality_results import figures, outside, result
 from tests.support.toy_engine import (
@@ -41,6 +42,7 @@ def make_run(folder: Path, scenario: Scenario | None = None) -> Path:
         for r in range(1, sc.repeats + 1)
     ]
     manifest = {
+        "format": 1,
         "status": "incomplete" if sc.missing else "complete",
         "shared_machine": True,
         "workload": {
@@ -95,7 +97,8 @@ def _write_cell(run: RunFolder, config: Config, load: LoadPoint, sc: Scenario) -
         "num_pages": slots // config.page_size,
         "max_concurrency_at_max_len": slots // MAX_MODEL_LEN,
     }
-    aggregate_cell(run, cell, TargetFacts(capacity={config.config_id: capacity}))
+    manifest = Manifest(capacity={config.config_id: capacity}, **run.manifest().fields())
+    aggregate_cell(run, cell, manifest)
 
 
 def _quality(sc: Scenario) -> QualityResult:

@@ -86,7 +86,7 @@ def page_of(run_folder: Callable[[str], Path], document_of: Callable[[str], Docu
     @cache
     def text(variant: str) -> str:
         folder = run_folder(variant)
-        return write_report(read_run(folder), folder, document_of(variant))[0].read_text()
+        return write_report(document_of(variant), folder)[0].read_text()
 
     return text
 

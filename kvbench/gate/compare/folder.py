@@ -29,7 +29,7 @@ from kvbench.gate.compare.request import CompareRequest
 from kvbench.gate.policy import StoredPolicy
 from kvbench.gate.timing.plan import CANDIDATE, SIDES, Match, PairedCell
 from kvbench.runs.folder import DONE, MANIFEST, RunFolder, move_numbered
-from kvbench.runs.results import LoadResult, Processor
+from kvbench.runs.results import Environment, LoadResult, Resumed
 from kvbench.runs.server_info import ServerInfo
 
 KIND = "compare"
@@ -128,26 +128,7 @@ class GivenWorkload(Record):
     profile: str | None = None
 
 
-class Gpu(Record):
-    """A GPU, as ``kvbench.common.machine.gpus`` tells it."""
-
-    model_config = ConfigDict(extra="allow")
-
-    name: str
-
-
-class Resumed(Record):
-    """A time that measuring went on, the environment then, and what differed from before."""
-
-    model_config = ConfigDict(extra="allow")
-
-    at: str
-    forced: bool = False
-    differences: tuple[str, ...] = ()
-    remarks: tuple[str, ...] = ()
-
-
-class CompareManifest(Record):
+class CompareManifest(Environment):
     """The manifest of a comparison; what ``kvbench.common.machine.environment`` tells stands in it too.
 
     given: the workloads before the sides' own settings
@@ -194,8 +175,6 @@ class CompareManifest(Record):
     apart: Mapping[str, tuple[str, ...]] = {}
     lockstep: LockstepFacts | None = None
     stopped: str | None = None
-    cpu: Processor = Processor()
-    gpus: tuple[Gpu, ...] = ()
     started: str | None = None
     ended: str | None = None
 

@@ -23,13 +23,13 @@ from kvbench.gate.compare.folder import (
     CompareManifest,
     GivenWorkload,
     LockstepFacts,
-    Resumed,
 )
 from kvbench.gate.compare.request import CompareRequest
 from kvbench.gate.compare.sides import RUN, OpenSide, PairedWorkload
 from kvbench.gate.policy import Policy
 from kvbench.gate.timing.plan import BASE, SIDES, Match, PairedCell
 from kvbench.runs.folder import RunFolder, create_run
+from kvbench.runs.results import Environment, GitState, Resumed
 from kvbench.runs.resume import environment_differences
 from kvbench.runs.server_info import ServerInfo
 from kvbench.workload.file import Workload
@@ -144,8 +144,8 @@ def resume(manifest: CompareManifest, workloads: Sequence[PairedWorkload], *, fo
     """
     if _cells(workloads) != manifest.cells:
         raise UsageError("this kvbench makes other cells of the workload than it began with: start a new comparison")
-    now = environment()
-    differences, remarks = environment_differences(manifest.to_json(), now)
+    now = Environment(**environment())
+    differences, remarks = environment_differences(manifest, now)
     for side in SIDES:
         then, here = manifest.of(side), workloads[0].sides[side].facts
         known = [key for key in _OF_A_BUILD if key in then.model_fields_set]
@@ -160,7 +160,7 @@ def resume(manifest: CompareManifest, workloads: Sequence[PairedWorkload], *, fo
             "start a new one without --resume, or add --force to mix both: the verdict then says so"
         )
     manifest.options = manifest.options.model_copy(update={"force": manifest.options.force or force})
-    entry = Resumed(at=utc_now(), **now, forced=force, differences=tuple(differences), remarks=tuple(remarks))
+    entry = Resumed(at=utc_now(), **now.fields(), forced=force, differences=tuple(differences), remarks=tuple(remarks))
     manifest.resumed = (*manifest.resumed, entry)
     mixed = [f"--force: pairs were measured under different conditions: {each}" for each in differences]
     manifest.notes = tuple(dict.fromkeys([*manifest.notes, *mixed]))
@@ -170,7 +170,7 @@ def resume(manifest: CompareManifest, workloads: Sequence[PairedWorkload], *, fo
 def stored_differences(stored: Mapping[str, Path], workloads: Sequence[PairedWorkload]) -> list[str]:
     """Lists what must be equal in two runs and is not: machine, versions, servers, requests; not their commits."""
     then, now = (RunFolder(stored[side]).manifest() for side in SIDES)
-    found, _ = environment_differences({**then.to_json(), "git": {}}, now.to_json())
+    found, _ = environment_differences(then.model_copy(update={"git": GitState()}), now)
     for match in (match for each in workloads for match in each.matches):
         base, candidate = (
             manifest.servers.get(match.of(side).config_id, ServerInfo())

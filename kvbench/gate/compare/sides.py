@@ -36,7 +36,7 @@ from kvbench.gate.compare.request import CompareRequest
 from kvbench.gate.timing.plan import BASE, CANDIDATE, SIDES, Match, match_designs
 from kvbench.gate.verdict.wording import shortened
 from kvbench.runs.folder import MANIFEST, RunFolder
-from kvbench.runs.results import Capacity, CellSummary
+from kvbench.runs.results import Capacity, CellSummary, MeasuredTarget
 from kvbench.runs.resume import stored_workload
 from kvbench.sweep.plan import preflight
 from kvbench.targets.base import Target
@@ -220,7 +220,7 @@ class OpenSide:
     def has_own_engine(self) -> bool:
         """Tests whether it is kvbench's own engine, launched by its own command."""
         launched = not self.stored and not self.choice.runs_already
-        return launched and _is_builtin(self.choice) and not self.choice.manifest.get("serve_cmd")
+        return launched and self.choice.manifest.is_built_in
 
     @property
     def name(self) -> str:
@@ -249,7 +249,7 @@ def open_side(side: Side, workload: Workload, request: CompareRequest, builds: B
         named = {"target" if side.kind == URL else "serve_cmd": side.text}
         choice = choose_target(workload, dataclasses.replace(options, **named))
     more = build.facts() if build else {}
-    more |= {"command": _command(choice, build), "target": dict(choice.manifest)}
+    more |= {"command": _command(choice, build), "target": choice.manifest.to_json()}
     if build is None and _is_builtin(choice):
         more |= {"git": git_state(REPOSITORY), "versions": versions()}
     return OpenSide(side, choice, side.facts(**more), build)
@@ -342,7 +342,7 @@ def _of_build(build: Build, workload: Workload, options: TargetOptions) -> Chose
 
 
 def _is_builtin(choice: ChosenTarget) -> bool:
-    return choice.manifest.get("backend") == "kvbench"
+    return choice.manifest.backend == "kvbench"
 
 
 def built_command(text: str, build: Build) -> str:
@@ -369,13 +369,13 @@ def _env_words(build: Build) -> str:
 
 def _command(choice: ChosenTarget, build: Build | None = None) -> str | None:
     """The launch command without the engine's flags, for the manifest."""
-    if command := choice.manifest.get("serve_cmd"):
+    if command := choice.manifest.serve_cmd:
         return str(command)
     if build is not None:
         return f"{_env_words(build)} {shlex.join([str(build.python), *_SERVER])}"
     if _is_builtin(choice):
         return shlex.join(BUILTIN_COMMAND)
-    return choice.manifest.get("target")
+    return choice.manifest.target
 
 
 def _open_run(side: Side, workload: Workload) -> OpenSide:
@@ -389,8 +389,8 @@ def _open_run(side: Side, workload: Workload) -> OpenSide:
         raise UsageError(f"{side.text} was measured with another workload: it differs in {', '.join(keys[:5])}")
     stored = stored_workload(manifest)
     kept = {key: value for key, value in manifest.to_json().items() if key in _FACTS_OF_A_RUN and value is not None}
-    target = {key: getattr(manifest, key, None) for key in STORED}
-    choice = ChosenTarget(stored, _no_target, lambda settings: Capacity(), target)
+    target = {key: getattr(manifest, key) for key in STORED}
+    choice = ChosenTarget(stored, _no_target, lambda settings: Capacity(), MeasuredTarget(**target))
     return OpenSide(side, choice, side.facts(folder=str(run.path), **kept), stored=run.path)
 
 

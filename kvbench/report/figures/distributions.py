@@ -10,13 +10,15 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from kvbench.common import text as words
+from kvbench.metrics.definitions import METRICS
 from kvbench.metrics.latency import request_latencies
 from kvbench.metrics.rows import inter_token_latencies, times_per_output_token
-from kvbench.report.style import Drawing, LineStyle, compact, ecdf, finish, legend_outside, log_axis, looks, safe, under
+from kvbench.report.comparisons import Comparisons
+from kvbench.report.style import Drawing, LineStyle, compact, ecdf, finish, legend_outside, log_axis, safe, under
 from kvbench.report.tables import UNCERTAIN
-from kvbench.runs.model import MeasuredCell, Run, all_steady_latency
+from kvbench.runs.model import MeasuredCell, all_steady_latency
 
-LATENCIES = {"ttft_ms": "TTFT", "tpot_ms": "TPOT", "itl_ms": "ITL", "e2el_ms": "E2EL"}
+LATENCIES = {METRICS[name].path: METRICS[name].short for name in ("ttft", "tpot", "itl", "e2el")}
 EVERY = ""  # the group of all requests
 _POINTS = {True: 60, False: 30}  # of a curve: of all requests, of a class
 _WIDTH, _PANEL, _GAP, _LEGEND = 500, 210, 64, 110  # px: narrowest figure; a panel, between two, legend and menu
@@ -133,20 +135,19 @@ def _menu(frame: pd.DataFrame, groups: list[str], shown: list[str]) -> dict:
     }
 
 
-def drawing(run: Run) -> Drawing | None:
+def drawing(comparisons: Comparisons, look: Mapping[str, LineStyle]) -> Drawing | None:
     """The distributions at the highest load that has valid cells with raw samples; None where there are none."""
-    for load in reversed(run.loads):
-        cells = [cell for cell in run.at(load) if cell.valid]
+    for load in reversed(comparisons.loads):
+        cells = [cell for cell in comparisons.at(load) if cell.valid]
         frame = distributions(cells)
         if len(frame):
-            left = len(run.at(load)) - frame["configuration"].nunique()
-            clock = words.upper_first(run.clock)
+            left = len(comparisons.at(load)) - frame["configuration"].nunique()
+            clock = words.upper_first(comparisons.clock)
             caption = f"{clock}. Further left is faster, steeper is steadier; log axes, raw samples of all repeats, "
             caption += "steady window." if all_steady_latency(cells) else "whole run."
             if left:
                 caption += f" Left out: {words.plural(left, 'configuration')} invalid or without samples."
-            figure = distributions_figure(frame, looks(run))
-            return Drawing("distributions", _title(cells), caption, figure, _WIDTH)
+            return Drawing("distributions", _title(cells), caption, distributions_figure(frame, look), _WIDTH)
     return None
 
 

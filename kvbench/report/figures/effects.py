@@ -11,9 +11,9 @@ from plotly.subplots import make_subplots
 
 from kvbench.effects.comparison import MARGINS, Call, Comparison
 from kvbench.metrics.definitions import ENGINE, SERVED, SIMULATED, figure
-from kvbench.report.comparisons import amount, changes, reported_cells, short_name
+from kvbench.report.comparisons import Comparisons, amount
 from kvbench.report.style import CONTIGUOUS, GREY, PAGED, Drawing, finish, safe
-from kvbench.runs.model import Run
+from kvbench.runs.engine_time import EngineTime
 
 _LOOKS = {  # call -> colour, marker: never colour alone
     Call.BETTER: (PAGED, "circle"),
@@ -122,15 +122,14 @@ def _in_lines(name: str) -> str:
     return "<br>".join(safe(line) for line in wrap(name, _LONGEST))
 
 
-def drawing(run: Run) -> Drawing | None:
+def drawing(comparisons: Comparisons, engine_time: EngineTime | None) -> Drawing | None:
     """Each setting against the baseline; None for a run without a change to show."""
-    _, base = reported_cells(run)
-    known = changes(run, base.load) if base else []
-    if base is None or not known:
+    changes = comparisons.changes
+    if not changes or comparisons.load is None:
         return None
-    load, clock = base.load.label, known[0][1].clock
-    frame = effects_frame((short_name(cell, base), one, f"{load}, {clock}") for cell, one in known)
-    label = run.engine_time.label if run.engine_time and clock == ENGINE else clock
+    load, clock, names = comparisons.load.label, changes[0][1].clock, comparisons.names
+    frame = effects_frame((names[cell.cell_id], one, f"{load}, {clock}") for cell, one in changes)
+    label = engine_time.label if engine_time and clock == ENGINE else clock
     margin = 100 * MARGINS[clock]
     caption = (
         f"Against the baseline at {load}, {label}; 95 % intervals; level: {_LEVEL[clock]} within the grey band, "

@@ -13,22 +13,24 @@ from plotly.subplots import make_subplots
 from kvbench.common import text as words
 from kvbench.common.stats import t_interval
 from kvbench.effects.comparison import FEWEST
-from kvbench.report.comparisons import baseline, median, short_name
-from kvbench.report.style import Drawing, LineStyle, finish, log_axis, looks, safe
-from kvbench.report.tables import UNCERTAIN, Row, Section, Table, Value, listed_table
-from kvbench.runs.model import MeasuredCell, Run, all_steady, all_steady_latency
+from kvbench.metrics.definitions import METRICS
+from kvbench.report.comparisons import Comparisons, median
+from kvbench.report.style import Drawing, LineStyle, finish, log_axis, safe
+from kvbench.report.tables import UNCERTAIN, Row, Section, Value, listed_table
+from kvbench.runs.model import MeasuredCell, all_steady, all_steady_latency
 
 _AXES = {  # column -> title, whether more is better
-    "tokens_per_s": ("output tokens/s", True),
-    "goodput": ("requests/s within the SLO", True),
+    "tokens_per_s": (METRICS["output_throughput"].short, True),
+    "goodput": (METRICS["goodput"].short, True),
     "cost": ("cost per million output tokens", False),
     "energy": ("energy of all GPUs, J per output token", False),
 }
-_LATENCIES = {"ttft": "p95 TTFT, ms (log)", "tpot": "median TPOT, ms"}
+_LATENCIES = {"ttft": f"p95 {METRICS['ttft'].short}, ms", "tpot": f"median {METRICS['tpot'].short}, ms"}
+_LOG = {"ttft": " (log)"}
 _ENDS = ("", "_low", "_high")
 
 
-def frontier_frame(run: Run, price_per_hour: float | None = None) -> pd.DataFrame:
+def frontier_frame(comparisons: Comparisons, price_per_hour: float | None = None) -> pd.DataFrame:
     """One row a valid cell: configuration, its short ``name``, load, rank of the load, and each value with its bounds.
 
     ``steady``: whether all have a steady window, else tokens/s are of the whole run, of all: like with like;
@@ -40,7 +42,7 @@ def frontier_frame(run: Run, price_per_hour: float | None = None) -> pd.DataFram
     interval of the logarithms from 3 repeats on, else none (NaN). Unknown values are NaN. ``ttft_few``, ``tpot_few``:
     percentiles of too few samples.
     """
-    cells = [cell for cell in run.cells if cell.valid]
+    cells = [cell for cell in comparisons.cells if cell.valid]
     rows, steady, steady_latency = [], all_steady(cells), all_steady_latency(cells)
     for cell in cells:
         tokens = cell.throughput(steady)
@@ -53,9 +55,8 @@ def frontier_frame(run: Run, price_per_hour: float | None = None) -> pd.DataFram
             "tpot": cell.latency("tpot_ms.p50", steady_latency),
         }
         row: dict[str, object] = {
-            "configuration": cell.name, "name": short_name(cell, baseline(run, cell.load)), "load": cell.load.label,
-            "rank": run.loads.index(cell.load), "steady": steady,
-            "steady_latency": steady_latency,
+            "configuration": cell.name, "name": comparisons.names[cell.cell_id], "load": cell.load.label,
+            "rank": comparisons.loads.index(cell.load), "steady": steady, "steady_latency": steady_latency,
         }  # fmt: skip
         for name, values in series.items():
             row |= dict(zip((name + end for end in _ENDS), _interval(values), strict=True))
@@ -120,7 +121,9 @@ def frontier_figure(frame: pd.DataFrame, look: Mapping[str, LineStyle]) -> go.Fi
                           visible=axis == axes[0], legend=column == 1),
                     row=1, col=column,
                 )  # fmt: skip
-        figure.update_yaxes(title_text=_LATENCIES[latency] + _window_words(frame), row=1, col=column)
+        figure.update_yaxes(
+            title_text=_LATENCIES[latency] + _LOG.get(latency, "") + _window_words(frame), row=1, col=column
+        )
     drawn = frame[["ttft", "ttft_low", "ttft_high"]].to_numpy(dtype=float).ravel()
     figure.update_yaxes(**log_axis(drawn[~np.isnan(drawn)]), row=1, col=1)
     figure.update_yaxes(rangemode="tozero", row=1, col=2)
@@ -149,9 +152,10 @@ def _line(
         return {"type": "data", "symmetric": False, "thickness": 1.2, "width": 3, "color": look.faint(0.7), **ends}
 
     few = [UNCERTAIN * each for each in part[f"{latency}_few"]]
+    title, certainly = _LATENCIES[latency] + _LOG.get(latency, ""), "<br>on the frontier for certain"
     hover = [
         f"<b>{safe(name)}</b>, {row.load}<br>{_AXES[axis][0]}: {getattr(row, axis):.4g}<br>"
-        f"{_LATENCIES[latency]}: {getattr(row, latency):,.4g}{mark}{'<br>on the frontier for certain' if star else ''}"
+        f"{title}: {getattr(row, latency):,.4g}{mark}{certainly * bool(star)}"
         for row, star, mark in zip(part.itertuples(), stars, few, strict=True)
     ]
     marker = {
@@ -187,12 +191,7 @@ def _window_words(frame: pd.DataFrame) -> str:
 
 
 def section(frame: pd.DataFrame) -> Section:
-    """The table of the frontier."""
-    return Section("frontier", "Throughput against latency", frontier_table(frame))
-
-
-def frontier_table(frame: pd.DataFrame) -> Table:
-    """The same points as numbers, with their intervals, and the axes on which they are certain."""
+    """The points as numbers, with their intervals, and the axes on which they are certain."""
     frame = frame.dropna(subset=["tokens_per_s", "ttft"])
     axes = [axis for axis in _AXES if frame[axis].notna().any()]
     sure = {(axis, latency): certain(frame, axis, latency) for axis in axes for latency in _LATENCIES}
@@ -212,25 +211,24 @@ def frontier_table(frame: pd.DataFrame) -> Table:
         rows.append(Row(None, (*named, *numbers, Value("; ".join(certainly) or "–"))))
     whole = _window_words(frame)
     heads = ["configuration", "load", *(_axis_title(frame, axis) for axis in axes)]
-    heads += [f"p95 TTFT, ms{whole}", f"median TPOT, ms{whole}"]
-    return listed_table([*heads, "surely not beaten in both"], rows)
+    heads += [f"{title}{whole}" for title in _LATENCIES.values()]
+    table = listed_table([*heads, "surely not beaten in both"], rows)
+    return Section("frontier", "Throughput against latency", table)
 
 
-def drawing(run: Run, frame: pd.DataFrame) -> Drawing | None:
+def drawing(frame: pd.DataFrame, comparisons: Comparisons, look: Mapping[str, LineStyle]) -> Drawing | None:
     """None where no valid cell has a throughput and a latency."""
     frame = frame.dropna(subset=["tokens_per_s", "ttft"])
     if frame.empty:
         return None
     axes = [axis for axis in _AXES if frame[axis].notna().any()]
     stars = any(certain(frame, axis, latency).any() for axis in axes for latency in _LATENCIES)
-    none = (
-        "No point is on the frontier for certain: intervals overlap"
-        if frame["ttft_low"].notna().any()
-        else (f"Fewer than {FEWEST} repeats have no interval, so no point is on the frontier for certain")
-    )
-    loads = " Larger: higher load." if len(run.loads) > 1 else ""
+    certainty = f"Fewer than {FEWEST} repeats have no interval, so no point is on the frontier for certain"
+    if stars:
+        certainty = "Stars: on the frontier for certain"
+    elif frame["ttft_low"].notna().any():
+        certainty = "No point is on the frontier for certain: intervals overlap"
+    loads = " Larger: higher load." if len(comparisons.loads) > 1 else ""
     better = "lower right is better" + (", of cost and energy lower left" if {"cost", "energy"} & set(axes) else "")
-    caption = (
-        f"{words.upper_first(run.clock)}; {better}.{loads} {'Stars: on the frontier for certain' if stars else none}."
-    )
-    return Drawing("frontier", "Throughput against latency", caption, frontier_figure(frame, looks(run)), 520)
+    caption = f"{words.upper_first(comparisons.clock)}; {better}.{loads} {certainty}."
+    return Drawing("frontier", "Throughput against latency", caption, frontier_figure(frame, look), 520)

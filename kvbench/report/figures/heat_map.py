@@ -15,7 +15,7 @@ from plotly.subplots import make_subplots
 from kvbench.common import text as words
 from kvbench.effects.comparison import Call, Comparison
 from kvbench.metrics.definitions import SERVED, SIMULATED
-from kvbench.report.comparisons import THROUGHPUT, baseline, in_engine_time, interval, marked, served
+from kvbench.report.comparisons import THROUGHPUT, Comparisons, interval, marked
 from kvbench.report.style import CONTIGUOUS, PAGED, Drawing, finish, safe
 from kvbench.runs.model import MeasuredCell, MeasuredLoad, Run
 from kvbench.workload.settings import applies, effective, setting_title, value_words
@@ -29,7 +29,7 @@ _BAND, _HEAD = 58, 40  # px a row of cells, and above a panel
 _LINE = 10  # characters of an axis label
 
 
-def heat_map(run: Run, load: MeasuredLoad) -> pd.DataFrame:
+def heat_map(run: Run, comparisons: Comparisons, load: MeasuredLoad) -> pd.DataFrame:
     """Every combination of the settings that vary, at one load; empty unless they make a full product.
 
     A column a setting, with its value in words; the setting with most values comes last. Then:
@@ -40,16 +40,16 @@ def heat_map(run: Run, load: MeasuredLoad) -> pd.DataFrame:
     interval: of the ratio; empty where it is not known
     time: "engine time (whole run)", "served" or "simulated"
     """
-    cells, base = run.at(load), baseline(run, load)
-    values = _values(run, cells)
+    cells, base = comparisons.at(load), comparisons.baselines.get(load)
+    values = _values(cells, list(run.spec.get("sweep") or {}))
     full = run.spec.get("design", "full") == "full" and any(len(cell.varied) > 1 for cell in cells)
     if base is None or len(values) < 2 or not full:
         return pd.DataFrame()
     measured = {tuple(_value(cell, key) for key in values): cell for cell in cells}
-    ratios = {cell.cell_id: in_engine_time(run, cell.cell_id, THROUGHPUT) for cell in cells if cell is not base}
-    engine = run.engine_time if all(ratios.values()) else None  # the two kinds of time are never mixed in one figure
-    if engine is None:
-        ratios = {cell.cell_id: served(cell, base, THROUGHPUT) for cell in cells if cell is not base}
+    keys = [(cell.cell_id, THROUGHPUT) for cell in cells if cell is not base]
+    # The two kinds of time are never mixed in one figure.
+    engine = run.engine_time if all(key in comparisons.engine for key in keys) else None
+    ratios = comparisons.served if engine is None else comparisons.engine
     rows = []
     for combination in itertools.product(*(listed.items() for listed in values.values())):
         chosen = {key: text for key, (text, _) in zip(values, combination, strict=True)}
@@ -61,27 +61,29 @@ def heat_map(run: Run, load: MeasuredLoad) -> pd.DataFrame:
         elif cell is base:
             rows.append(chosen | _NO_ENTRY | {"configuration": cell.name, "ratio": 1.0, "text": "baseline"})
         else:
-            rows.append(chosen | _entry(cell, base, ratios[cell.cell_id]))
+            rows.append(chosen | _entry(cell, base, ratios.get((cell.cell_id, THROUGHPUT))))
     return pd.DataFrame(rows).assign(time=run.clock if engine is None else engine.label)
 
 
-def _values(run: Run, cells: list[MeasuredCell]) -> dict[str, dict[str, Any]]:
-    """Setting -> its values, in words and as they are, numbers ascending; the setting with most values last."""
-    order = list(run.spec.get("sweep") or {})
+def _values(cells: list[MeasuredCell], order: list[str]) -> dict[str, dict[str, Any]]:
+    """Setting -> its values, in words and as they are, numbers ascending; the setting with most values last.
+
+    ``order``: of the settings in the workload.
+    """
     varied = list(dict.fromkeys(key for cell in cells for key in cell.varied))
     varied.sort(key=lambda key: order.index(key) if key in order else len(order))
     found = {}
+
+    def rank(value: tuple[str, Any]) -> tuple[bool, float]:
+        """Numbers by size, other values as they come, "–" last."""
+        text, raw = value
+        return text == _NONE, float(raw) if isinstance(raw, int | float) else 0.0
+
     for key in varied:
         values = {_value(cell, key): effective(cell.settings, key) for cell in cells}
         if len(values) > 1:
-            found[key] = dict(sorted(values.items(), key=_rank))
+            found[key] = dict(sorted(values.items(), key=rank))
     return dict(sorted(found.items(), key=lambda pair: len(pair[1])))
-
-
-def _rank(value: tuple[str, Any]) -> tuple[bool, float]:
-    """Numbers by size, other values as they come, "–" last."""
-    text, raw = value
-    return text == _NONE, float(raw) if isinstance(raw, int | float) else 0.0
 
 
 def _value(cell: MeasuredCell, key: str) -> str:
@@ -180,10 +182,10 @@ def _write(figure: go.Figure, tile: Mapping[str, Any], place: tuple[int, int], s
     )
 
 
-def drawing(run: Run) -> Drawing | None:
+def drawing(run: Run, comparisons: Comparisons) -> Drawing | None:
     """The highest load at which settings vary together; None for a run of one setting at a time."""
-    for load in reversed(run.loads):
-        frame = heat_map(run, load)
+    for load in reversed(comparisons.loads):
+        frame = heat_map(run, comparisons, load)
         if len(frame):
             time = str(frame["time"].iloc[0])
             empty = " Without a colour: invalid, refused or missing." if frame["ratio"].isna().any() else ""

@@ -12,10 +12,10 @@ import plotly.graph_objects as go
 
 from kvbench.common import text as words
 from kvbench.metrics.rows import MS, inter_token_latencies, times_to_end
-from kvbench.report.comparisons import baseline, best
+from kvbench.report.comparisons import Comparisons, best
 from kvbench.report.style import Drawing, compact, finish, hatch, label_above, legend_outside, room_for_labels
-from kvbench.report.tables import Part, Row, Section, Table, Value, listed_table
-from kvbench.runs.model import MeasuredCell, Run
+from kvbench.report.tables import Part, ReportTable, Row, Section, Value, listed_table, texts
+from kvbench.runs.model import MeasuredCell
 
 MOST = 10  # requests
 LONG_GAP = 5.0  # times the median ITL
@@ -31,10 +31,10 @@ _COLUMNS = ("request", "index", "repeat", "class", "prompt_tokens", "output_toke
 _ROW = 42  # px
 
 
-def slowest_of(run: Run) -> MeasuredCell | None:
+def slowest_of(comparisons: Comparisons) -> MeasuredCell | None:
     """The cell whose requests are shown: the baseline at the highest load, else the best one there; valid only."""
-    for load in reversed(run.loads):
-        for cell in (baseline(run, load), best(run, load)):
+    for load in reversed(comparisons.loads):
+        for cell in (comparisons.baselines.get(load), best(comparisons.at(load))):
             if cell is not None and cell.valid and len(cell.requests()):
                 return cell
     return None
@@ -110,9 +110,9 @@ def _label(parts: pd.DataFrame) -> str:
     return f"{words.ms(parts['ms'].sum())} · {kind} · {tokens} · #{one['index']} r{one['repeat']}"
 
 
-def slowest_parts(run: Run) -> tuple[Part, ...]:
+def slowest_parts(comparisons: Comparisons) -> tuple[Part, ...]:
     """The figure and the table; empty without raw samples of a valid baseline or best configuration."""
-    cell = slowest_of(run)
+    cell = slowest_of(comparisons)
     if cell is None:
         return ()
     requests = cell.requests()
@@ -137,7 +137,7 @@ def _title(frame: pd.DataFrame, of: int) -> str:
     return f"The slowest {frame['request'].nunique()} of {of:,} requests: {', '.join(said)}"
 
 
-def slowest_table(cell: MeasuredCell, frame: pd.DataFrame) -> Table:
+def slowest_table(cell: MeasuredCell, frame: pd.DataFrame) -> ReportTable:
     """The same requests as numbers."""
     parts = {CLIENT: "in the client ms", FIRST: "first token ms", DECODE: "decode ms", GAP: "long gaps ms"}
     parts = {part: title for part, title in parts.items() if part != CLIENT or (frame["part"] == CLIENT).any()}
@@ -147,7 +147,7 @@ def slowest_table(cell: MeasuredCell, frame: pd.DataFrame) -> Table:
         who = (str(place), str(one["class"]), f"{one['index']}, repeat {one['repeat']}")
         tokens = (Value(words.count(float(one[name])), float(one[name])) for name in ("prompt_tokens", "output_tokens"))
         times = (_time(spent.loc[spent["part"] == part, "ms"], part) for part in parts)
-        rows.append(Row(cell, (*(Value(text, text) for text in who), *tokens, _time(spent["ms"], ""), *times)))
+        rows.append(Row(cell, (*texts(*who), *tokens, _time(spent["ms"], ""), *times)))
     heads = ("#", "class", "request", "prompt tokens", "output tokens", "E2EL ms", *parts.values())
     return listed_table(heads, rows, numbers_from=3)
 

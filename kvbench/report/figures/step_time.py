@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pandas as pd
 import plotly.graph_objects as go
@@ -13,8 +13,8 @@ from kvbench.report.tables import (
     NO_TABLE,
     Column,
     Part,
+    ReportTable,
     Section,
-    Table,
     Value,
     cell_table,
     identity_columns,
@@ -22,7 +22,7 @@ from kvbench.report.tables import (
 )
 from kvbench.runs.kv_ledger import share_of_steps
 from kvbench.runs.metric_names import SIMULATED_SECONDS
-from kvbench.runs.model import MeasuredCell, Run
+from kvbench.runs.model import MeasuredCell
 
 SIMULATED_TIME_NOTE = (
     "Shares of the time of all steps. gemm: projections of attention and MLP; experts: routed experts; attention: with "
@@ -60,8 +60,8 @@ def _ms_a_step(cell: MeasuredCell, seconds: float) -> float | None:
     return seconds * 1000 / steps if steps else None
 
 
-def step_time(run: Run) -> pd.DataFrame:
-    """The split of each cell's step time, the highest load first; a row a phase of a cell.
+def step_time(cells: Sequence[MeasuredCell]) -> pd.DataFrame:
+    """The split of each cell's step time, in their order; a row a phase of a cell.
 
     cell_id, configuration, valid, load: the cell
     phase: one of PHASES
@@ -69,7 +69,7 @@ def step_time(run: Run) -> pd.DataFrame:
     ms: a step; NaN where steps are not counted
     """
     rows = []
-    for cell in run.by_load:
+    for cell in cells:
         seconds = phase_seconds(cell)
         total = sum(seconds.values())
         named = (cell.cell_id, cell.marked_name, cell.valid, cell.load.short)
@@ -133,17 +133,17 @@ def _hover(share: float, ms: float, title: str, what: str) -> str:
     return f"{title}: {words.percent(share / 100)} of the step time{length}<br>{what}"
 
 
-def engine_parts(run: Run) -> Iterator[Part]:
+def engine_parts(cells: Sequence[MeasuredCell]) -> Iterator[Part]:
     """The chapter on the engine's steps: figure and tables."""
-    yield drawing(run)
-    table = simulated_time_table(run)
+    yield drawing(cells)
+    table = simulated_time_table(cells)
     yield Section("simulated_time", "Where the simulated time goes", table, SIMULATED_TIME_NOTE, folded=False)
-    yield Section("steps", "Step time", step_time_table(run))
+    yield Section("steps", "Step time", step_time_table(cells))
 
 
-def drawing(run: Run) -> Drawing | None:
+def drawing(cells: Sequence[MeasuredCell]) -> Drawing | None:
     """None where no server splits its step time."""
-    frame = step_time(run)
+    frame = step_time(cells)
     if frame.empty:
         return None
     caption = "All steps of all repeats. The table has the parts under 6 %, and hashing pages for the prefix cache."
@@ -161,9 +161,9 @@ def _title(frame: pd.DataFrame) -> str:
     return text if largest == "schedule" else f"{text}; scheduling at most {words.percent(shares['schedule'].max())}"
 
 
-def step_time_table(run: Run) -> Table:
+def step_time_table(every_cell: Sequence[MeasuredCell]) -> ReportTable:
     """The same shares a cell, with ms a step, and hashing where there is any; empty where no server tells."""
-    cells = [cell for cell in run.by_load if phase_seconds(cell)]
+    cells = [cell for cell in every_cell if phase_seconds(cell)]
 
     def whole(cell: MeasuredCell) -> float | None:
         return _ms_a_step(cell, sum(phase_seconds(cell).values()))
@@ -194,10 +194,14 @@ def _column(phase: str) -> Column:
     return Column(phase, title, what, value)
 
 
-def simulated_time_table(run: Run) -> Table:
+def simulated_time_table(every_cell: Sequence[MeasuredCell]) -> ReportTable:
     """The shares of the simulated time of each cell's steps by what they compute; empty for a measured run."""
-    seconds = {cell.cell_id: _simulated_seconds(cell) for cell in run.cells}
-    cells = [cell for cell in run.by_load if sum(seconds[cell.cell_id].values())]
+    seconds = {}
+    for cell in every_cell:
+        counters = {name for repeat in cell.repeats for name in repeat.server if name.startswith(SIMULATED_SECONDS)}
+        parts = {name.removeprefix(SIMULATED_SECONDS): cell.counter(name) or 0.0 for name in sorted(counters)}
+        if sum(parts.values()):
+            seconds[cell.cell_id] = parts
     names = dict.fromkeys(name for parts in seconds.values() for name, spent in parts.items() if spent)
 
     def column(name: str) -> Column:
@@ -207,11 +211,5 @@ def simulated_time_table(run: Run) -> Table:
 
         return number_column(name, name.replace("_", "-"), "share of the time of all steps", share, words.percent)
 
-    columns = [*identity_columns(), *map(column, names)]
-    return cell_table(columns, cells, {"configuration", "load"}) if cells else NO_TABLE
-
-
-def _simulated_seconds(cell: MeasuredCell) -> dict[str, float]:
-    """Seconds by part of a step, of all repeats."""
-    names = {name for repeat in cell.repeats for name in repeat.server if name.startswith(SIMULATED_SECONDS)}
-    return {name.removeprefix(SIMULATED_SECONDS): cell.counter(name) or 0.0 for name in sorted(names)}
+    cells = [cell for cell in every_cell if cell.cell_id in seconds]
+    return cell_table([*identity_columns(), *map(column, names)], cells, {"configuration", "load"})

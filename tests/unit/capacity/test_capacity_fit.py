@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvbench.capacity.answer import answer, as_dict, sentences
-from kvbench.capacity.fit import GIB, Load, Settings, memory_of, pick, smallest_fits
+from kvbench.capacity.fit import GIB, PlannedLoad, Settings, memory_of, pick, smallest_fits
 from kvbench.capacity.gpus import find_gpu, known_gpus, parse_gpus, parse_prices
 from kvbench.capacity.model import plan_model
 from kvbench.capacity.weights import weights_of
@@ -65,7 +65,11 @@ def test_the_measured_run_has_the_pages_the_step_and_the_memory_that_are_planned
 
 def test_the_question_of_the_guide_by_hand():
     """Which GPU for Qwen3-32B, 40 users, 8k context, FP8 KV?"""
-    model, settings, load = plan_model("Qwen/Qwen3-32B"), Settings(kv_cache_dtype="fp8_e4m3"), Load(8192, 40, 40_960)
+    model, settings, load = (
+        plan_model("Qwen/Qwen3-32B"),
+        Settings(kv_cache_dtype="fp8_e4m3"),
+        PlannedLoad(8192, 40, 40_960),
+    )
     kv = 40 * 8192 * 64 * 8 * (128 + 128)  # users x tokens x layers x KV heads x (K + V) x 1 byte
     assert kv == 40 * 2**30
     weights = 32_762_123_264 * 2
@@ -87,7 +91,7 @@ def test_the_question_of_the_guide_by_hand():
 
 def test_cheapest_by_price_else_fewest():
     model = plan_model("Qwen3-32B")
-    found = smallest_fits(model, weights_of(model), known_gpus(), Settings(), Load(4096, 20, 40_960))
+    found = smallest_fits(model, weights_of(model), known_gpus(), Settings(), PlannedLoad(4096, 20, 40_960))
     assert pick(found, {"H200": 4.0, "A100-80GB": 1.5}).gpu.name == "A100-80GB"  # 2 x 1.5 < 4.0
     assert pick(found, {"H200": 2.9, "A100-80GB": 1.5}).gpu.name == "H200"
     assert pick(found, {"T4": 0.2}) is None and pick([], {}) is None
@@ -98,7 +102,7 @@ def test_all_users_fit_or_not_at_the_very_last_page():
     found = memory("llama-3.1-8b", "L40S")
     most = found.at_once(1000)
     assert most == found.kv // (63 * 16 * 131_072)  # 1,000 tokens take 63 pages
-    assert found.fits(Load(1000, most, 8192)) and not found.fits(Load(1000, most + 1, 8192))
+    assert found.fits(PlannedLoad(1000, most, 8192)) and not found.fits(PlannedLoad(1000, most + 1, 8192))
     assert found.at_once(8192, contiguous=True) == found.kv // (8192 * 131_072)
 
 

@@ -19,7 +19,9 @@ from kvbench.common import errors, packages
 from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.common.files import write_json
 from kvbench.runs.folder import DONE, RunFolder
-from kvbench.runs.manifest import build_manifest
+from kvbench.runs.manifest import new_manifest
+from kvbench.runs.results import Manifest
+from kvbench.workload.design import plan_sweep
 from kvbench.workload.file import load_workload
 
 COMMANDS = (
@@ -199,11 +201,8 @@ def test_dry_run_launches_and_writes_nothing(run, tmp_path):
 
 def test_dry_run_of_a_resumed_run_shows_what_is_left_of_its_plan(run, tmp_path):
     workload = load_workload("tiny.yaml", profile="cpu")
-    plan = [{"block_id": f"paged-p16-{repeat}", "cells": ["paged-p16-c1"]} for repeat in (1, 2, 3)]
-    extra = {"capacity": {}, "only": ["paged*"]}
-    manifest = build_manifest(
-        workload=workload.resolved, workload_file=None, profile="cpu", seed=0, plan=plan, extra=extra
-    )
+    _, blocks = plan_sweep(workload, ["paged-p16-c1"])
+    manifest = new_manifest(Manifest, workload, blocks, capacity={}, only=["paged*"])
     begun = RunFolder(tmp_path / "run")
     write_json(begun.manifest_path, manifest)
     for repeat in (1, 3):

@@ -47,7 +47,7 @@ def sweep(tmp_path):
     """Sweeps two configurations with two repeats, replaying loads of a run that is stored; the code and the output."""
     stored = sorted(make_run(tmp_path / "stored", Scenario(repeats=2)).glob("cells/*/loads/1"))
     workload = load_workload(Bench(tmp_path).write(), profile="cpu")
-    choice = choose(workload, OPTIONS, {})
+    choice = choose(workload, OPTIONS)
     cells = choice.plan()[0].cells
 
     def run(*missing):

@@ -93,7 +93,12 @@ def workload(folder, tmp_path: Path) -> Path:
 def run_folder(workload: Path, **manifest: object) -> Path:
     folder = workload.parent / "run"
     folder.mkdir(exist_ok=True)
-    made = {"workload": dict(load_workload(workload, profile="cpu").resolved), "plan": [], "profile": "cpu"}
+    made = {
+        "format": 1,
+        "workload": dict(load_workload(workload, profile="cpu").resolved),
+        "plan": [],
+        "profile": "cpu",
+    }
     (folder / "manifest.json").write_text(json.dumps({**made, "git": git_state(), **manifest}))
     return folder
 

@@ -14,8 +14,14 @@ from kvbench.cli.main import cli
 from kvbench.report.decision import Decision
 from kvbench.report.document import Document, document
 from kvbench.report.page import markdown
-from kvbench.report.quality import (
-    CONTROL,
+from kvbench.report.quality import CONTROL
+from kvbench.runs.model import Run
+from kvbench.runs.quality import QUALITY
+from kvbench.runs.read import read_run
+from tests.support.quality_results import KLD_OUTSIDE, figures, measured_run, outside, with_quality
+from tests.support.report_cells import cell
+from tests.support.report_cells import run as run_without_quality
+from tests.support.report_parts import (
     answer_quality_table,
     answer_sentences,
     passkey_table,
@@ -23,12 +29,6 @@ from kvbench.report.quality import (
     price_frame,
     prices,
 )
-from kvbench.runs.model import Run
-from kvbench.runs.quality import QUALITY
-from kvbench.runs.read import read_run
-from tests.support.quality_results import KLD_OUTSIDE, figures, measured_run, outside, with_quality
-from tests.support.report_cells import cell
-from tests.support.report_cells import run as run_without_quality
 
 INT4: dict[str, Any] = {"kv_cache_dtype": "int4_per_token_head"}
 CHAPTER = "Quality of the answers"

@@ -8,9 +8,10 @@ import pytest
 
 from kvbench.effects.comparison import Call, Comparison
 from kvbench.metrics.definitions import ENGINE, SERVED
-from kvbench.report.comparisons import ITL, THROUGHPUT, TTFT, change, changes, decided_load, short_name, sized
+from kvbench.report.comparisons import ITL, THROUGHPUT, TTFT, Comparisons, short_name, sized
 from kvbench.runs.model import Run
 from tests.support.report_cells import cell, in_engine_time, run
+from tests.support.report_parts import change
 
 FAST, SLOW = (150.0, 151.0, 152.0), (50.0, 51.0, 49.0)
 
@@ -36,7 +37,7 @@ def test_a_served_change_is_called_in_the_direction_of_its_metric(figures: dict,
 def test_engine_time_outranks_what_was_served_and_the_clocks_never_mix() -> None:
     a, b = cell(page_size=8, throughput=SLOW), cell(page_size=64, throughput=FAST)
     known = run(cell(), a, b, engine_time=in_engine_time((a, THROUGHPUT, 1.1, 1.08, 1.12, Call.BETTER)))
-    found = changes(known, known.loads[0])
+    found = Comparisons.of(known).changes
     assert [(one.name, each.clock, each.call) for one, each in found] == [(a.name, ENGINE, Call.BETTER)]
 
 
@@ -61,9 +62,9 @@ def test_nothing_is_compared_with_an_invalid_baseline_but_engine_time_needs_none
 def test_the_reported_load_is_the_highest_that_decides_anything() -> None:
     low, high = cell(page_size=8, load=3, throughput=FAST), cell(page_size=8, throughput=(50.0, 100.0, 250.0))
     everything: Run = run(cell(load=3), cell(), low, high)
-    assert decided_load(everything) == low.load
-    assert decided_load(run(cell(load=3), cell())).value == 24
-    assert decided_load(run()) is None
+    assert Comparisons.of(everything).load == low.load
+    assert Comparisons.of(run(cell(load=3), cell())).load.value == 24
+    assert Comparisons.of(run()).load is None
 
 
 @pytest.mark.parametrize(

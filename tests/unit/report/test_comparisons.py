@@ -4,20 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from kvbench.report.comparisons import (
-    THROUGHPUT,
-    best,
-    differing,
-    effects,
-    leaders,
-    paging,
-    scatters,
-    served,
-    spread,
-)
+from kvbench.report.comparisons import THROUGHPUT, Comparisons, best, differing, scatters, served, spread
 from kvbench.runs.model import MeasuredLoad
 from tests.support.records import put, take
 from tests.support.report_cells import cell, mark_few, run
+from tests.support.report_parts import leaders
 
 AT_24 = MeasuredLoad("closed", 24)
 
@@ -31,8 +22,8 @@ def test_only_valid_cells_with_figures_are_compared() -> None:
 def test_best_is_the_highest_median_of_valid_cells() -> None:
     cells = [cell(throughput=(100.0, 101.0, 102.0)), cell(page_size=8), cell(page_size=4, throughput=(900.0,) * 3,
                                                                              reasons=("lag",))]  # fmt: skip
-    assert best(run(*cells), AT_24) is cells[0]
-    assert best(run(cells[2]), AT_24) is None
+    assert best(cells) is cells[0]
+    assert best([cells[2]]) is None
 
 
 PAGE_16, PAGE_8 = "paged (page 16)", "paged (page 8)"
@@ -99,11 +90,11 @@ def test_repeats_scatter_from_half_as_much_again(throughput: tuple[float, ...], 
 
 def test_paging_picks_the_pair_that_differs_least() -> None:
     cells = [cell("contiguous"), cell(page_size=64), cell(), cell(enable_prefix_caching=True)]
-    (pair,) = paging(run(*cells))
+    (pair,) = Comparisons.of(run(*cells)).pairs.values()
     assert (pair[0].name, pair[1].name) == ("paged (page 16)", "contiguous")
-    (pair,) = paging(run(cell("contiguous", max_num_seqs=8), cell(), cell(max_num_seqs=8)))
+    (pair,) = Comparisons.of(run(cell("contiguous", max_num_seqs=8), cell(), cell(max_num_seqs=8))).pairs.values()
     assert pair[0].settings["max_num_seqs"] == 8  # the same settings before the baseline
-    assert paging(run(cell(load=3), cell("contiguous", load=24))) == []
+    assert Comparisons.of(run(cell(load=3), cell("contiguous", load=24))).pairs == {}
 
 
 SWAP = {"preemption_mode": "swap"}
@@ -130,16 +121,16 @@ def test_settings_that_only_another_one_needs_are_part_of_it(a, b, changed: set[
 def test_effects_are_single_changes_from_the_baseline() -> None:
     base, eight = cell(), cell(page_size=8, throughput=(120.0,) * 3)
     both = cell(page_size=8, enable_prefix_caching=True)
-    (effect,) = effects(run(base, eight, both))
+    (effect,) = Comparisons.of(run(base, eight, both)).alone
     assert (effect.setting, effect.value, effect.baseline_value) == ("page_size", 8, 16)
     ratio = served(effect.cell, effect.base, THROUGHPUT)
     assert ratio is not None and ratio.ratio == pytest.approx(1.2)
-    assert effects(run(eight, cell(page_size=64))) == []  # without a baseline
+    assert Comparisons.of(run(eight, cell(page_size=64))).alone == []  # without a baseline
 
 
 def test_layouts_are_an_effect_only_where_paging_is_not_compared() -> None:
     base, oracle = cell("contiguous", reservation="max", baseline=True), cell("contiguous", reservation="oracle")
-    assert [e.setting for e in effects(run(base, oracle, cell(baseline=False)))] == ["reservation"]
+    assert [e.setting for e in Comparisons.of(run(base, oracle, cell(baseline=False))).alone] == ["reservation"]
 
 
 def test_throughput_falls_back_to_the_whole_run_for_every_repeat_alike() -> None:

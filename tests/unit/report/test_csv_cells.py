@@ -31,7 +31,7 @@ def test_the_summary_of_a_run_has_no_formula(tmp_path: Path) -> None:
     run = read_run(make_run(tmp_path / "run", Scenario(configs=PAIR)))
     cells = (replace(cell, settings={**cell.settings, "model": formula}) for cell in run.cells)
     run = replace(run, cells=tuple(cells))
-    path = write_report(run, tmp_path / "out", document(run))[-1]
+    path = write_report(document(run), tmp_path / "out")[-1]
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert rows and all(row["setting_model"] == f"'{formula}" for row in rows)

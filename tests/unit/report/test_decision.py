@@ -23,9 +23,8 @@ from kvbench.report.decision import (
     SLOWER_P95,
     TRADES_P95,
     UNDECIDED,
-    Answer,
     Decision,
-    choice,
+    ReportAnswer,
     count_words,
 )
 from kvbench.runs.model import MeasuredCell, Run
@@ -33,6 +32,7 @@ from tests.support.quality_results import figures, outside, with_quality
 from tests.support.quality_results import measured_run as run
 from tests.support.report_cells import cell, in_engine_time, refused, wrong
 from tests.support.report_cells import run as run_without_quality
+from tests.support.report_parts import candidate
 
 BETTER, WORSE, LEVEL, OPEN = Call.BETTER, Call.WORSE, Call.LEVEL, Call.UNDECIDED
 
@@ -41,7 +41,7 @@ def headline(measured: Run) -> str:
     return Decision.of(measured).headline
 
 
-def answers(measured: Run) -> list[Answer]:
+def answers(measured: Run) -> list[ReportAnswer]:
     return Decision.of(measured).answers()
 
 
@@ -69,7 +69,7 @@ FP8: dict[str, Any] = {"kv_cache_dtype": "fp8_e4m3"}
 )
 def test_the_verdict_weighs_throughput_and_both_p95s(figures: dict[str, Any], verdict: str) -> None:
     base, other = cell(), cell(page_size=8, **figures)
-    assert choice(run(base, other), other, base).verdict == verdict
+    assert candidate(run(base, other), other).verdict == verdict
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,9 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from kvbench.report.figures.distributions import EVERY, LATENCIES, distributions, drawing
+from kvbench.report.figures.distributions import EVERY, LATENCIES, distributions
 from tests.support.report_cells import cell, run, stored
+from tests.support.report_parts import distributions_drawing as drawing
 from tests.support.request_rows import frame, row
 
 

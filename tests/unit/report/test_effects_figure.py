@@ -6,8 +6,8 @@ import pytest
 
 from kvbench.effects.comparison import Call
 from kvbench.report.comparisons import ITL, THROUGHPUT, TTFT
-from kvbench.report.figures.effects import drawing
 from tests.support.report_cells import cell, in_engine_time, run
+from tests.support.report_parts import effects_drawing as drawing
 
 BETTER, WORSE, OPEN = Call.BETTER, Call.WORSE, Call.UNDECIDED
 A, B, C = cell(page_size=8), cell(page_size=64), cell("contiguous")

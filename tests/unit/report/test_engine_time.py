@@ -12,11 +12,10 @@ from kvbench.common.console import print_table
 from kvbench.common.files import write_json
 from kvbench.report.decision import Decision
 from kvbench.report.document import document
-from kvbench.report.engine_time import engine_time_note, engine_time_table
 from kvbench.report.page import markdown, write_report
-from kvbench.report.terminal import engine_time_console
 from kvbench.runs.engine_time import EFFECTS, FOLDER, EngineTime
 from kvbench.runs.read import read_run
+from tests.support.report_parts import engine_time_console, engine_time_note, engine_time_table
 
 
 def effect(cell, metric="output_throughput", ratio=1.0, low=0.99, high=1.01, call="level", **more):
@@ -95,7 +94,7 @@ def test_what_an_interrupted_run_knows_of_engine_time_is_shown_as_unfinished(run
     assert (cell.name if served else cell.cell_id.replace("_", r"\_")) in row
     assert "Unfinished: it was interrupted after 4 launches." in text and "(unfinished)" in printed(run)
     assert ("Only engine time" in Decision.of(run).headline) is not served
-    write_report(run, run.folder, report)
+    write_report(report, run.folder)
     assert "+5.0 %" in (run.folder / "report.html").read_text()
 
 

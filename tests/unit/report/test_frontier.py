@@ -10,10 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from kvbench.report.figures.frontier import certain, drawing, frontier_figure, frontier_frame, frontier_table
+from kvbench.report.figures.frontier import certain, frontier_figure
 from kvbench.report.style import looks
 from tests.support.records import put
 from tests.support.report_cells import cell, mark_few, run
+from tests.support.report_parts import frontier_drawing as drawing
+from tests.support.report_parts import frontier_frame, frontier_table
 
 AXES = ("tokens_per_s", "goodput", "cost", "energy")
 
@@ -107,7 +109,7 @@ def test_buttons_choose_an_axis_and_show_its_traces_alone() -> None:
     for one in shown.cells:
         for repeat in one.repeats:
             put(repeat.metrics, goodput=2.0)
-    figure = frontier_figure(frontier_frame(shown, 1.0), looks(shown))
+    figure = frontier_figure(frontier_frame(shown, 1.0), looks(shown.cells))
     (menu,) = figure.layout.updatemenus
     assert [button.label for button in menu.buttons] == [
         "output tokens/s", "requests/s within the SLO (whole run)", "cost per million output tokens",
@@ -116,4 +118,4 @@ def test_buttons_choose_an_axis_and_show_its_traces_alone() -> None:
     for button, axis in zip(menu.buttons, AXES, strict=False):
         visible = [t for t, on in zip(figure.data, button.args[0]["visible"], strict=True) if on]
         assert len(visible) == 4 and {trace.customdata[0] for trace in visible} == {axis}
-    assert not frontier_figure(frontier_frame(run(cell())), looks(shown)).layout.updatemenus
+    assert not frontier_figure(frontier_frame(run(cell())), looks(shown.cells)).layout.updatemenus

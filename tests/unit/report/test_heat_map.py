@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from kvbench.report.figures.heat_map import drawing, heat_map
 from kvbench.runs.engine_time import EngineTime
 from kvbench.runs.model import MeasuredCell, Run
 from tests.support.report_cells import cell, engine_effect, run
+from tests.support.report_parts import heat_map_drawing as drawing
+from tests.support.report_parts import heat_map_frame as heat_map
 
 FP8 = {"kv_cache_dtype": "fp8_e4m3"}
 

@@ -10,13 +10,14 @@ import pandas as pd
 import pytest
 
 from kvbench.report import hits
-from kvbench.report.hits import hit_drawing, hit_frame, hit_ledgers, hit_table
+from kvbench.report.hits import hit_drawing, hit_frame, hit_table
 from kvbench.report.style import looks
 from kvbench.requests.request import RequestSpec, write_requests
 from kvbench.runs.results import Capacity
 from tests.support.records import put
 from tests.support.report_cells import cell, with_cache
 from tests.support.report_cells import run as run_of
+from tests.support.report_parts import hit_ledgers
 
 A, B, C = (tuple(range(start, start + 9)) for start in (100, 200, 300))  # two full pages of 4, and a token
 ODD = [(*A[:6], 1), (*A[:6], 2)]
@@ -109,7 +110,7 @@ def test_what_is_not_simulated_still_says_what_was_counted_and_why(tmp_path, spo
     (ledger,) = hit_ledgers(run)
     assert (ledger.shared, ledger.lru, ledger.counted, ledger.told, ledger.prompt_tokens) == (None, None, 8, 8, 18)
     assert reason in ledger.reason and reason in hit_ledgers(run)[0].sentence
-    assert hit_drawing(hit_ledgers(run), looks(run)) is None and len(hit_table(hit_ledgers(run)).rows) == 1
+    assert hit_drawing(hit_ledgers(run), looks(run.cells)) is None and len(hit_table(hit_ledgers(run)).rows) == 1
 
 
 def test_prompts_that_are_text_or_too_many_are_not_simulated(tmp_path, monkeypatch):
@@ -150,7 +151,7 @@ def test_each_repeat_is_simulated_by_its_own_times(tmp_path):
 def test_cells_without_prefix_caching_are_not_shown(tmp_path):
     run = run_of(cell(), cell("contiguous"), workload={"load": {}})
     assert hit_ledgers(run) == [] and hit_table(hit_ledgers(run)).rows == ()
-    assert hit_drawing(hit_ledgers(run), looks(run)) is None and hit_frame(hit_ledgers(run)).empty
+    assert hit_drawing(hit_ledgers(run), looks(run.cells)) is None and hit_frame(hit_ledgers(run)).empty
 
 
 def test_a_repeat_that_is_measured_again_is_simulated_again(tmp_path):
@@ -194,7 +195,7 @@ def test_bars_lead_from_shared_to_counted_without_a_break(tmp_path):
 def test_names_from_outside_are_escaped_in_the_figure(tmp_path):
     run = stored_run(tmp_path, [A, A], counted=8)
     run = dataclasses.replace(run, cells=(dataclasses.replace(run.cells[0], name="<script>alert(1)</script>"),))
-    drawn = hit_drawing(hit_ledgers(run), looks(run))
+    drawn = hit_drawing(hit_ledgers(run), looks(run.cells))
     text = json.dumps(drawn.figure.to_plotly_json(), default=str)
     assert "<script>" not in text and "&lt;script&gt;" in text
-    assert len(drawn.title.split()) <= 15 and set(looks(run)) == {"<script>alert(1)</script>"}
+    assert len(drawn.title.split()) <= 15 and set(looks(run.cells)) == {"<script>alert(1)</script>"}

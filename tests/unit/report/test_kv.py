@@ -8,10 +8,10 @@ import shutil
 import pytest
 
 from kvbench.common.files import write_json
-from kvbench.report.kv import memory_table
 from kvbench.runs.read import read_run
 from tests.support.report_cells import cell
 from tests.support.report_cells import run as run_of
+from tests.support.report_parts import memory_table
 
 
 @pytest.fixture

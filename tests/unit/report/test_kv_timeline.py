@@ -8,10 +8,11 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from kvbench.report.kv import shown_cells, timeline, timeline_figure
-from kvbench.report.kv import timeline_drawing as drawing
+from kvbench.report.kv import timeline, timeline_figure
 from kvbench.runs.kv_ledger import SLOT_USES
 from tests.support.report_cells import cell, run, stored
+from tests.support.report_parts import shown_cells
+from tests.support.report_parts import timeline_drawing as drawing
 
 MIB = 2**20
 

@@ -22,19 +22,15 @@ from kvbench.report.limits import (
     SEATS,
     STORM,
     UNKNOWN,
-    Facts,
-    breaks,
-    facts_of,
-    growth_table,
+    LoadFacts,
     judge,
-    limit_lines,
-    limits,
 )
 from kvbench.runs.read import read_run
 from tests.support.records import put, take
 from tests.support.report_cells import cell, run, stored
+from tests.support.report_parts import breaks, cell_limits, facts_of, growth, limit_lines
 
-ROOM = Facts(asked=24, running=24.0, waiting=0.0, seats=32, kv_wait=0.0, kv_peak=0.4)
+ROOM = LoadFacts(asked=24, running=24.0, waiting=0.0, seats=32, kv_wait=0.0, kv_peak=0.4)
 
 
 @pytest.mark.parametrize(
@@ -88,8 +84,9 @@ def test_every_rule_is_seen_somewhere_and_says_its_evidence() -> None:
     }
     assert set(seen) == {rule.name for rule in RULES}
     for rule in RULES:
-        assert rule.sees(replace(ROOM, **seen[rule.name])), rule.name
-        assert not rule.sees(Facts()), rule.name  # where nothing is told, nothing is seen
+        facts = replace(ROOM, **seen[rule.name])
+        assert rule.holds(facts) and rule.evidence(facts), rule.name
+        assert not rule.holds(LoadFacts()), rule.name  # where nothing is told, nothing is seen
 
 
 def test_kv_that_ran_out_before_compute_says_so_and_hides_that_steps_were_filled() -> None:
@@ -103,7 +100,7 @@ def test_kv_that_ran_out_before_compute_says_so_and_hides_that_steps_were_filled
 
 def test_the_toy_engines_contiguous_layout_is_limited_by_kv_where_it_queues(run_folder: Callable[[str], Path]) -> None:
     measured = read_run(run_folder("normal"))
-    found = {(each.cell.config_id, each.cell.load.value): each.limit for each in limits(measured)}
+    found = {(each.cell.config_id, each.cell.load.value): each.limit for each in cell_limits(measured)}
     low, high = sorted({load for _, load in found})
     assert found["layout-contiguous", high] == KV and found["layout-contiguous", low] != KV
 
@@ -157,12 +154,12 @@ def test_lines_put_configurations_with_the_same_limit_together_highest_load_firs
                                                                                        observed=room)),
         cell(page_size=64, reasons=("lag",), observed=full),
     ]  # fmt: skip
-    lines = [(line.load, line.limit, line.names) for line in limit_lines(run(*cells), limits(run(*cells)))]
+    lines = [(line.load, line.limit, line.names) for line in limit_lines(run(*cells))]
     assert lines == [
         ("24 at once", KV, "paged (page 16) and contiguous"), ("24 at once", NOTHING, "page 8"),
         ("3 at once", NOTHING, "all 3"),
     ]  # fmt: skip
-    assert limit_lines(run(*cells), limits(run(*cells)))[0].evidence.startswith("paged (page 16): ")  # the baseline
+    assert limit_lines(run(*cells))[0].evidence.startswith("paged (page 16): ")  # the baseline
 
 
 def test_at_which_load_a_configuration_breaks_is_read_of_one_window() -> None:
@@ -174,11 +171,11 @@ def test_at_which_load_a_configuration_breaks_is_read_of_one_window() -> None:
         for one, other in zip(cells, whole, strict=True)
     ]
     (steady,) = breaks(run(*cells))
-    (row,) = growth_table(run(*cells), [steady]).rows
+    (row,) = growth(run(*cells))[1].rows
     assert steady.at is cells[1] and row.values[2].sort == 250.0
     put(cells[1].repeats[0].metrics.steady_latency.ttft_ms, n=7)
     assert breaks(run(*cells))[0].at is None
-    assert [value.sort for value in growth_table(run(*cells), breaks(run(*cells))).rows[0].values[1:3]] == [
+    assert [value.sort for value in growth(run(*cells))[1].rows[0].values[1:3]] == [
         200.0,
         300.0,
     ]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from kvbench.report.document import document
 from kvbench.report.provenance import (
     CODE_PATHS,
     brief,
@@ -15,7 +16,6 @@ from kvbench.report.provenance import (
     made_from,
     repeats_are,
     reproduce,
-    skipped_notes,
     validity,
     warnings,
 )
@@ -97,7 +97,8 @@ def test_hits_that_a_reader_must_know_of_are_warned_of(counts: dict[str, Any], w
 
 
 def test_what_was_not_run_is_apart_from_other_notes() -> None:
-    assert skipped_notes(run(cell(), notes=["skipped a: b", "the workload has no kv_budget"])) == ["skipped a: b"]
+    notes = ["skipped a: b", "the workload has no kv_budget"]
+    assert document(run(cell(), notes=notes)).skipped == ("skipped a: b",)
 
 
 TRACE = {

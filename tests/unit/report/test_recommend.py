@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from kvbench.effects.comparison import Call
 from kvbench.metrics.definitions import ENGINE
 from kvbench.metrics.model import CanaryCounts
-from kvbench.report.comparisons import JUDGED, THROUGHPUT, baseline, change, decided_load
-from kvbench.report.decision import FASTER_P95, PAYS, Decision, choice
+from kvbench.report.comparisons import JUDGED, THROUGHPUT, Comparisons
+from kvbench.report.decision import FASTER_P95, PAYS, Decision
 from kvbench.report.recommend import Recommendation, lines, recommend
 from kvbench.runs.model import MeasuredCell, Run
 from kvbench.runs.read import read_run
@@ -25,6 +25,7 @@ from tests.support.quality_results import KLD_OUTSIDE, figures, outside, with_qu
 from tests.support.quality_results import measured_run as run
 from tests.support.report_cells import cell, in_engine_time, refused, wrong
 from tests.support.report_cells import run as run_without_quality
+from tests.support.report_parts import candidate, change
 
 BETTER, WORSE, OPEN = Call.BETTER, Call.WORSE, Call.UNDECIDED
 FAST, FASTER, SLOW = (150.0, 151.0, 152.0), (200.0, 201.0, 202.0), (50.0, 51.0, 49.0)
@@ -158,14 +159,14 @@ def measured_runs(draw: st.DrawFn) -> Run:
 @given(measured_runs())
 @settings(max_examples=60, deadline=None)
 def test_no_recommendation_loses_anywhere_or_is_of_doubtful_quality(measured: Run) -> None:
-    said, load = recommend(measured), decided_load(measured)
+    said, load = recommend(measured), Comparisons.of(measured).load
     assert load is not None
     chosen = measured.cell(said.configuration, load)
     assert chosen is not None
     figures = measured.quality.configurations.get(chosen.config_id) if measured.quality else None
     assert said.settings == ({} if figures and figures.outside else chosen.settings)  # of a baseline outside, none
     if not chosen.is_baseline:
-        assert choice(measured, chosen, baseline(measured, load)).verdict in (PAYS, FASTER_P95)
+        assert candidate(measured, chosen).verdict in (PAYS, FASTER_P95)
         everywhere = [one for one in measured.cells if one.name == chosen.name]
         calls = {found.call for one in everywhere for metric in JUDGED if (found := change(measured, one, metric))}
         assert WORSE not in calls and BETTER in calls

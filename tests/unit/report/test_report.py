@@ -23,12 +23,13 @@ from kvbench.report.decision import Decision
 from kvbench.report.document import Document, document
 from kvbench.report.page import PLOTLY_JS, markdown, page, template_file, write_report
 from kvbench.report.style import looks
-from kvbench.report.terminal import DROP_FIRST, console_table
+from kvbench.report.terminal import DROP_FIRST
 from kvbench.runs.model import MeasuredCell, Run
 from kvbench.runs.read import read_run
 from tests.support.records import put, take
 from tests.support.report_cells import cell, refused, wrong
 from tests.support.report_cells import run as run_of_cells
+from tests.support.report_parts import console_table
 from tests.support.synthetic_run import VARIANTS
 
 EVIL = '<script>alert("x")</script><img src="https://evil.example/x.png">'
@@ -165,7 +166,7 @@ def test_a_server_that_tells_nothing_of_its_kv_has_no_figure_of_it(make: Callabl
 
 
 def test_colours_are_the_same_whatever_else_was_measured(run_of: Callable[[str], Run]) -> None:
-    full, part = looks(run_of("normal")), looks(run_of("no_contiguous"))
+    full, part = looks(run_of("normal").cells), looks(run_of("no_contiguous").cells)
     assert full["paged (page 16)"].colour == part["paged (page 16)"].colour
     assert len({look.colour for look in full.values()}) == len(full)
 
@@ -285,7 +286,7 @@ def test_a_report_is_not_replaced_by_one_that_would_say_less(
 ) -> None:
     run = make(repeats=1, concurrencies=(3,))
     lost = run.cells[0].folder
-    whole = {path: path.read_bytes() for path in write_report(run, run.folder, document(run))}
+    whole = {path: path.read_bytes() for path in write_report(document(run), run.folder)}
     if fault == "cell gone":
         shutil.rmtree(lost)
     elif fault == "manifest gone":
@@ -297,7 +298,7 @@ def test_a_report_is_not_replaced_by_one_that_would_say_less(
         (lost / "requests.parquet").unlink()
     run = read_run(run.folder)
     with pytest.raises(UsageError) as refused:
-        write_report(run, run.folder, document(run))
+        write_report(document(run), run.folder)
     assert all(word in str(refused.value) for word in (lost.name, "--output-dir"))
     assert {path: path.read_bytes() for path in whole} == whole
     elsewhere = tmp_path / "elsewhere"

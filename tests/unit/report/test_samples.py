@@ -7,9 +7,10 @@ from typing import Any
 
 import pandas as pd
 
-from kvbench.report.samples import MOST_CHARACTERS, output_samples
+from kvbench.report.samples import MOST_CHARACTERS
 from kvbench.runs.model import Run
 from tests.support.report_cells import cell, run, stored
+from tests.support.report_parts import output_samples
 from tests.support.request_rows import frame, row
 
 

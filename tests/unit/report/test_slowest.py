@@ -7,8 +7,9 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from kvbench.report.figures.slowest import CLIENT, DECODE, FIRST, GAP, slowest, slowest_of, slowest_parts
+from kvbench.report.figures.slowest import CLIENT, DECODE, FIRST, GAP, slowest
 from tests.support.report_cells import cell, run, stored
+from tests.support.report_parts import slowest_of, slowest_parts
 from tests.support.request_rows import frame, row
 
 STEADY = [1.5 + 0.1 * i for i in range(21)]  # a token every 100 ms for 2 s

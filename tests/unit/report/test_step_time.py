@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvbench.report.figures.step_time import drawing, step_time, step_time_table
 from tests.support.report_cells import cell, run
+from tests.support.report_parts import step_time_drawing as drawing
+from tests.support.report_parts import step_time_frame as step_time
+from tests.support.report_parts import step_time_table
 
 SECONDS = {"schedule": 1.0, "prepare": 3.0, "execute": 15.0, "sample": 0.5, "output": 0.5}
 

@@ -10,27 +10,27 @@ import pytest
 
 from kvbench.effects.comparison import Call
 from kvbench.metrics.model import CanaryCounts
-from kvbench.report.client_quality import quality_sentences, quality_table
-from kvbench.report.comparisons import TTFT, leaders, served
+from kvbench.report.client_quality import calibrations, quality_table, worst_of_all
+from kvbench.report.comparisons import TTFT, served
 from kvbench.report.document import document
 from kvbench.report.figures.distributions import EVERY, distributions
-from kvbench.report.figures.frontier import frontier_frame, frontier_table
-from kvbench.report.side_by_side import Side, ratios
-from kvbench.report.tables import (
-    Section,
-    Table,
-    Value,
-    class_table,
-    effect_table,
-    flat_rows,
-    main_table,
-    plateau_table,
-    turn_table,
-)
+from kvbench.report.side_by_side import CellSide, ratios
+from kvbench.report.tables import ReportTable, Section, Value
 from kvbench.runs.metric_names import measured
 from kvbench.runs.model import MeasuredCell, Run
 from tests.support.records import put
 from tests.support.report_cells import cell, refused, run, with_cache, wrong
+from tests.support.report_parts import (
+    class_table,
+    effect_table,
+    flat_rows,
+    frontier_frame,
+    frontier_table,
+    leaders,
+    main_table,
+    plateau_table,
+    turn_table,
+)
 
 COUNTERS = {"prefix_cache_hits_total": 96.0, "prefix_cache_queries_total": 1920.0}
 
@@ -44,13 +44,13 @@ def changed(one: MeasuredCell, metrics: dict[str, Any] | None = None, cache: Any
     return dataclasses.replace(one, repeats=repeats)
 
 
-def entries(table: Table, name: str = "") -> dict[str, Value]:
+def entries(table: ReportTable, name: str = "") -> dict[str, Value]:
     """Entries by column of the first row, or of that of the configuration ``name``."""
     row = next(row for row in table.rows if not name or (row.cell and row.cell.name == name))
     return dict(zip((column.key for column in table.columns), row.values, strict=True))
 
 
-def texts(table: Table) -> list[tuple[str, ...]]:
+def texts(table: ReportTable) -> list[tuple[str, ...]]:
     return [tuple(value.text for value in row.values) for row in table.rows]
 
 
@@ -92,7 +92,7 @@ def test_cells_of_two_windows_are_compared_by_the_whole_run_which_is_said() -> N
     assert sorted(frontier_frame(both)["ttft"]) == [300.0, 900.0]
     columns = frontier_table(frontier_frame(both)).columns[3:5]
     assert [column.title.endswith("whole run") for column in columns] == [True, True]
-    (_, ttft, *_) = ratios(Side("A", both, base), Side("B", both, other))
+    (_, ttft, *_) = ratios(CellSide("A", both, base), CellSide("B", both, other))
     assert ttft.ratio == pytest.approx(1 / 3)
 
 
@@ -254,7 +254,7 @@ def test_a_cell_with_wrong_answers_is_marked_and_counts_its_canaries() -> None:
     assert flat["valid"] is False and "passkey-7" in flat["wrong_answers"]
     assert (flat["canaries_sent"], flat["canaries_answered"], flat["canaries_wrong"]) == (41, 40, 2)
     assert "canaries_wrong" not in entries(main_table(run(cell())))
-    assert entries(quality_table(shown))["valid"].note == "wrong answers"
+    assert entries(quality_table(shown.by_load))["valid"].note == "wrong answers"
 
 
 def test_a_refused_cell_is_marked_and_has_its_servers_message() -> None:
@@ -266,7 +266,7 @@ def test_a_refused_cell_is_marked_and_has_its_servers_message() -> None:
     assert found["output_tokens_per_s"].note == "one repeat\nwhole run"  # what it served, over the whole load
     flat = next(row for row in flat_rows(shown) if row["configuration"] == "paged (page 16)")
     assert flat["valid"] is False and "28 of 48" in flat["refused"] and flat["invalid_reasons"] == ""
-    assert [row[2] for row in texts(quality_table(shown))] == ["yes", "yes"]
+    assert [row[2] for row in texts(quality_table(shown.by_load))] == ["yes", "yes"]
     assert found["ratio"].text == "–" and "ratio_to" not in flat  # compared with none
     changed_alone = effect_table(run(cell(), refused(page_size=8)))
     assert [value.text for value in changed_alone.rows[0].values[3:]] == ["–"] * 4
@@ -350,7 +350,7 @@ def test_quality_shows_the_worst_repeat_of_client_and_machine() -> None:
     client = {"lag_p99_ms": 0.17, "lag_source": "server stamps", "cpu_fraction": 0.021}
     pair = (cell(client=client, machine=machine), cell("contiguous", reasons=("repeat 1: lag", "repeat 2: lag")))
     put(pair[0].repeats[1].metrics, client=client | {"lag_p99_ms": 0.9})
-    table = quality_table(run(*pair))
+    table = quality_table(pair)
     paged, contiguous = (entries(table, one.name) for one in pair)
     assert {key: paged[key].text for key in ("client_lag_p99_ms", "client_cpu", "valid")} == {
         "client_lag_p99_ms": "0.90", "client_cpu": "2.1 %", "valid": "yes",
@@ -359,7 +359,7 @@ def test_quality_shows_the_worst_repeat_of_client_and_machine() -> None:
     assert [paged[f"machine_{k}"].text for k in machine] == ["0.42", "3.1 %", "3.20", "2"]
     assert (contiguous["valid"].text, contiguous["valid"].note) == ("no", "2 reasons")
     assert contiguous["machine_steal_share"].text == "–"
-    plain = quality_table(run(cell()))
+    plain = quality_table([cell()])
     assert [column.key for column in plain.columns] == ["configuration", "load", "valid"]  # no columns of dashes
 
 
@@ -371,7 +371,7 @@ def test_quality_shows_the_worst_repeat_of_client_and_machine() -> None:
     ],
 )
 def test_a_lag_that_was_not_judged_or_is_of_the_loop_says_so(client: dict, text: str, note: str) -> None:
-    value = entries(quality_table(run(cell(client=client))))["client_lag_p99_ms"]
+    value = entries(quality_table([cell(client=client)]))["client_lag_p99_ms"]
     assert value.text == text and note in value.note
 
 
@@ -381,12 +381,12 @@ def test_quality_of_an_open_loop_of_several_processes_has_slip_cost_and_processe
         "cpu_s_per_1000_output_tokens": 0.125, "processes": [{"name": "a"}, {"name": "b"}],
     }  # fmt: skip
     shown = run(cell(client=client, load=4, mode="open", machine={"foreign_cpu_cores": 0.02}), cell("contiguous"))
-    values = entries(quality_table(shown))
+    values = entries(quality_table(shown.by_load))
     assert [values[f"client_{k}"].text for k in ("schedule_slip_p99_ms", "coalesced_share", "processes")] == [
         "1.2", "0.04 %", "2",
     ]  # fmt: skip
     assert values["client_cpu"].note == "0.12 s/1,000"
-    (said,) = quality_sentences(shown)
+    (said,) = worst_of_all(shown.cells)
     assert all(part in said for part in ("0.40 ms", "1.2 ms", "31 % of a core", "0.12 s", "0.02 cores"))
 
 
@@ -406,7 +406,7 @@ CALIBRATION = {
     ],
 )
 def test_the_clients_calibration_is_a_sentence(calibration: dict | None, said: list[str]) -> None:
-    found = quality_sentences(run(cell(), calibration=calibration))
+    found = calibrations(run(cell(), calibration=calibration))
     assert len(found) == bool(said) and all(part in found[0] for part in said)
 
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pandas as pd
 
-from kvbench.report.comparisons import paging
+from kvbench.report.comparisons import Comparisons
 from kvbench.report.kv import ledger_sentence, reservation
-from kvbench.report.tables import flat_rows, main_table
 from kvbench.runs.kv_ledger import SLOT_USES
 from kvbench.runs.model import MeasuredCell
 from tests.support.records import put, take
 from tests.support.report_cells import cell, run
+from tests.support.report_parts import flat_rows, main_table
 
 FAST = {"throughput": (200.0,) * 3}
 
@@ -55,7 +55,7 @@ def test_reservation_stands_beside_the_requests_own_lengths(tmp_path: Path) -> N
 
 def ledger_sentence_of(*cells: MeasuredCell) -> str:
     measured = run(*cells)
-    return ledger_sentence(measured, paging(measured))
+    return ledger_sentence(Comparisons.of(measured))
 
 
 def uses(**slots: float) -> dict[str, float]:

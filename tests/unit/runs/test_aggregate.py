@@ -12,8 +12,9 @@ import pytest
 
 from kvbench.common.files import write_json
 from kvbench.metrics.latency import distribution, summarise
-from kvbench.runs.aggregate import TargetFacts, aggregate_cell
+from kvbench.runs.aggregate import aggregate_cell
 from kvbench.runs.folder import RunFolder
+from kvbench.runs.results import Manifest
 from kvbench.workload.design import Cell, Configuration, LoadPoint
 from tests.support.request_rows import queued_at_the_end
 
@@ -50,7 +51,7 @@ def aggregated(
     run = RunFolder(folder)
     cell = Cell(f"paged-{load.load_id}", CONFIGURATION, load)
     if section:
-        write_json(run.manifest_path, {"workload": {"load": section}, "plan": []})
+        write_json(run.manifest_path, {"format": 1, "workload": {"load": section}, "plan": []})
     for repeat, frame in enumerate(repeats, start=1):
         where = run.load(cell.cell_id, repeat)
         where.mkdir(parents=True, exist_ok=True)
@@ -60,7 +61,7 @@ def aggregated(
         write_json(where / "load.json", {"notes": notes[repeat - 1]} if notes else {})
         facts = {"started_at": "2026-01-01T10:00:00+00:00", "invalid_reasons": [], "metrics": metrics}
         write_json(where / "done.json", facts | (done or {}) | (each[repeat - 1] if each else {}))
-    aggregate_cell(run, cell, TargetFacts())
+    aggregate_cell(run, cell, run.manifest() if run.manifest_path.is_file() else Manifest())
     return json.loads((run.cell(cell.cell_id) / "summary.json").read_text())
 
 

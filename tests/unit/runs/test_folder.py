@@ -17,7 +17,7 @@ from kvbench.runs.folder import RunFolder, create_run, latest_incomplete, open_r
 
 def make_run(base, name, status, sha="abc"):
     run = create_run(base, name, sha)
-    write_json(run.manifest_path, {"workload": {"name": name}, "plan": [], "status": status})
+    write_json(run.manifest_path, {"format": 1, "workload": {"name": name}, "plan": [], "status": status})
     return run
 
 

@@ -12,12 +12,13 @@ import pandas as pd
 import pytest
 
 from kvbench.report.document import document
-from kvbench.report.kv import ledger_figure, ledger_note, ledger_table, ledgers
+from kvbench.report.kv import ledger_figure, ledger_table
 from kvbench.report.page import markdown, write_report
 from kvbench.runs.kv_ledger import SLOT_USES, USES, accounting, ledger, mean_slots, swapped_bytes
 from kvbench.runs.model import Run
 from kvbench.runs.read import read_run
 from tests.support.report_cells import cell
+from tests.support.report_parts import ledger_section, ledgers
 from tests.support.toy_engine import CONFIGS
 
 MIB = 2**20
@@ -92,7 +93,9 @@ def stored(folder: Path, frame: pd.DataFrame, server: dict[str, float], **summar
         "repeats": [{"repeat": 1, "metrics": metrics, "server": server}],
     }  # fmt: skip
     (where / "summary.json").write_text(json.dumps(base | summary))
-    (folder / "run" / "manifest.json").write_text(json.dumps({"status": "complete", "workload": {}, "plan": []}))
+    (folder / "run" / "manifest.json").write_text(
+        json.dumps({"format": 1, "status": "complete", "workload": {}, "plan": []})
+    )
     return read_run(folder / "run")
 
 
@@ -134,7 +137,7 @@ def test_every_byte_of_the_budget_is_in_one_place(hand_made: Run) -> None:
 def test_counters_become_bytes_and_csv_columns(hand_made: Run) -> None:
     (only,) = hand_made.cells
     assert swapped_bytes(only) == 700_000 and swapped_bytes(only, "in") == 600_000
-    write_report(hand_made, hand_made.folder, document(hand_made))
+    write_report(document(hand_made), hand_made.folder)
     row = pd.read_csv(hand_made.folder / "summary.csv").iloc[0]
     expected = {
         "kv_tokens_bytes": 60_000, "kv_scale_bytes": 1_800, "kv_fragmented_bytes": 5_000, "kv_table_bytes": 2_500,
@@ -159,14 +162,14 @@ def test_table_has_percent_bytes_and_what_stands_beside(hand_made: Run) -> None:
     assert {key: shown[key] for key in expected} == expected
     text = markdown(document(hand_made))
     assert "## Where the KV bytes went" in text and "| 58 % (58.6 KiB, 1.8 KiB of it scales) |" in text
-    assert all(word in ledger_note(table) for word in ("Saved by sharing:", "Swapped:", "Recomputed:"))
+    assert all(word in ledger_section(hand_made).note for word in ("Saved by sharing:", "Swapped:", "Recomputed:"))
 
 
 def test_columns_and_notes_of_what_never_happened_are_left_out(tmp_path: Path) -> None:
     frame = polls({"t": 0.0, **GAUGES}, {"t": 2.0, **GAUGES, **steps(tokens=60, free=40)})
-    table = ledger_table(ledgers(stored(tmp_path, frame, {"recomputed_tokens_total": 0.0})))
-    assert not {"kv_saved", "swapped", "recomputed_tokens"} & {column.key for column in table.columns}
-    assert not any(word in ledger_note(table) for word in ("Saved", "Swapped", "Recomputed"))
+    section = ledger_section(stored(tmp_path, frame, {"recomputed_tokens_total": 0.0}))
+    assert not {"kv_saved", "swapped", "recomputed_tokens"} & {column.key for column in section.table.columns}
+    assert not any(word in section.note for word in ("Saved", "Swapped", "Recomputed"))
 
 
 def test_bars_add_up_to_the_budget_and_scales_are_part_of_the_tokens(hand_made: Run) -> None:

@@ -12,12 +12,13 @@ import yaml
 
 from kvbench.cli.sweep import workload_and_run
 from kvbench.common.errors import UsageError
-from kvbench.common.files import write_json
 from kvbench.common.machine import environment
 from kvbench.common.packages import REPOSITORY
+from kvbench.common.records import write_record
 from kvbench.runs import resume
 from kvbench.runs.folder import RunFolder
-from kvbench.runs.manifest import add_server, build_manifest
+from kvbench.runs.manifest import new_manifest, with_server
+from kvbench.runs.results import Environment, Manifest, MeasuredTarget
 from kvbench.runs.resume import accept_server, environment_differences, reopen, require_same_workload
 from kvbench.runs.server_info import ServerInfo
 from kvbench.workload.file import differing_keys, load_workload, resolve
@@ -68,13 +69,14 @@ DIRTY = changed("git", dirty=True)
     ],
 )
 def test_what_differs_is_named(before, told):
-    assert environment_differences(before, NOW) == (told, [])
+    assert environment_differences(Environment(**before), Environment(**NOW)) == (told, [])
 
 
 def test_what_changes_nothing_measured_is_at_most_remarked():
-    idle = NOW | {"gpus": [GPU | {"clocks.sm": "345 MHz"}]}
-    assert environment_differences(idle, NOW | {"gpus": [GPU]}) == ([], [])
-    differences, (remark,) = environment_differences(DIRTY, DIRTY)
+    idle, busy = (Environment(**NOW | {"gpus": [gpu]}) for gpu in (GPU | {"clocks.sm": "345 MHz"}, GPU))
+    assert environment_differences(idle, busy) == ([], [])
+    dirty = Environment(**DIRTY)
+    differences, (remark,) = environment_differences(dirty, dirty)
     assert differences == [] and "uncommitted changes" in remark
 
 
@@ -88,20 +90,21 @@ def begun(tmp_path, monkeypatch):
     (there / "tiny.yaml").write_text(yaml.safe_dump(WORKLOAD))
     monkeypatch.chdir(there)
     workload = load_workload("tiny.yaml", profile="cpu")
-    manifest = build_manifest(
-        workload=workload.resolved, workload_file="tiny.yaml", profile="cpu", seed=0, plan=[], extra=SERVED
-    )
     run = RunFolder(there / "results" / "tiny" / "1")
-    write_json(run.manifest_path, manifest | NOW)
+    write_record(run.manifest_path, new_manifest(Manifest, workload, [], **SERVED | NOW))
     return workload, run
 
 
 def test_the_same_conditions_are_recorded(begun):
     _, run = begun
-    manifest, remarks = reopen(run, SERVED, force=False, something_left=True)
-    (entry,) = manifest["resumed"]
-    assert remarks == [] and manifest["status"] == "incomplete"
-    assert entry["versions"] == NOW["versions"] and entry["differences"] == [] and not entry["forced"]
+    manifest, remarks = reopened(run, SERVED)
+    (entry,) = manifest.resumed
+    assert remarks == [] and manifest.status == "incomplete"
+    assert entry.versions == NOW["versions"] and entry.differences == () and not entry.forced
+
+
+def reopened(run, served, *, force=False):
+    return reopen(run.path, run.manifest(), MeasuredTarget(**served), force=force)
 
 
 @pytest.mark.parametrize(
@@ -121,16 +124,14 @@ def test_other_conditions_are_refused_unless_forced_and_then_kept(begun, monkeyp
     torch = "2.13.0" if served else "2.14.0"
     monkeypatch.setattr(resume, "environment", lambda: changed("versions", torch=torch))
     with pytest.raises(UsageError) as error:
-        reopen(run, SERVED | served, force=False, something_left=True)
+        reopened(run, SERVED | served)
     assert all(part in str(error.value) for part in (str(run.path), words, "--resume", "--force"))
-    manifest, (remark,) = reopen(run, SERVED | served, force=True, something_left=True)
-    (entry,) = manifest["resumed"]
-    assert words in remark and entry["forced"] and entry["differences"] == [words]
-    assert (entry["versions"]["torch"], manifest["versions"]["torch"]) == (torch, "2.13.0")  # both environments
-    write_json(run.manifest_path, manifest)
-    assert len(reopen(run, SERVED | served, force=True, something_left=True)[0]["resumed"]) == 2
-    finished, _ = reopen(run, SERVED | served, force=False, something_left=False)
-    assert len(finished["resumed"]) == 1  # nothing of the present goes into a finished run
+    manifest, (remark,) = reopened(run, SERVED | served, force=True)
+    (entry,) = manifest.resumed
+    assert words in remark and entry.forced and entry.differences == (words,)
+    assert (entry.versions["torch"], manifest.versions["torch"]) == (torch, "2.13.0")  # both environments
+    write_record(run.manifest_path, manifest)
+    assert len(reopened(run, SERVED | served, force=True)[0].resumed) == 2
 
 
 def told(fingerprint="f1", device="cpu", torch="2.13.0", **engine):
@@ -156,14 +157,13 @@ def told(fingerprint="f1", device="cpu", torch="2.13.0", **engine):
     ],
 )
 def test_a_server_is_compared_with_those_measured_before(config_id, server, found):
-    manifest = {"servers": {"paged": told()}, "resumed": [{"differences": []}]}
+    manifest = Manifest(servers={"paged": told()}, resumed=[{"differences": []}])
     if found:
         with pytest.raises(UsageError) as error:
             accept_server(manifest, config_id, ServerInfo.read(server), force=False)
         assert found[0] in str(error.value) and "--force" in str(error.value)
-    accept_server(manifest, config_id, ServerInfo.read(server), force=bool(found))
-    (entry,) = manifest["resumed"]
-    assert entry["differences"] == found and ("servers" in entry) == bool(found)
+    (entry,) = accept_server(manifest, config_id, ServerInfo.read(server), force=bool(found)).resumed
+    assert list(entry.differences) == found and bool(entry.servers) == bool(found)
 
 
 def test_a_run_goes_on_from_any_working_folder(begun, tmp_path, monkeypatch):
@@ -176,13 +176,14 @@ def test_a_run_goes_on_from_any_working_folder(begun, tmp_path, monkeypatch):
     stored, found = workload_and_run(None, str(run.path), nothing)
     assert stored.load.prompts.file == str(tmp_path / "there" / "lines.txt") == workload.load.prompts.file
     assert stored.engine == workload.engine
-    require_same_workload(found, stored)
-    reopen(found, SERVED, force=False, something_left=True)
+    manifest = found.manifest()
+    require_same_workload(found.path, manifest, stored)
+    reopened(found, SERVED)
     by_file = load_workload(os.path.relpath(tmp_path / "there" / "tiny.yaml"), profile="cpu")
-    require_same_workload(found, by_file)
+    require_same_workload(found.path, manifest, by_file)
     other = load_workload(tmp_path / "there" / "tiny.yaml", profile="cpu", seed=7)
     with pytest.raises(UsageError, match=r"another workload; it differs in seed"):
-        require_same_workload(found, other)
+        require_same_workload(found.path, manifest, other)
 
 
 def test_a_shipped_workload_leaves_no_private_path_in_the_manifest():
@@ -206,22 +207,18 @@ def test_a_model_folder_and_a_tokenizer_are_found_again(begun, tmp_path, monkeyp
 
 
 def test_the_manifest_names_the_device_that_the_servers_found():
-    manifest = build_manifest(
-        workload={"name": "w", "model": {}}, workload_file=None, profile="gpu", seed=0, plan=[], extra={}
-    )
-    assert manifest["device"] is None  # not a guess from the profile
-    add_server(manifest, "a", ServerInfo.read(told()))
-    assert manifest["device"] == environment()["cpu"]["model"]
-    assert (manifest["dtype"], manifest["kernel_backend"], manifest["num_threads"]) == ("float32", "numba", None)
+    here = environment()["cpu"]["model"]
+    begun = Manifest(cpu={"model": here}, shared_machine=True, device=None)
+    manifest = with_server(begun, "a", ServerInfo.read(told()))
+    assert manifest.device == here
+    assert (manifest.dtype, manifest.kernel_backend, manifest.num_threads) == ("float32", "numba", None)
     on_gpu = told(device="cuda")
     on_gpu["resolved"] |= {"device_name": "NVIDIA H100", "kernel_backend": "triton", "num_threads": 2}
-    add_server(manifest, "b", ServerInfo.read(on_gpu))
-    assert manifest["device"].endswith(", NVIDIA H100") and manifest["kernel_backend"] == "numba, triton"
-    add_server(manifest, "b", ServerInfo.read(told()))  # the first one of a configuration stays
-    assert manifest["servers"]["b"] == on_gpu
-    remote = {"cpu": {"model": "here"}, "shared_machine": False}
-    add_server(remote, "target", ServerInfo.read(told()))
-    assert remote["device"] == "cpu"
-    silent = {"cpu": {"model": "here"}, "shared_machine": True}
-    add_server(silent, "target", ServerInfo())
-    assert silent["device"] is None
+    manifest = with_server(manifest, "b", ServerInfo.read(on_gpu))
+    assert manifest.device.endswith(", NVIDIA H100") and manifest.kernel_backend == "numba, triton"
+    manifest = with_server(manifest, "b", ServerInfo.read(told()))  # the first one of a configuration stays
+    assert manifest.to_json()["servers"]["b"] == on_gpu
+    remote = Manifest(cpu={"model": "here"}, shared_machine=False)
+    assert with_server(remote, "target", ServerInfo.read(told())).device == "cpu"
+    silent = Manifest(cpu={"model": "here"}, shared_machine=True)
+    assert with_server(silent, "target", ServerInfo()).device is None

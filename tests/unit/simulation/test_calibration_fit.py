@@ -13,11 +13,11 @@ from kvbench.capacity.gpus import find_gpu
 from kvbench.capacity.model import plan_model
 from kvbench.common.errors import UsageError
 from kvbench.simulation.calibration import errors, fit_run, fit_steps, logged_work, read_step_log
-from kvbench.simulation.cost_model import Calibration, read_calibration, write_calibration
+from kvbench.simulation.cost_model import CostCalibration, read_calibration, write_calibration
 from kvbench.simulation.machine import Machine
 from kvbench.simulation.measured_run import predict, predicted_at, read_measured_run, series_errors
 
-MACHINE = Machine(plan_model("Qwen3-32B"), find_gpu("H100"), 2, calibration=Calibration())
+MACHINE = Machine(plan_model("Qwen3-32B"), find_gpu("H100"), 2, calibration=CostCalibration())
 SETTINGS = {"max_num_seqs": 16, "max_num_batched_tokens": 1024, "max_model_len": 4096}
 
 
@@ -52,7 +52,7 @@ def written(folder, known, *, requests=100, stamps=True):
 
 @pytest.mark.parametrize("stamps", [True, False])
 def test_known_values_are_found_again_and_predict_the_run(tmp_path, stamps):
-    known = Calibration(prompt_layer_s=120e-6, all_reduce_s=24e-6)
+    known = CostCalibration(prompt_layer_s=120e-6, all_reduce_s=24e-6)
     run = written(tmp_path / "run", known, stamps=stamps)
     found = fit_run(run, MACHINE, ["prompt_layer_s", "all_reduce_s"])
     assert found.prompt_layer_s == pytest.approx(known.prompt_layer_s, rel=0.15)
@@ -67,7 +67,7 @@ def test_known_values_are_found_again_and_predict_the_run(tmp_path, stamps):
 
 def test_a_load_that_a_client_measured_gives_the_launches_back(tmp_path):
     """Its TTFT counts from the arrival, with the wait for the step in which the engine sees the request."""
-    known = Calibration(prompt_layer_s=150e-6)
+    known = CostCalibration(prompt_layer_s=150e-6)
     run = dataclasses.replace(written(tmp_path / "run", known), from_arrival=True)
     made = predict(run, dataclasses.replace(MACHINE, calibration=known))
     rows = [
@@ -85,7 +85,7 @@ def test_a_load_that_a_client_measured_gives_the_launches_back(tmp_path):
 
 
 def test_predicted_values_are_those_after_the_last_step(tmp_path):
-    run = written(tmp_path / "run", Calibration(), requests=10)
+    run = written(tmp_path / "run", CostCalibration(), requests=10)
     predicted = predict(run, MACHINE)
     steps = predicted.series
     at = predicted_at(predicted, steps["t"].to_numpy() + 1e-6, "running")
@@ -93,7 +93,7 @@ def test_predicted_values_are_those_after_the_last_step(tmp_path):
 
 
 def test_a_step_log_gives_the_host_time_and_launches_back(tmp_path):
-    known = Calibration(host_s=2e-3, prompt_layer_s=150e-6)
+    known = CostCalibration(host_s=2e-3, prompt_layer_s=150e-6)
     config, _ = MACHINE.settle(SETTINGS)
     timer = dataclasses.replace(MACHINE, calibration=known).step_timer(config)
     rng, now, rows = np.random.default_rng(0), 5.0, []
@@ -114,7 +114,7 @@ def test_a_step_log_gives_the_host_time_and_launches_back(tmp_path):
 
 
 def test_a_calibration_survives_its_file(tmp_path):
-    known = Calibration(host_s=1e-3, prompt_layer_s=2e-4, kernels=1.1, provenance={"run": "x"})
+    known = CostCalibration(host_s=1e-3, prompt_layer_s=2e-4, kernels=1.1, provenance={"run": "x"})
     write_calibration(tmp_path / "c.json", known)
     assert read_calibration(tmp_path / "c.json") == known
 

@@ -12,7 +12,7 @@ from engine.execution.simulated_executor import StepWork
 from kvbench.capacity.gpus import find_gpu, known_gpus
 from kvbench.capacity.model import plan_model
 from kvbench.common.errors import UsageError
-from kvbench.simulation.cost_model import Calibration
+from kvbench.simulation.cost_model import CostCalibration
 from kvbench.simulation.machine import Machine
 from kvbench.simulation.tables import find_tables, read_tables
 
@@ -73,7 +73,7 @@ def test_gpus_share_the_work_and_pay_for_the_exchange():
     assert four["gemm"] == pytest.approx(one["gemm"] / 4) and not one["all_reduce"]
     sent = 2 * 3 / 4 * 32 * 8192 * 2 / 811e9
     assert four["all_reduce"] == pytest.approx(160 * (10e-6 + sent))
-    _, slower = classes("llama-3.1-70b", "B200", work, 4, Calibration(all_reduce_s=20e-6))
+    _, slower = classes("llama-3.1-70b", "B200", work, 4, CostCalibration(all_reduce_s=20e-6))
     assert slower["all_reduce"] == pytest.approx(160 * (20e-6 + sent))
 
 
@@ -85,12 +85,12 @@ def test_swaps_go_over_the_host_link_and_copies_within_the_memory():
 
 def test_a_calibration_adds_and_scales():
     work = StepWork(((100, 0),), 3, 3000, 1000, 4)
-    plain, _ = classes("llama-3.1-8b", "H100", work, 1, Calibration())
-    known = Calibration(host_s=1e-3, host_per_sequence_s=1e-5, prompt_layer_s=1e-4, kernels=1.5)
+    plain, _ = classes("llama-3.1-8b", "H100", work, 1, CostCalibration())
+    known = CostCalibration(host_s=1e-3, host_per_sequence_s=1e-5, prompt_layer_s=1e-4, kernels=1.5)
     taken, seconds = classes("llama-3.1-8b", "H100", work, 1, known)
     assert taken.schedule == pytest.approx(1.04e-3) and seconds["launches"] == pytest.approx(32e-4)
     assert taken.total == pytest.approx(1.5 * plain.total + 1.04e-3 + 32e-4)
-    decode, _ = classes("llama-3.1-8b", "H100", StepWork((), 3, 3000, 1000, 3), 1, Calibration(prompt_layer_s=1e-4))
+    decode, _ = classes("llama-3.1-8b", "H100", StepWork((), 3, 3000, 1000, 3), 1, CostCalibration(prompt_layer_s=1e-4))
     assert decode.total < plain.total
 
 
@@ -112,8 +112,8 @@ def test_a_model_that_does_not_fit_is_refused_with_the_numbers():
 def test_the_data_sheet_is_near_the_measured_operators(gpu, model, gpus):
     planned = plan_model(model)
     tables = read_tables(find_tables(MEASURED / "ops", gpu, planned.name, gpus))
-    sheet = Machine(planned, find_gpu(gpu), gpus, calibration=Calibration())
-    measured = Machine(planned, find_gpu(gpu), gpus, tables, Calibration())
+    sheet = Machine(planned, find_gpu(gpu), gpus, calibration=CostCalibration())
+    measured = Machine(planned, find_gpu(gpu), gpus, tables, CostCalibration())
     config = EngineConfig.from_mapping({"model": "any"})
     for work, within in (
         (StepWork((), 1, 1000, 1000, 1), 0.15),

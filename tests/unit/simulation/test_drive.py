@@ -12,7 +12,7 @@ from engine.execution.simulated_executor import StepTime
 from engine.kv.budget import KVShape, LayerKV, capacity_of
 from engine.sequence import Request, SamplingParams
 from kvbench.requests.request import RequestSpec
-from kvbench.simulation.drive import ROUTERS, Drive, Ended, Replica, StepTimer
+from kvbench.simulation.drive import ROUTERS, Drive, EndedRequest, Replica, StepTimer
 
 STEP = 0.1  # s
 VOCAB = 50_000
@@ -34,14 +34,14 @@ def spec(index: int, prompt: int = 10, output: int = 5, arrival: float | None = 
     return RequestSpec(index, "x", ids, None, output, arrival_s=arrival, **more)
 
 
-def run(specs: list, replicas: list[Replica] | None = None, **how: object) -> list[Ended]:
-    ended: list[Ended] = []
+def run(specs: list, replicas: list[Replica] | None = None, **how: object) -> list[EndedRequest]:
+    ended: list[EndedRequest] = []
     conversations = [each if isinstance(each, list) else [each] for each in specs]
     Drive(replicas or [a_replica()], conversations, ended.append, **how).run()
     return sorted(ended, key=lambda one: one.spec.index)
 
 
-def ttft(one: Ended) -> float:
+def ttft(one: EndedRequest) -> float:
     return one.times[0] - one.due
 
 

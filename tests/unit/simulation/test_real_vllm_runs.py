@@ -12,7 +12,7 @@ import pytest
 from kvbench.capacity.gpus import find_gpu
 from kvbench.capacity.model import plan_model
 from kvbench.simulation.calibration import errors, fit_run, fitted_by_default
-from kvbench.simulation.cost_model import Calibration
+from kvbench.simulation.cost_model import CostCalibration
 from kvbench.simulation.machine import Machine
 from kvbench.simulation.measured_run import machine_for, predict, read_measured_run, series_errors
 from kvbench.simulation.tables import find_tables, read_tables
@@ -44,5 +44,5 @@ def test_calibrated_on_one_run_the_other_is_predicted(on, other):
     assert all(abs(found[name]) <= limit for name, limit in LIMITS.items()), found
     near = series_errors(run, predicted)
     assert near["running"] < 3 and near.get("kv_cache_pct", 0) < 4
-    plain = errors(run, predict(run, dataclasses.replace(machine, calibration=Calibration())))
+    plain = errors(run, predict(run, dataclasses.replace(machine, calibration=CostCalibration())))
     assert all(abs(plain[name]) <= limit for name, limit in LIMITS.items()), plain

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kvbench.capacity.gpus import find_gpu
 from kvbench.capacity.model import plan_model
 from kvbench.requests.request import RequestSpec
-from kvbench.simulation.drive import Drive, Ended
+from kvbench.simulation.drive import Drive, EndedRequest
 from kvbench.simulation.machine import Machine
 from kvbench.trace_analysis.cache_sim import hit_rates, replay, working_set
 from kvbench.traces.model import Trace
@@ -39,7 +39,7 @@ def engine_hits(prompts: list[tuple[int, ...]], num_pages: int, users: int | Non
         }
     )  # fmt: skip
     assert replica.engine.capacity.num_pages == num_pages
-    ended: dict[int, Ended] = {}
+    ended: dict[int, EndedRequest] = {}
     specs = [[RequestSpec(i, "all", ids, None, 1, arrival_s=0.0)] for i, ids in enumerate(prompts)]
     Drive([replica], specs, lambda each: ended.__setitem__(each.spec.index, each), users=users).run()
     assert all(each.error is None for each in ended.values())

@@ -15,8 +15,8 @@ import yaml
 
 from kvbench.cli.main import main
 from kvbench.history.runs import read_runs
-from kvbench.report.limits import breaks
 from kvbench.runs.read import read_run
+from tests.support.report_parts import breaks
 
 CHAT = {"name": "chat", "share": 1.0, "prompt_tokens": [16, 48], "output_tokens": [4, 12]}
 WORKLOAD: dict[str, Any] = {

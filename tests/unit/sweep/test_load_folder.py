@@ -9,7 +9,7 @@ import pytest
 
 from kvbench.common.errors import UsageError
 from kvbench.runs.work import work_in
-from kvbench.sweep.load_folder import METRICS, open_folder
+from kvbench.sweep.load_folder import METRICS, LoadManifest, open_folder
 
 
 @contextmanager
@@ -31,7 +31,8 @@ def load_manifest(sha="1", **more):
     conditions = {"git": {"sha": sha, "short_sha": sha, "dirty": False}, "versions": {}, "cpu": {}, "gpus": []}
     same = {"workload": {"load": {"num_requests": 4}}, "load": {"load_id": "c2"}, "target": {"url": "u"}}
     sharing = {"processes": None, "workers": None}
-    return {"kind": "load", "status": "incomplete", "search": None, "sharing": sharing} | conditions | same | more
+    known = {"kind": "load", "status": "incomplete", "search": None, "sharing": sharing}
+    return LoadManifest(**known | conditions | same | more)
 
 
 def new_run(folder, number, name, kept):

@@ -19,7 +19,8 @@ from kvbench.common.ray_cluster import MAX_LOST, MachineFacts
 from kvbench.measure.http import HttpInstrument
 from kvbench.measure.instrument import Job
 from kvbench.runs.folder import DONE, RunFolder
-from kvbench.runs.results import LoadResult
+from kvbench.runs.manifest import StoredManifest
+from kvbench.runs.results import LoadResult, Manifest
 from kvbench.sweep import ray_machines
 from kvbench.sweep.block import BlockRunner
 from kvbench.sweep.block_task import BlockEnded, BlockTask, LoadDone, Status
@@ -62,13 +63,15 @@ def sweep(tmp_path: Path, monkeypatch: Any, cluster: FakeCluster, **how: Any) ->
     """Runs all blocks as ``Sweep`` does; the manifest's record, the run and how often each load was tried."""
     tried: Counter = Counter()
     monkeypatch.setattr(ray_machines, "run_block_task", block_of(tmp_path, tried, how.pop("refused", None)))
-    run, manifest, failures = RunFolder(tmp_path / "run"), {}, []
+    run, failures = RunFolder(tmp_path / "run"), []
     run.path.mkdir()
+    stored = StoredManifest(run.path, Manifest())
     job = Job(None, run, None)  # type: ignore[arg-type]
     runner = BlockRunner(HttpInstrument(job), failures, **how.pop("runner", {}))
     facts = {each.node_id: FACTS for each in cluster.members}
-    machines = RayMachines(cluster, CellNeeds(0), Silent(), OPTIONS, {}, cluster.members, facts, how.pop("wait_s", 9.0))
-    machines.begin(runner, manifest)
+    parts, wait_s = (Silent(), OPTIONS, Manifest()), how.pop("wait_s", 9.0)
+    machines = RayMachines(cluster, CellNeeds(0), *parts, cluster.members, facts, wait_s)
+    machines.begin(runner, stored)
     measured = Measured({})
     while True:
         left = blocks_left(BLOCKS, measured)
@@ -78,7 +81,7 @@ def sweep(tmp_path: Path, monkeypatch: Any, cluster: FakeCluster, **how: Any) ->
             measured.attempts.update((cell.cell_id, finished.block.repeat) for cell in finished.block.cells)
         else:
             break
-    return SimpleNamespace(record=manifest["executor"], run=run, tried=tried, failures=failures)
+    return SimpleNamespace(record=stored.manifest.executor.to_json(), run=run, tried=tried, failures=failures)
 
 
 def every_load() -> set[tuple[str, int]]:
@@ -227,7 +230,7 @@ def chosen(monkeypatch: Any, by_name: dict[str, Any], cluster: FakeCluster | Non
         return start(where, needs, say, *arguments)
 
     monkeypatch.setattr(cluster, "start", start_with_facts)
-    return machines_for(cluster, CellNeeds(0), (Silent(), OPTIONS, {}), 0.2, lambda text: None)
+    return machines_for(cluster, CellNeeds(0), (Silent(), OPTIONS, Manifest()), 0.2, lambda text: None)
 
 
 def test_machines_that_run_other_code_or_none_are_left_out_by_name(monkeypatch):

@@ -22,6 +22,7 @@ from kvbench.common.errors import UsageError
 from kvbench.common.files import write_json
 from kvbench.common.machine import environment
 from kvbench.runs.folder import RunFolder
+from kvbench.runs.results import Manifest
 from kvbench.runs.resume import reopen
 from kvbench.targets.builtin import BuiltinTarget
 from kvbench.targets.choose import BUILTIN, KINDS_OF, PRESET, RUNNING, TEMPLATE, choose
@@ -102,7 +103,7 @@ def test_an_endpoint_that_a_kind_of_server_lacks_is_refused_before_its_launch(wo
 
 
 def chosen(workload, stored=None, **options):
-    return choose(workload, NOTHING | options, stored or {})
+    return choose(workload, NOTHING | options, Manifest(**stored) if stored else None)
 
 
 def served_by(words):
@@ -186,11 +187,11 @@ def test_each_kind_of_target(workload):
     assert isinstance(builtin.new_target(), BuiltinTarget) and builtin.new_target().start_timeout_s == 180
     assert builtin.start_guess_s < 20 and chosen(workload(), start_timeout=5.0).new_target().start_timeout_s == 5
     plain = chosen(workload(sweep={"page_size": [8]}), serve_cmd=f"{sys.executable} -m other.server")
-    assert isinstance(plain.new_target(), BuiltinTarget) and plain.manifest["backend"] == "custom"
+    assert isinstance(plain.new_target(), BuiltinTarget) and plain.manifest.backend == "custom"
     running = chosen(workload(), target="http://10.0.0.7:8000/v1", preset="sglang")
     assert isinstance(running.new_target(), OpenAITarget) and running.runs_already
-    assert running.new_target().preset.name == "sglang" and running.manifest["backend"] == "sglang"
-    assert running.workload.engine == {"target": "http://10.0.0.7:8000/v1"} and not running.manifest["shared_machine"]
+    assert running.new_target().preset.name == "sglang" and running.manifest.backend == "sglang"
+    assert running.workload.engine == {"target": "http://10.0.0.7:8000/v1"} and not running.manifest.shared_machine
     launched = chosen(workload(), **VLLM_HERE, target_args="--enforce-eager -x 'a b'")
     assert isinstance(launched.new_target(), LaunchedTarget)
     assert launched.new_target().launcher.extra == ("--enforce-eager", "-x", "a b")
@@ -198,7 +199,7 @@ def test_each_kind_of_target(workload):
     kept = {"target": "vllm", "serve_cmd": None, "target_python": sys.executable, "backend": "vllm"}
     assert kept.items() <= dict(launched.manifest).items()
     templated = chosen(workload(), **served_by(""), preset="transformers")
-    assert templated.new_target().dialect.done_marker is False and templated.manifest["backend"] == "transformers"
+    assert templated.new_target().dialect.done_marker is False and templated.manifest.backend == "transformers"
 
 
 def test_a_run_that_goes_on_has_the_target_it_was_started_with(workload):
@@ -206,7 +207,7 @@ def test_a_run_that_goes_on_has_the_target_it_was_started_with(workload):
     with pytest.raises(UsageError, match="the baseline cannot be run"):  # --exact again
         chosen(workload(engine=PAGE_16), stored=stored)
     choice = chosen(workload(), stored=stored)
-    assert choice.manifest["exact"] and choice.manifest["preset"] is None  # what was not given is put down too
+    assert choice.manifest.exact and choice.manifest.preset is None  # what was not given is put down too
     assert choice.new_target().launcher.extra == ("-q",)
 
 
@@ -217,18 +218,18 @@ def test_a_run_on_a_running_server_goes_on_with_the_same_facts_and_no_others(wor
         Path(engine.tokenizer.__file__).with_name("bpe8k").joinpath("tokenizer.json").read_text()
     )
     facts = {"vocab_size": 512, "max_model_len": 256, "model": "m", "api_key_env": "A_KEY", "tokenizer": tmp_path}
-    first = chosen(workload(), target="https://127.0.0.1:9", preset="transformers", **facts).manifest
+    first = chosen(workload(), target="https://127.0.0.1:9", preset="transformers", **facts).manifest.to_json()
     stored = json.loads(json.dumps(first))
     assert "secret" not in json.dumps(stored)
     again = chosen(workload(), stored=stored).new_target()
     assert again._given == ("m", 512, 256) and again.http.access.api_key_env == "A_KEY"
     assert again.preset.name == "transformers" and again._text_of_ids([5, 6])
-    write_json(tmp_path / "manifest.json", {"workload": {}, "plan": [], **environment(), **first})
-    begun = RunFolder(tmp_path)
+    write_json(tmp_path / "manifest.json", {"format": 1, "workload": {}, "plan": [], **environment(), **first})
+    begun = RunFolder(tmp_path).manifest()
 
     def go_on(**options):
         served = chosen(workload(), stored=stored, **options).manifest
-        return reopen(begun, served, force=False, something_left=True)
+        return reopen(tmp_path, begun, served, force=False)
 
     go_on()
     go_on(no_tls_verify=True)  # how it is reached may change
@@ -385,7 +386,7 @@ def test_settings_that_the_launch_does_not_pass_on_are_not_put_down(workload):
     [("http://[::1]:8000", True), ("https://localhost", True), ("http://0.0.0.0:80", True), ("http://10.9.9.1", False)],
 )
 def test_whether_the_server_shares_this_machine(workload, url, shared):
-    assert chosen(workload(), target=url).manifest["shared_machine"] is shared
+    assert chosen(workload(), target=url).manifest.shared_machine is shared
 
 
 @pytest.mark.parametrize(
@@ -447,10 +448,10 @@ def test_an_option_is_taken_where_it_applies_and_refused_elsewhere(monkeypatch, 
     for name, kinds in KINDS_OF.items():
         options = NOTHING | KINDS[kind] | {name: VALUES[name]}
         if (BUILTIN if kind == "plain" else kind) in kinds:
-            choose(workload, options, {}).close()
+            choose(workload, options).close()
             continue
         with pytest.raises(UsageError, match=rf"^--{name.replace('_', '-')} goes with ") as refused:
-            choose(workload, options, {})
+            choose(workload, options)
         assert all(place in str(refused.value) for place in kinds)
 
 

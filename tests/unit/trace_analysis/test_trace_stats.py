@@ -9,13 +9,13 @@ import pytest
 from scipy import stats
 
 from kvbench.trace_analysis.cache_sim import hit_rates, replay, working_set
-from kvbench.trace_analysis.describe import Spread, arrivals, length_columns, memory, spread
+from kvbench.trace_analysis.describe import Quantiles, arrivals, length_columns, memory, spread
 from kvbench.traces.model import Trace
 from kvbench.traces.read import read_trace
 from tests.support.trace_samples import SLICES, TRACES, needs_slices
 
 
-def printed(found: Spread) -> dict:
+def printed(found: Quantiles) -> dict:
     return dataclasses.asdict(found) | {"mean": round(found.mean, 1)}
 
 

@@ -1,0 +1,214 @@
+"""The parts of a report, each of a run alone: a report computes once what they share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pandas as pd
+
+from kvbench.effects.comparison import Comparison
+from kvbench.report import (
+    comparisons,
+    document,
+    engine_time,
+    hits,
+    kv,
+    limits,
+    quality,
+    samples,
+    style,
+    tables,
+    terminal,
+)
+from kvbench.report.comparisons import Comparisons
+from kvbench.report.decision import Candidate, Decision
+from kvbench.report.figures import distributions, effects, frontier, heat_map, slowest, step_time
+from kvbench.report.provenance import random_weights
+from kvbench.report.style import Drawing
+from kvbench.report.tables import ReportTable, Section
+from kvbench.runs.kv_ledger import ledger
+from kvbench.runs.model import MeasuredCell, MeasuredLoad, Run
+
+
+def change(run: Run, cell: MeasuredCell, metric: str) -> Comparison | None:
+    return Comparisons.of(run).decisive.get((cell.cell_id, metric))
+
+
+def leaders(run: Run, load: MeasuredLoad) -> dict:
+    return comparisons.leaders(run.at(load))
+
+
+def candidate(run: Run, cell: MeasuredCell) -> Candidate:
+    return next(one for one in Decision.of(run).by_load[cell.load] if one.cell is cell)
+
+
+def main_table(run: Run) -> ReportTable:
+    return document.document(run).cells
+
+
+def flat_rows(run: Run) -> list[dict]:
+    return tables.flat_rows(main_table(run), Comparisons.of(run))
+
+
+def effect_table(run: Run) -> ReportTable:
+    return tables.effect_table(Comparisons.of(run))
+
+
+def plateau_table(run: Run) -> ReportTable:
+    return tables.plateau_table(run.cells)
+
+
+def class_table(run: Run) -> ReportTable:
+    return tables.group_parts(run.by_load)[0].table
+
+
+def turn_table(run: Run) -> ReportTable:
+    return tables.group_parts(run.by_load)[1].table
+
+
+def console_table(run: Run) -> object:
+    return terminal.console_table(document.document(run))
+
+
+def engine_time_console(run: Run) -> object:
+    return terminal.engine_time_console(Comparisons.of(run), run.engine_time)
+
+
+def engine_time_table(run: Run) -> ReportTable:
+    return engine_time.engine_time_table(Comparisons.of(run), run.engine_time)
+
+
+def engine_time_note(run: Run) -> str:
+    return engine_time.section(Comparisons.of(run), run.engine_time).note
+
+
+def facts_of(run: Run, cell: MeasuredCell) -> limits.LoadFacts:
+    return limits.facts_of(cell, Comparisons.of(run))
+
+
+def cell_limits(run: Run) -> tuple[limits.CellLimit, ...]:
+    return Decision.of(run).limits
+
+
+def limit_lines(run: Run) -> list[limits.LimitLine]:
+    return limits.limit_lines(Decision.of(run).limits, Comparisons.of(run).names)
+
+
+def breaks(run: Run) -> tuple[limits.Break, ...]:
+    return Decision.of(run).breaks
+
+
+def growth(run: Run) -> tuple[str, ReportTable]:
+    """The sentence and the table of the chapter on growing loads."""
+    parts = list(limits.growth_parts(breaks(run), limits.sized_loads(Comparisons.of(run))))
+    sentences = [part for part in parts if isinstance(part, str)]
+    (section,) = (part for part in parts if isinstance(part, Section))
+    return "".join(sentences), section.table
+
+
+def hit_ledgers(run: Run) -> list[hits.HitLedger]:
+    return hits.hit_ledgers(run, run.by_load)
+
+
+def answer_sentences(run: Run) -> Iterator[str]:
+    if run.quality:
+        made = Decision.of(run)
+        yield from quality.answer_sentences(run, run.quality, made.comparisons.names)
+        yield from prices(run)
+
+
+def prices(run: Run) -> list[str]:
+    made = Decision.of(run)
+    return list(quality.prices(made.comparisons, made.qualities)) if run.quality else []
+
+
+def price_frame(run: Run) -> pd.DataFrame:
+    made = Decision.of(run)
+    return quality.price_frame(made.comparisons, made.qualities)
+
+
+def price_drawing(run: Run) -> Drawing | None:
+    made = Decision.of(run)
+    look = style.looks(run.cells)
+    return quality.price_drawing(run.quality, made.comparisons, made.qualities, look) if run.quality else None
+
+
+def answer_quality_table(run: Run) -> ReportTable:
+    return quality.answer_quality_table(run.quality, Comparisons.of(run)) if run.quality else tables.NO_TABLE
+
+
+def passkey_table(run: Run) -> ReportTable:
+    names = {cell.config_id: cell.name for cell in run.cells}
+    return quality.passkey_table(run.quality, names) if run.quality else tables.NO_TABLE
+
+
+def shown_cells(run: Run, load: MeasuredLoad) -> list[MeasuredCell]:
+    return kv.shown_cells(Decision.of(run), load)[0]
+
+
+def timeline_drawing(run: Run, load: MeasuredLoad) -> Drawing | None:
+    return kv.timeline_drawing(Decision.of(run), load)
+
+
+def memory_table(run: Run) -> ReportTable:
+    return kv.memory_table(run.cells, run.manifest.servers)
+
+
+def output_samples(run: Run) -> samples.OutputSamples | None:
+    return samples.output_samples(Comparisons.of(run), random_weights(run))
+
+
+def slowest_of(run: Run) -> MeasuredCell | None:
+    return slowest.slowest_of(Comparisons.of(run))
+
+
+def slowest_parts(run: Run) -> tuple:
+    return slowest.slowest_parts(Comparisons.of(run))
+
+
+def step_time_frame(run: Run) -> pd.DataFrame:
+    return step_time.step_time(run.by_load)
+
+
+def step_time_table(run: Run) -> ReportTable:
+    return step_time.step_time_table(run.by_load)
+
+
+def step_time_drawing(run: Run) -> Drawing | None:
+    return step_time.drawing(run.by_load)
+
+
+def heat_map_frame(run: Run, load: MeasuredLoad) -> pd.DataFrame:
+    return heat_map.heat_map(run, Comparisons.of(run), load)
+
+
+def heat_map_drawing(run: Run) -> Drawing | None:
+    return heat_map.drawing(run, Comparisons.of(run))
+
+
+def effects_drawing(run: Run) -> Drawing | None:
+    return effects.drawing(Comparisons.of(run), run.engine_time)
+
+
+def distributions_drawing(run: Run) -> Drawing | None:
+    return distributions.drawing(Comparisons.of(run), style.looks(run.cells))
+
+
+def frontier_frame(run: Run, price_per_hour: float | None = None) -> pd.DataFrame:
+    return frontier.frontier_frame(Comparisons.of(run), price_per_hour)
+
+
+def frontier_drawing(run: Run, frame: pd.DataFrame) -> Drawing | None:
+    return frontier.drawing(frame, Comparisons.of(run), style.looks(run.cells))
+
+
+def frontier_table(frame: pd.DataFrame) -> ReportTable:
+    return frontier.section(frame).table
+
+
+def ledgers(run: Run) -> kv.Bars:
+    return [(cell, one) for cell in run.by_load if (one := ledger(cell)) is not None]
+
+
+def ledger_section(run: Run) -> Section:
+    return next(part for part in kv.kv_parts(Decision.of(run)) if isinstance(part, Section) and part.key == "ledger")
