@@ -27,7 +27,7 @@ from kvbench.lockstep.intervals import (
     pooled_effects,
     with_confidence,
 )
-from kvbench.lockstep.sitting import VALUES_OF_REQUESTS, Sitting, throughput_ratios
+from kvbench.lockstep.sitting import Sitting, throughput_ratios, values_of_requests
 from kvbench.metrics.latency import QUANTILES, request_latencies
 from kvbench.runs.folder import DONE, RunFolder
 from kvbench.runs.results import Capacity
@@ -121,7 +121,7 @@ class WorkloadFacts:
         """The ratio of a p95 (``ttft`` or ``itl``) to the baseline's, for other requests of the same kind, too."""
         name, quantile = f"p95_{metric}_ms", QUANTILES["p95"]
         pair = (self.find(), self.find(**to))
-        values = [[VALUES_OF_REQUESTS[name](load) for load in self.loads(each)] for each in pair]
+        values = [[values_of_requests(name, load) for load in self.loads(each)] for each in pair]
         p95s = [[float(np.quantile(np.concatenate(launch), quantile)) for launch in launches] for launches in values]
         ratio = effect_of_values(*p95s, name)
         if self.launches < 2:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,7 @@ class ClaimsRun:
                 folder,
                 limit_s=limit_s,
                 exact=all(claim.counted for claim in self._claims_on(name)),
-                is_enough=lambda measured: self._is_enough(name, measured),
+                is_enough=partial(self._is_enough, name),
                 show=show,
                 check=self.check,
             )

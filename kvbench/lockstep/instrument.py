@@ -30,7 +30,7 @@ from kvbench.common.files import utc_now, write_atomically, write_json
 from kvbench.common.records import write_record
 from kvbench.load.completion import Completion
 from kvbench.load.samples import SCHEMA, Sample
-from kvbench.lockstep.turns import STEP_COLUMNS, Seat, take_turns
+from kvbench.lockstep.turns import STEP_COLUMNS, TurnTaker, take_turns
 from kvbench.measure.instrument import Instrument, Job
 from kvbench.metrics.definitions import ENGINE
 from kvbench.metrics.latency import summarise
@@ -70,7 +70,7 @@ def requests_of(
     return RequestList(drawn, draws[-1].notes)
 
 
-def begin(seat: Seat, load: LoadConfig, point: LoadPoint, requests: Sequence[RequestSpec], until: float) -> str:
+def begin(engine: TurnTaker, load: LoadConfig, point: LoadPoint, requests: Sequence[RequestSpec], until: float) -> str:
     """Gives an engine the requests, its cache in the declared state; returns its metrics before, as Prometheus text."""
     sampling = {"temperature": load.temperature, "ignore_eos": load.ignore_eos}
     rows = [
@@ -79,10 +79,10 @@ def begin(seat: Seat, load: LoadConfig, point: LoadPoint, requests: Sequence[Req
     ]
     keep = load.cache_state == "steady"
     if load.cache_state == "primed" and (prefixes := distinct_prefixes(requests)):
-        seat.load(requests=[[p, 1, None, 0] for p in prefixes], concurrency=1, keep_cache=False, **sampling)
-        take_turns([seat], random.Random(0), 1, until)
+        engine.load(requests=[[p, 1, None, 0] for p in prefixes], concurrency=1, keep_cache=False, **sampling)
+        take_turns([engine], random.Random(0), 1, until)
         keep = True
-    return seat.load(requests=rows, concurrency=point.concurrency, keep_cache=keep, **sampling)
+    return engine.load(requests=rows, concurrency=point.concurrency, keep_cache=keep, **sampling)
 
 
 @dataclass(frozen=True)
@@ -100,9 +100,9 @@ class Repetition:
     metrics: str
 
     @classmethod
-    def of(cls, seat: Seat) -> Repetition:
-        result = seat.process.ask(do="result", name=seat.name)
-        return cls(seat.table(), seat.turns, seat.clock, result["requests"], result["metrics"])
+    def of(cls, engine: TurnTaker) -> Repetition:
+        result = engine.process.ask(do="result", name=engine.name)
+        return cls(engine.table(), engine.turns, engine.clock, result["requests"], result["metrics"])
 
 
 def typical(repetitions: Sequence[Repetition]) -> Sequence[Sequence[Any]]:
@@ -178,10 +178,10 @@ class SteppedInstrument(Instrument):
     disturbed_by_machine = False
 
     def __init__(
-        self, job: Job, seat: Seat, draw: Callable[[LoadPoint, int], RequestList], *, keeps_requests: bool = False
+        self, job: Job, engine: TurnTaker, draw: Callable[[LoadPoint, int], RequestList], keeps_requests: bool = False
     ) -> None:
         super().__init__(job)
-        self.seat, self.draw, self.keeps_requests = seat, draw, keeps_requests
+        self.engine, self.draw, self.keeps_requests = engine, draw, keeps_requests
         self.facts: dict[str, Any] = {}
         self.requests = RequestList(())
         self.repetitions: list[Repetition] = []
@@ -228,13 +228,13 @@ def compute(
     """
     for instrument in instruments:
         load, requests = instrument.job.workload.load, instrument.requests
-        metrics = begin(instrument.seat, load, point, requests, until)
+        metrics = begin(instrument.engine, load, point, requests, until)
         if not instrument.repetitions:
             instrument.metrics_before = metrics
     on_begun()
-    take_turns([instrument.seat for instrument in instruments], rng, steps, until)
+    take_turns([instrument.engine for instrument in instruments], rng, steps, until)
     for instrument in instruments:
-        instrument.repetitions.append(Repetition.of(instrument.seat))
+        instrument.repetitions.append(Repetition.of(instrument.engine))
 
 
 def result_row(

@@ -33,7 +33,7 @@ _WARM_FROM = 4  # the late steps of a turn: from here on (from 0)
 
 
 @dataclass
-class Seat:
+class TurnTaker:
     """An engine that takes part, and the steps of its present load.
 
     ``clock``: its engine time [s]; ``steps``: rows of ``STEP_COLUMNS``;
@@ -66,63 +66,63 @@ class Seat:
         return np.asarray(self.steps, dtype=float).reshape(-1, len(STEP_COLUMNS))
 
 
-def take_turns(seats: Sequence[Seat], rng: random.Random, length: int, until: float) -> None:
+def take_turns(engines: Sequence[TurnTaker], rng: random.Random, length: int, until: float) -> None:
     """Lets every engine compute its load to the end, in turns of up to ``length`` steps.
 
     until: when it is given up [s, time.monotonic]. Raises MeasurementError then, of the engine if it alone is left.
     """
-    running = list(seats)
-    while running := [seat for seat in running if not seat.ended]:
+    running = list(engines)
+    while running := [engine for engine in running if not engine.ended]:
         if time.monotonic() > until:
-            names = ", ".join(seat.name for seat in running)
+            names = ", ".join(engine.name for engine in running)
             text = f"the load did not end in the time that it has (of {names})"
             raise EngineFailedError(text, running[0].process) if len(running) == 1 else MeasurementError(text)
-        min(running, key=lambda seat: (seat.clock, rng.random())).take_turn(length)
+        min(running, key=lambda engine: (engine.clock, rng.random())).take_turn(length)
 
 
-def share_done(seats: Sequence[Seat], output_tokens: int) -> float:
+def share_done(engines: Sequence[TurnTaker], output_tokens: int) -> float:
     """The share (0 to 1) of their load of ``output_tokens`` that engines have computed: the mean over them."""
-    shares = [1.0 if seat.ended else min(1.0, seat.output_tokens / output_tokens) for seat in seats]
+    shares = [1.0 if engine.ended else min(1.0, engine.output_tokens / output_tokens) for engine in engines]
     return sum(shares) / len(shares)
 
 
 def warm_up(
-    seats: Sequence[Seat], users: int, max_model_len: int, until: float, turns: int | None = None
+    engines: Sequence[TurnTaker], users: int, max_model_len: int, until: float, turns: int | None = None
 ) -> np.ndarray | None:
     """Decodes ``users`` short prompts in the longest turns on every engine, unmeasured; the ``cold_cost`` of it.
 
     ``turns``: of each engine; None for as many as tell the cold cost. ``max_model_len``: the smallest of the engines.
     ``until``: as for ``take_turns``.
     """
-    tokens = TURNS[-1] * (turns or 1 + math.ceil(_WARM_UP_TURNS / len(seats)))
+    tokens = TURNS[-1] * (turns or 1 + math.ceil(_WARM_UP_TURNS / len(engines)))
     tokens = max(1, min(tokens, max_model_len - _WARM_UP_PROMPT))
     requests = [[[16 + i % 200] * _WARM_UP_PROMPT, tokens, None, 0] for i in range(users)]
-    for seat in seats:
-        seat.load(requests=requests, concurrency=users, temperature=0.0, ignore_eos=True, keep_cache=False)
-    take_turns(seats, random.Random(0), TURNS[-1], until)
-    return cold_cost(seats)
+    for engine in engines:
+        engine.load(requests=requests, concurrency=users, temperature=0.0, ignore_eos=True, keep_cache=False)
+    take_turns(engines, random.Random(0), TURNS[-1], until)
+    return cold_cost(engines)
 
 
-def cold_cost(seats: Sequence[Seat]) -> np.ndarray | None:
+def cold_cost(engines: Sequence[TurnTaker]) -> np.ndarray | None:
     """The share by which the first steps of a turn are longer than its late ones: float64 [longest turn].
 
     Measured in whole turns of the longest length in which every step decodes the same number of tokens and nothing
     else: for each place the median over the turns of all engines. None where there are fewer than 8 such turns.
     """
     longest, relative = TURNS[-1], []
-    for seat in seats:
-        ends = np.cumsum(seat.turns)
-        table = seat.table()
-        for end, length in zip(ends, seat.turns, strict=True):
+    for engine in engines:
+        ends = np.cumsum(engine.turns)
+        table = engine.table()
+        for end, length in zip(ends, engine.turns, strict=True):
             steps = table[end - length : end]
             if length == longest and not steps[:, 1].any() and (steps[:, 2] == steps[0, 2]).all() and steps[0, 2]:
                 relative.append(steps[:, 0] / np.median(steps[_WARM_FROM:, 0]))
     return np.median(relative, axis=0) - 1.0 if len(relative) >= 8 else None
 
 
-def mean_step(seats: Sequence[Seat], decodes_only: bool = False) -> float:
+def mean_step(engines: Sequence[TurnTaker], decodes_only: bool = False) -> float:
     """The mean step [s] of the engines' present loads; ``decodes_only``: of the steps without prompts."""
-    steps = np.concatenate([seat.table() for seat in seats])
+    steps = np.concatenate([engine.table() for engine in engines])
     return float(steps[(steps[:, 1] == 0) | (not decodes_only), 0].mean())
 
 

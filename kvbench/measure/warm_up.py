@@ -10,9 +10,7 @@ import queue
 import random
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from typing import Any
 
 from kvbench.common.errors import MeasurementError, RefusedError
@@ -163,16 +161,14 @@ def _begin(server: MeasuredServer, requests: Sequence[Any], at_once: int, send: 
     The threads are daemons, so that an interruption does not wait for a server that does not answer.
     """
     results: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    todo = deque(requests)
+    todo = iter(requests)  # each of which one thread takes
 
     def work() -> None:
-        with suppress(IndexError):
-            while True:
-                request = todo.popleft()
-                try:
-                    results.put(send(server, request))
-                except BaseException as error:
-                    results.put(error)
+        for request in todo:
+            try:
+                results.put(send(server, request))
+            except BaseException as error:
+                results.put(error)
 
     for _ in range(min(at_once, len(requests))):
         threading.Thread(target=work, name="warm-up", daemon=True).start()

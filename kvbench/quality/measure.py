@@ -140,24 +140,25 @@ def measure(
         key = tuple(getattr(subject.config, name) for name in _WEIGHTS)
         groups.setdefault(key, {})[configuration.config_id] = subject
     measured: dict[str, ConfigurationFigures] = {}
-    controls, facts, fingerprints, names, dtypes = [], [], {}, {}, {}  # the last three as sets that keep their order
+    controls, facts, infos = [], [], []
     for members in groups.values():
         group = _WeightsGroup(workload, members, say)
         figures_of_group, control = group.measure()
         measured |= figures_of_group
         controls.append(control)
         facts.append(group.material.facts(group.loaded, measurements=len(group.distinct)))
-        fingerprints[group.loaded.info.weights_fingerprint] = names[group.loaded.info.name] = None
-        dtypes[facts[-1].dtype] = None
-    together = {"dtype": ", ".join(dtypes), "measurements": sum(each.measurements for each in facts)}
+        infos.append(group.loaded.info)
+    fingerprints = {info.weights_fingerprint for info in infos}
+    dtypes, counted = dict.fromkeys(each.dtype for each in facts), sum(each.measurements for each in facts)
+    whole = {"dtype": ", ".join(dtypes), "measurements": counted, "seconds": round(time.monotonic() - began, 3)}
     return result_of(
         [subject for members in groups.values() for subject in members.values()],
         workload=workload.name,
-        model=", ".join(names),
+        model=", ".join(dict.fromkeys(info.name for info in infos)),
         configurations={each.config_id: measured[each.config_id] for each in configurations},
         control=controls[0],  # with several sets of weights that of the first; each has the limits of its own
-        weights_fingerprint=next(iter(fingerprints)) if len(fingerprints) == 1 else "",
-        facts=facts[0].model_copy(update=together | {"seconds": round(time.monotonic() - began, 3)}),
+        weights_fingerprint=fingerprints.pop() if len(fingerprints) == 1 else "",
+        facts=facts[0].model_copy(update=whole),
     )
 
 

@@ -220,7 +220,7 @@ class _Reference:
         return losses
 
 
-class _Asked:
+class _ServerAnswers:
     """The server's answers to the prompts, several requests at once."""
 
     def __init__(self, served: Served, manner: Manner, reference: _Reference, expected: Answers, say: Say):
@@ -314,7 +314,7 @@ def measure_served(
         whole = ((each, each.last_prompt(expected[each.prompt_id])) for each in material.forced)
         forced = tuple(each for each, ids in whole if reference.reads(ids) == ids)
         material = dataclasses.replace(material, forced=forced)
-    asked = _Asked(served, manner, reference, expected, say)
+    asked = _ServerAnswers(served, manner, reference, expected, say)
     answers = asked.answers(material.everything, _AT_ONCE, "the server's answers")
     again = asked.answers(material.asked[::-1], _AT_ONCE_OF_CONTROL, "control: the server's answers in other order")
     positions, control_positions = _probabilities(asked, reference, material, expected) if manner.logprobs else ([], [])
@@ -348,7 +348,7 @@ def measure_served(
 
 
 def _probabilities(
-    asked: _Asked, reference: _Reference, material: Material, expected: Answers
+    asked: _ServerAnswers, reference: _Reference, material: Material, expected: Answers
 ) -> tuple[list[Positions], list[Positions]]:
     """Compares the server on prompts and expected answers with the built-in engine, and with itself."""
     talks = [Conversation.of(each, expected[each.prompt_id]) for each in material.forced]

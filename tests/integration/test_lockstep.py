@@ -19,7 +19,7 @@ from kvbench.cli import main as cli
 from kvbench.gate.compare import lockstep_pairs
 from kvbench.lockstep import instrument as loads
 from kvbench.lockstep.process import LOCKSTEP_COMMAND, EngineProcess, open_all
-from kvbench.lockstep.turns import Seat, take_turns
+from kvbench.lockstep.turns import TurnTaker, take_turns
 from kvbench.workload.file import load_workload
 from kvbench.workload.load_section import LoadConfig, load_point
 from tests.support.sweep_parts import ROOT
@@ -78,7 +78,7 @@ def test_engines_that_share_weights_and_take_turns_generate_what_each_generates_
     with EngineProcess(LOCKSTEP_COMMAND, tmp_path / "log") as process:
         process.greet()
         open_all([(process, name, each) for name, each in settings.items()])
-        seats = [Seat(process, name) for name in settings]
+        seats = [TurnTaker(process, name) for name in settings]
         before = [loads.begin(seat, workload.load, point, requests, math.inf) for seat in seats]
         take_turns(seats, random.Random(3), 2, math.inf)
         done, tables = {}, {}
@@ -119,7 +119,7 @@ def test_requests_of_several_sequences_are_what_each_engine_generates_alone(work
     with EngineProcess(LOCKSTEP_COMMAND, tmp_path / "log") as process:
         process.greet()
         open_all([(process, name, each) for name, each in settings.items()])
-        seats = [Seat(process, name) for name in settings]
+        seats = [TurnTaker(process, name) for name in settings]
         before = [loads.begin(seat, load, point, requests, math.inf) for seat in seats]
         take_turns(seats, random.Random(3), 2, math.inf)
         for seat, metrics in zip(seats, before, strict=True):

@@ -40,7 +40,7 @@ from kvbench.lockstep.process import (
     open_all,
     why_not_stepped,
 )
-from kvbench.lockstep.turns import Seat, choose_turn, cold_facts, mean_step, warm_up
+from kvbench.lockstep.turns import TurnTaker, choose_turn, cold_facts, mean_step, warm_up
 from kvbench.measure.instrument import Job
 from kvbench.requests.request import RequestList
 from kvbench.sweep.block import Failure
@@ -173,7 +173,7 @@ class LockstepPairs:
         if cores := _same_cores([match.of(side).settings for side in sides], infos.values(), rng):
             for process, _, _ in opened:
                 process.stay_on(cores)
-        seats = {side: Seat(process, side) for process, side, _ in opened}
+        seats = {side: TurnTaker(process, side) for process, side, _ in opened}
         users = max(loads.users_of(cell.load) for cell in match.cells(sides[0]))
         capacities = (workload.capacity[side][match.of(side).config_id] for side in sides)
         max_model_len = min(capacity.max_model_len for capacity in capacities)
@@ -218,7 +218,7 @@ class LockstepPairs:
         cells: Mapping[str, Cell],
         sides: Sequence[str],
         pair: int,
-        seats: Mapping[str, Seat],
+        seats: Mapping[str, TurnTaker],
         rng: random.Random,
         facts: Mapping[str, Any],
     ) -> None:

@@ -21,7 +21,7 @@ from kvbench.lockstep.instrument import (
     store,
     typical,
 )
-from kvbench.lockstep.turns import Seat
+from kvbench.lockstep.turns import TurnTaker
 from kvbench.measure.instrument import Job
 from kvbench.requests.request import RequestList
 from kvbench.runs.folder import RunFolder
@@ -151,7 +151,7 @@ def test_the_counters_of_a_load_that_is_computed_again_are_of_all_times_and_of_n
     point = load_point("closed", concurrency=2, rate=None, num_requests=4)
     job = Job(SimpleNamespace(load=load), RunFolder(tmp_path))
     drawn = requests_of(load, point, vocab_size=512, max_model_len=64, seed=3, repeat=1)
-    instrument = SteppedInstrument(job, Seat(CountingEngine(), "a"), lambda point, repeat: drawn)
+    instrument = SteppedInstrument(job, TurnTaker(CountingEngine(), "a"), lambda point, repeat: drawn)
     for repeat in (1, 2):  # the second load's are not of the first one
         instrument.begin(point, repeat)
         for _ in range(3):
