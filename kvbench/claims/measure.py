@@ -194,8 +194,3 @@ def measure(
         raise MeasurementError(f"{name}: {reason}")
     measured.launches = sitting.execute().launches or 0
     return measured
-
-
-def all_narrow(measured: WorkloadFacts) -> bool:
-    """Tests whether the interval of every configuration's speed is narrow enough."""
-    return all(measured.speed(**each.varied).half_width <= NARROW for each in measured.took_part())

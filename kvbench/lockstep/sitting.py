@@ -171,10 +171,11 @@ class Sitting:
         """The engines that take part, in random order. On a GPU the engine itself says whether the device has room."""
         names = [each for each in self.design.configurations if each.is_baseline or each in self._others]
         order.shuffle(names)
-        room = free_memory() - sum(self._budget(each) for each in names if each.is_baseline)
+        budgets = {config_id: capacity.kv_budget_bytes or 0 for config_id, capacity in self.capacity.items()}
+        room = free_memory() - sum(budgets[each.config_id] for each in names if each.is_baseline)
         engines = []
         for each in names:
-            budget = 0 if each.is_baseline else self._budget(each)
+            budget = 0 if each.is_baseline else budgets[each.config_id]
             on_cpu = runs_on_cpu(each.settings.get("device", "auto"))
             try:
                 if on_cpu and budget > room:
@@ -194,9 +195,6 @@ class Sitting:
             room -= budget
             engines.append(TurnTaker(process, each.config_id))
         return engines
-
-    def _budget(self, configuration: Configuration) -> int:
-        return self.capacity[configuration.config_id].kv_budget_bytes or 0
 
     def _leave_out(self, configuration: Configuration, reason: str) -> None:
         """Raises MeasurementError where nothing is left to compare."""

@@ -100,19 +100,26 @@ def _distribution(mean: float, std: float, points: np.ndarray, least: float, mos
     )
 
 
-def _multi_token_chunks(requests: pd.DataFrame) -> int:
-    """Chunks with more than one token; where counts are not known, how many more tokens than chunks there are."""
-    several = 0
-    columns = (rows.chunk_times(requests), rows.chunk_tokens(requests), rows.streamed_tokens(requests))
-    for times, tokens, total in zip(*columns, strict=True):
+def _token_counts(good: pd.DataFrame) -> dict[str, float | None]:
+    """The tokens and chunks of successful rows; None where no request, or not each that reasoned, was told them."""
+    streamed, reasoning = rows.streamed_tokens(good), rows.reasoning_tokens(good)
+    cached = good["cached_tokens"].dropna() if "cached_tokens" in good else ()
+    untold = np.isnan(reasoning)
+    knows_reasoning = not untold.all() and not (untold & rows.streams_reasoning(good)).any()
+    several = 0  # chunks of more than one token; where those are not known, tokens beyond one a chunk
+    for times, tokens, total in zip(rows.chunk_times(good), rows.chunk_tokens(good), streamed, strict=True):
         several += max(0, int(total) - len(times)) if tokens is None else int((tokens > 1).sum())
-    return several
-
-
-def _tokens_per_chunk(requests: pd.DataFrame) -> float | None:
-    """The mean number of tokens in a chunk that has any; None without chunks."""
-    _, weights = rows.chunk_weights(requests.assign(output_tokens=rows.streamed_tokens(requests)))
-    return float(weights.mean()) if len(weights) else None
+    _, weights = rows.chunk_weights(good.assign(output_tokens=streamed))
+    return {
+        "total_input_tokens": int(good["prompt_tokens"].sum()),
+        "total_cached_tokens": int(cached.sum()) if len(cached) else None,
+        "total_output_tokens": int(good["output_tokens"].sum()),
+        "total_reasoning_tokens": int(np.nansum(reasoning)) if knows_reasoning else None,
+        "without_output": int((rows.reasoned(good) & np.isnan(rows.stored(good, "first_output"))).sum()),
+        "multi_token_chunks": several,
+        "unstreamed_tokens": int(good["output_tokens"].sum() - streamed.sum()),
+        "tokens_per_chunk": float(weights.mean()) if len(weights) else None,
+    }
 
 
 def _open_after_last(requests: pd.DataFrame) -> dict[str, float | None]:
@@ -135,13 +142,6 @@ def in_steady(requests: pd.DataFrame, window: Window) -> pd.DataFrame:
         return requests.iloc[:0]
     moments = comes_at(*rows.starts(requests), rows.sessions(requests))
     return requests[(moments > window[0]) & (moments <= window[1])]
-
-
-def _total_reasoning(good: pd.DataFrame) -> int | None:
-    """Reasoning tokens; None where the usage of no request tells them, or not of one that streamed some."""
-    tokens = rows.reasoning_tokens(good)
-    unknown = np.isnan(tokens)
-    return None if unknown.all() or (unknown & rows.streams_reasoning(good)).any() else int(np.nansum(tokens))
 
 
 def _refused(failed: pd.DataFrame) -> pd.Series:
@@ -230,7 +230,6 @@ def summarise(requests: pd.DataFrame, load: LoadOutcome | Mapping[str, Any], slo
     whole = (float(np.nextafter(begin, -np.inf)), finish) if duration > 0 else None
     plateaus = tuple(_plateau(requests, plateau, slo) for plateau in steady.plateaus)
     canaries = counted(requests)
-    cached = good["cached_tokens"].dropna() if "cached_tokens" in good else ()
     return LoadMetrics(
         completed=len(good),
         failed=len(failed),
@@ -250,14 +249,7 @@ def summarise(requests: pd.DataFrame, load: LoadOutcome | Mapping[str, Any], slo
         **_pooled_latencies(good),
         steady_latency=PooledLatencies(**_latencies(rows.successful(in_steady(requests, steady.window)))),
         **({"plateaus": plateaus} if plateaus else {}),
-        total_input_tokens=int(good["prompt_tokens"].sum()),
-        total_cached_tokens=int(cached.sum()) if len(cached) else None,
-        total_output_tokens=int(good["output_tokens"].sum()),
-        total_reasoning_tokens=_total_reasoning(good),
-        without_output=int((rows.reasoned(good) & np.isnan(rows.stored(good, "first_output"))).sum()),
-        multi_token_chunks=_multi_token_chunks(good),
-        unstreamed_tokens=int(good["output_tokens"].sum() - rows.streamed_tokens(good).sum()),
-        tokens_per_chunk=_tokens_per_chunk(good),
+        **_token_counts(good),
         **_open_after_last(good),
         slo_misses={name: int(over.sum()) for name, over in over_slo(good, slo).items()},
         client=load.client,
