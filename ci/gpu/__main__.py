@@ -89,14 +89,14 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[Part]]:
 
 
 def _foreign_files(folder: Path) -> list[str]:
-    """What neither a run nor a redirection of its output leaves in its OUTDIR."""
+    """Lists what neither a run nor a redirection of its output leaves in its OUTDIR."""
     return sorted(
         path.name for path in folder.iterdir() if path.name not in summary.FILES and path.suffix not in LOG_SUFFIXES
     )
 
 
 def no_gpu() -> str | None:
-    """Why there is no GPU to run on, in one sentence; None when there is one."""
+    """Says why there is no GPU to run on; None when there is one."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", _GPU_PROBE], capture_output=True, text=True, timeout=GPU_PROBE_SECONDS
@@ -200,7 +200,7 @@ class Runner:
         return self.scratch / f"{part.name}.json"
 
     def _result(self, part: Part) -> dict[str, Any]:
-        """What the part has written so far."""
+        """Reads what the part has written so far."""
         try:
             return json.loads(self._out(part).read_text(encoding="utf-8"))
         except (OSError, ValueError):

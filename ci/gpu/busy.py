@@ -24,7 +24,7 @@ def covered_share(intervals: Iterable[tuple[float, float]]) -> float | None:
 
 @dataclass(frozen=True)
 class Profile:
-    """What ran on the device in a profiled window. Times in microseconds, counts and times a step.
+    """The kernels of a profiled window. Times in microseconds, counts and times a step.
 
     ``busy_share``: of the window's time; the profiler slows the host down, so the true share is at least this.
     ``kernels``: the ``MAX_KERNELS`` that took longest, by name; ``other_us``: all others. ``count``: of all.
@@ -37,7 +37,7 @@ class Profile:
 
 
 def profiled(events: Iterable[tuple[str, float, float]], steps: int) -> Profile:
-    """Of (name, start, end) in microseconds of everything that ran on the device in ``steps`` steps."""
+    """Makes a profile of (name, start, end) [us] of everything that ran on the device in ``steps`` steps."""
     intervals, by_name = [], collections.defaultdict(list)
     for name, start, end in events:
         intervals.append((start, end))

@@ -46,7 +46,7 @@ def all_cases() -> list[Case]:
 
 
 def tiny_cases() -> list[Case]:
-    """For a CPU: its backend computes in float32."""
+    """The cases for a CPU, whose backend computes in float32."""
     small = Case(dtype=torch.float32, dim=32, v_dim=32, group=2, tiny=True)
     return [replace(small, kv=kv, page_size=page) for kv in KINDS for page in (16, CONTIGUOUS)]
 

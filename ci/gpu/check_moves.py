@@ -24,7 +24,7 @@ ROUNDS = 20
 
 
 def capacity(slots: int, host_slots: int, page_size: int) -> KVCapacity:
-    """Of a cache that is only moved: what a mover does not look at is 0."""
+    """The capacity of a cache that is only moved: what a mover does not look at is 0."""
     return KVCapacity(
         budget_bytes=0, bytes_per_slot=0, scale_bytes_per_slot=0, page_size=page_size, num_pages=slots // page_size,
         num_slots=slots, max_pages_per_seq=0, page_table_bytes=0, host_slots=host_slots,
@@ -32,7 +32,7 @@ def capacity(slots: int, host_slots: int, page_size: int) -> KVCapacity:
 
 
 class NotHere(ValueError):
-    """What a check needs is not on this machine; the message says what."""
+    """Raised where this machine lacks what a check needs; the message says what."""
 
 
 def moves_differ(layout: str, device: str) -> str | None:
@@ -86,8 +86,10 @@ def _range_moves(rng: random.Random, swapped: list[Move]) -> list[Move]:
 
 
 def far_cases(tiny: bool) -> dict[str, Callable[[str], str | None]]:
-    """By name, checks of a device: decode, prefill, write and page copy where slot x stride passes 2^31 elements; tiny:
-    the same, not as far. Each returns None, or what is wrong, and raises NotHere."""
+    """Makes checks, by name, of decode, prefill, write and page copy where slot x stride passes 2^31 elements.
+
+    ``tiny``: not as far. Each returns None, or what is wrong, and raises NotHere.
+    """
     found: dict[str, Callable[[str], str | None]] = {}
     for kv in ("auto", "int8_per_token_head"):
         case = Case(kv=kv, kv_heads=8, tiny=tiny, dtype=torch.float32 if tiny else torch.bfloat16)

@@ -69,7 +69,7 @@ def run_pytest(path: str, seconds: float) -> tuple[int | None, str]:
 
 
 def put_down(report: Report, path: str, code: int | None, text: str) -> None:
-    """What pytest's output says of the tests of a file."""
+    """Stores what pytest's output says of the tests of a file."""
     found, reasons = read_results(text), read_reasons(text)
     for test, status in found.items():
         wrong = status in ("FAILED", "ERROR")
@@ -94,5 +94,5 @@ def read_results(text: str) -> dict[str, str]:
 
 
 def read_reasons(text: str) -> dict[str, str]:
-    """By test, the line that pytest's summary has of what failed."""
+    """Reads the line that pytest's summary has of each test that failed."""
     return {match[1]: match[2] for line in text.splitlines() if (match := _REASON.match(line))}

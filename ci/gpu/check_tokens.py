@@ -45,7 +45,7 @@ Tokens = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Way:
-    """How an engine runs."""
+    """A way to run an engine."""
 
     graphs: bool
     overlapping: bool
@@ -53,7 +53,7 @@ class Way:
 
     @property
     def name(self) -> str:
-        """Such as "graphs, async, swap"."""
+        """Writes the way as "graphs, async, swap"."""
         how = ("graphs" if self.graphs else "eager", "async" if self.overlapping else "in turn", self.preemption)
         return ", ".join(how)
 

@@ -102,7 +102,7 @@ def run_job(engine: Engine, job: Job, name: str, ends: float = math.inf) -> JobR
 
 
 def cost_of(engine: Engine, model: str) -> ModelCost:
-    """From the loaded model; the KV as the engine stores it."""
+    """The cost of the loaded model, with the KV as the engine stores it."""
     text, config = find_model(model).text_config, engine.config
     dtype = "float32" if config.device == "cpu" else config.dtype
     embedding = text["vocab_size"] * text["hidden_size"]
@@ -112,7 +112,7 @@ def cost_of(engine: Engine, model: str) -> ModelCost:
 
 
 class WarningsAreFailures(logging.Handler):
-    """What the engine only warns of, such as decode without CUDA graphs, is a failure where it is to be measured."""
+    """Fails on what the engine only warns of, such as decode without CUDA graphs."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)

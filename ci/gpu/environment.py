@@ -45,7 +45,7 @@ class Environment:
     notes: list[str] = field(default_factory=list)
 
     def missing(self, names: list[str]) -> list[str]:
-        """Which of the import ``names`` this environment has not. Imports nothing."""
+        """Lists the import ``names`` that this environment lacks. Imports nothing."""
         done = subprocess.run(
             [self.python, "-c", _PROBE, *names], capture_output=True, text=True, timeout=PROBE_SECONDS, check=True
         )

@@ -47,14 +47,14 @@ def _smi(fields: tuple[str, ...]) -> list[str] | None:
 
 
 def host_facts(device: str) -> dict[str, str]:
-    """Names the processor and this host, by a hash of processor and GPU that is the same in each run on these two."""
+    """Names the processor and this host, by a hash of processor and GPU."""
     cpu = cpu_model()
     gpu = getattr(torch.cuda.get_device_properties(0), "uuid", "no id") if device == "cuda" else "no GPU"
     return {"cpu": cpu, "host": hashlib.blake2b(f"{cpu}/{gpu}".encode(), digest_size=4).hexdigest()}
 
 
 def torch_facts(device: str) -> dict[str, Any]:
-    """What torch says of itself and, on a GPU, of the device."""
+    """Asks torch for its version and, on a GPU, for the device."""
     facts: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda, **host_facts(device)}
     if device == "cuda":
         found = torch.cuda.get_device_properties(0)
@@ -100,15 +100,15 @@ class Facts:
         self._cases[name](report)
 
     def before(self, report: Report) -> None:
-        """What the device is."""
+        """Describes the device."""
         report.put(device=torch_facts(self.device), nvidia_smi=smi_query() if self.device == "cuda" else {})
 
     def after(self, report: Report) -> None:
-        """Its clocks and temperature once it has worked."""
+        """Reads its clocks and temperature once it has worked."""
         report.put(nvidia_smi_after=smi_query())
 
     def keep(self, report: Report, name: str, value: float, how: str) -> None:
-        """What one way reached."""
+        """Stores what one way reached."""
         report.row(ceiling=name, value=float(f"{value:.4g}"), how=how)
 
     def read(self, report: Report) -> None:

@@ -207,7 +207,7 @@ class CaseRunner:
         self._end(worker, ask=True)
 
     def _run_case(self, worker: CaseProcess, case: Planned) -> bool:
-        """Whether the process is good for more."""
+        """Runs a case; returns whether the process is good for more."""
         request = {"case": case.name, "ends": self._latest() - OVERTIME_S}
         try:
             for answer in worker.ask(request, case.seconds, self._latest()):
@@ -223,7 +223,7 @@ class CaseRunner:
 
 
 def find_tool(name: str) -> str | None:
-    """Where the program is: on PATH, or in a folder of CUDA's."""
+    """Finds the program on PATH, or in a folder of CUDA's."""
     return next((found for folder in (None, *TOOL_FOLDERS) if (found := shutil.which(name, path=folder))), None)
 
 

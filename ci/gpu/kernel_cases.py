@@ -50,7 +50,7 @@ class Decode:
 
     @property
     def name(self) -> str:
-        """As tables show it."""
+        """The name that tables show."""
         page = "contiguous" if self.page_size == CONTIGUOUS else f"page {self.page_size}"
         shape = f"{self.batch} x {self.context}"
         if self.longest:
@@ -79,7 +79,7 @@ def decode_cases(quick: bool) -> list[Decode]:
 
 
 def tiny_decode_cases() -> list[Decode]:
-    """For a CPU."""
+    """The cases for a CPU."""
     return [
         Decode(2, 64),
         Decode(2, 64, CONTIGUOUS),
@@ -151,7 +151,7 @@ class Prefill:
 
     @property
     def name(self) -> str:
-        """As tables show it."""
+        """The name that tables show."""
         return f"prefill {self.kv}, {self.batch} x {self.new} after {self.context}"
 
     @property

@@ -24,12 +24,12 @@ class Job:
 
     @property
     def input_tokens(self) -> int:
-        """Of all prompts."""
+        """Counts the tokens of all prompts."""
         return sum(map(len, self.prompts))
 
     @property
     def output_tokens(self) -> int:
-        """Of all requests."""
+        """Counts the tokens of all answers."""
         return sum(self.output_lengths)
 
     @property
@@ -55,7 +55,7 @@ def draw_job(
 
 @dataclass(frozen=True)
 class ModelCost:
-    """What a model costs: ``weight_bytes`` read by every step (an untied input embedding is looked up, not read),
+    """The cost of a model: ``weight_bytes`` read by every step (an untied input embedding is looked up, not read),
     ``matrix_parameters`` that each prompt token is multiplied with, ``kv_bytes`` of one token's KV."""
 
     weight_bytes: int

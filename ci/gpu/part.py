@@ -35,7 +35,7 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """Of the part's process: 1 if anything failed."""
+        """The exit code of the part's process: 1 if anything failed."""
         return 1 if self.data["failures"] else 0
 
     def add(self, kind: str, value: dict[str, Any]) -> None:
@@ -50,7 +50,7 @@ class Report:
         self.add("rows", values)
 
     def put(self, **values: Any) -> None:
-        """What is no row: it replaces what had such a key."""
+        """Stores what is no row; it replaces what had such a key."""
         self.add("data", values)
 
     def skip(self, what: str, reason: str) -> None:
@@ -107,7 +107,7 @@ class Planned:
 
 
 class PartCases(Protocol):
-    """What ``ci.gpu.isolated`` runs: a module's ``CASES``, made from the part's arguments in each child process."""
+    """The cases that ``ci.gpu.isolated`` runs, made from the part's arguments in each child process."""
 
     workers: int  # processes at once
 

@@ -56,7 +56,7 @@ class Inputs:
 
     @property
     def fp8(self) -> bool:
-        """Whether the KV has FP8 codes."""
+        """Tests whether the KV has FP8 codes."""
         return self.k.dtype.itemsize == 1
 
     def for_vllm(self) -> dict[str, Any]:

@@ -35,7 +35,7 @@ print(json.dumps(found))
 
 
 def begin(arguments: dict[str, Any]) -> dict[str, Any]:
-    """What is known before anything runs. Of paths only the names: a manifest is meant to be shown around."""
+    """Stores what is known before anything runs; only the names of paths, since a manifest is shown around."""
     return {
         "format": 1,
         "kind": "ci/gpu.sh",  # `kvbench view` and `history` leave it out
@@ -68,7 +68,7 @@ def finish(manifest: dict[str, Any], environment: Environment, outcomes: list[Ou
 
 @functools.cache
 def versions(python: str) -> dict[str, str | None]:
-    """Of the packages that the parts saw."""
+    """Reads the versions of the packages that the parts saw."""
     try:
         done = subprocess.run(
             [python, "-c", _VERSIONS, *PACKAGES], capture_output=True, text=True, timeout=60, check=True

@@ -22,7 +22,7 @@ PASSED, FAILED, SKIPPED = "passed", "FAILED", "SKIPPED"
 
 @dataclass
 class Outcome:
-    """How a part ended. ``data``: its JSON, as far as it got."""
+    """The end of a part. ``data``: its JSON, as far as it got."""
 
     name: str
     what: str
@@ -41,7 +41,7 @@ class Outcome:
 
     @property
     def line(self) -> str:
-        """For the terminal and the log."""
+        """Writes the line for the terminal and the log."""
         return f"{self.status} {self.name}: {self.reason or self.data.get('headline') or self.what}"
 
 

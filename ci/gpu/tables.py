@@ -23,7 +23,7 @@ def conclude(module: str, report: PartReport, args: Any) -> None:
 
 
 def checks(report: PartReport, args: Any) -> None:
-    """Of rows that are checks."""
+    """Makes the table of rows that are checks."""
     passed = sum(row["status"] == "passed" for row in report.data["rows"])
     report.data["headline"] = f"{passed} of {len(report.data['rows'])} checks passed"
     if not report.data["rows"] and report.data["skipped"]:

@@ -55,7 +55,7 @@ class KernelTimes:
         return {c.name: partial(self.decode, c) for c in decodes if self.tiny or max(c.lengths) >= least}
 
     def _todo(self, quick: bool) -> tuple[dict[str, Callable[[], None]], dict[str, Callable[[], None]]]:
-        """By name, what is timed: what a quick run has, and what goes beyond."""
+        """Makes what is timed, by name: for a quick run, and what goes beyond."""
         decodes = cases.tiny_decode_cases() if self.tiny else cases.decode_cases(True)
         prefills = [Prefill(2, 16, 16)] if self.tiny else cases.prefill_cases(True)
         found: dict[str, Callable[[], None]] = {c.name: partial(self.decode, c) for c in decodes[:9]}
@@ -71,7 +71,7 @@ class KernelTimes:
         return found, {name: run for name, run in extreme.items() if name not in found}
 
     def plan(self) -> list[Planned]:
-        """What goes beyond a quick run is timed in another process."""
+        """Times in another process what goes beyond a quick run."""
         return [*(Planned(name, "main") for name in self._main), *(Planned(name, "extreme") for name in self._extreme)]
 
     def run(self, name: str, report: Report) -> None:
@@ -80,7 +80,7 @@ class KernelTimes:
         (self._main.get(name) or self._extreme[name])()
 
     def supports(self, name: str, kv: str) -> bool:
-        """Whether the backend takes such a cache; if not, that is said."""
+        """Tests whether the backend takes such a cache; if not, that is said."""
         try:
             self.backend.check_support(
                 num_heads=self.heads.query, num_kv_heads=self.heads.kv, head_dim=self.heads.dim,
@@ -120,7 +120,7 @@ class KernelTimes:
         )
 
     def decode_by_sdpa(self, batch: int, context: int) -> None:
-        """What torch does on contiguous KV, the GQA group packed as query rows."""
+        """Attends with torch on contiguous KV, the GQA group packed as query rows."""
         shape = (batch, self.heads.kv, context, self.heads.dim)
         k, v = (torch.randn(shape, dtype=self.dtype, device=self.device) for _ in "kv")
         group = self.heads.query // self.heads.kv

@@ -33,7 +33,7 @@ class Timing:
     captured: bool
 
     def as_dict(self) -> dict[str, float | int | bool]:
-        """For a report, in microseconds."""
+        """The times for a report, in microseconds."""
         return {
             "us": round(self.median * 1e6, 2),
             "us_p10": round(self.p10 * 1e6, 2),

@@ -46,7 +46,7 @@ def run_case(cases: PartCases, name: str, report: Report, device: str) -> str | 
 
 
 def _device_error(name: str, report: Report) -> str | None:
-    """What the device answers with after a case: an error of a kernel may show only at the next call."""
+    """Asks the device after a case: an error of a kernel may show only at the next call."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return None  # the case did not use it in this process

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -49,7 +48,7 @@ def gate() -> None:
     "than its own RESULTS/judged-<policy's name>).",
 )  # fmt: skip
 @click.option("--force", is_flag=True, help="Judge although what is compared differs in code, versions or machine.")
-def results(**options: Any) -> int:
+def results(results: Path, policy: Path | None, output_dir: Path | None, force: bool) -> int:
     """Hold a sweep's run to the absolute limits of a policy, or judge the pairs of a comparison again.
 
     A limit holds the median over a cell's repeats; with `every: true` in the policy, each repeat. Which limits there
@@ -65,11 +64,6 @@ def results(**options: Any) -> int:
     the step summary and up to 5 annotations.
     Exit codes: 0 all hold, 1 one is broken, 2 usage, 3 inconclusive, 4 invalid, 5 nothing was compared.
     """
-    return results_command(**options)
-
-
-def results_command(results: Path, policy: Path | None, output_dir: Path | None, force: bool) -> int:
-    """Judge, print and write. Raises UsageError."""
     from kvbench.common.errors import UsageError, say
     from kvbench.gate.compare.conclude import judge_again
     from kvbench.gate.compare.folder import is_comparison

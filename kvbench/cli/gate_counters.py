@@ -53,7 +53,7 @@ def counters(workload: Path, lock: Path, only: tuple[str, ...], output_dir: Path
     """
     from kvbench.common.files import check_output_dir
     from kvbench.common.git import git_state
-    from kvbench.gate.counters.judge import Commands, judge
+    from kvbench.gate.counters.judge import GateCommands, judge
     from kvbench.gate.counters.lock import read_lock
     from kvbench.gate.counters.replay import replay_twice
     from kvbench.gate.verdict.outputs import report_verdict
@@ -61,15 +61,15 @@ def counters(workload: Path, lock: Path, only: tuple[str, ...], output_dir: Path
     if output_dir is not None:  # before the replay, which takes seconds
         check_output_dir(output_dir)
     chosen = _read(workload, only)
-    known = read_lock(lock)
-    if known is not None and only:
-        known = known.model_copy(update={"scenarios": _matching(known.scenarios, only)})
+    accepted = read_lock(lock)
+    if accepted is not None and only:
+        accepted = accepted.model_copy(update={"scenarios": _matching(accepted.scenarios, only)})
     # without a lock or a scenario there is nothing to compare, and nothing to wait for
-    first, second = replay_twice(chosen) if known is not None and chosen.scenarios else ({}, {})
+    first, second = replay_twice(chosen) if accepted is not None and chosen.scenarios else ({}, {})
     state = git_state()
     name = f"{state['short_sha']}{' and changes' if state['dirty'] else ''}"
-    commands = Commands(workload, lock, only)
-    return report_verdict(judge(chosen, known, first, second, commands, {"name": name, **state}), output_dir)
+    commands = GateCommands(workload, lock, only)
+    return report_verdict(judge(chosen, accepted, first, second, commands, {"name": name, **state}), output_dir)
 
 
 @click.group()

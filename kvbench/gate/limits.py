@@ -22,10 +22,11 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from kvbench.common.errors import UsageError
 from kvbench.common.text import and_more, plural
-from kvbench.gate.policy import WITHIN, Limit, Policy, matches
+from kvbench.gate.policy import WITHIN, GateLimit, Policy, matches
 from kvbench.gate.verdict.outputs import Benchmark
 from kvbench.gate.verdict.verdict import EMPTY, FAIL, INVALID, PASS, Finding, Verdict, worst
 from kvbench.gate.verdict.wording import number, quantity
@@ -71,10 +72,16 @@ def judge_sweep(results: Path, policy: Policy, *, force: bool = False) -> Verdic
     if not run.cells:
         why = f"nothing was compared: {run.folder} has no finished cell; go on with `{_resume(run)}`"
         return _verdict(run, policy, EMPTY, why, ())
-    doubt = None if quality is None or force else _code_difference(run, quality)
+    doubt = None
+    if quality is not None and not force and (different := quality.differs_from(run.manifest)):
+        doubt = (
+            f"measured with other code, versions or weights than the run ({'; '.join(different)}): run "
+            f"`kvbench quality {run.folder}` with what the run has, measure the run again with what is here, or add "
+            "--force to take it"
+        )
     findings = (
         *_judge_completeness(run),
-        *judge_canaries(run, quality, doubt),
+        *(judge_canaries(run, cell, quality, doubt) for cell in run.cells if cell.canaries.sent),
         *judge_limits(run, policy.limits, quality, doubt),
     )
     outcome = worst([finding.outcome for finding in findings])
@@ -97,29 +104,35 @@ def judge_sweep(results: Path, policy: Policy, *, force: bool = False) -> Verdic
 
 
 def judge_limits(
-    run: Run, limits: Sequence[Limit], quality: QualityResult | None = None, doubt: str | None = None
+    run: Run, limits: Sequence[GateLimit], quality: QualityResult | None = None, doubt: str | None = None
 ) -> tuple[Finding, ...]:
     """A finding for each cell, pair of cells or configuration that a limit names.
 
     ``quality``: of this run; ``doubt``: why it does not belong to it.
     """
-    judges = {"metric": _judge_metric, "ratio": _judge_ratio}
-    found, seen = [], Counter[str]()
+    findings, seen = [], Counter[str]()
     for limit in limits:
-        made = judges[limit.kind](run, limit) if limit.kind in judges else _judge_quality(run, limit, quality, doubt)
+        cells = [cell for cell in run.cells if matches(_name(run, cell), limit.cells)]
+        if limit.kind == "ratio":
+            made = _judge_ratio(run, limit)
+        elif limit.kind == "metric":
+            made = [_judge_cell(run, cell, limit) for cell in cells]
+        else:
+            configurations = dict.fromkeys(cell.config_id for cell in cells)
+            made = [_judge_quality(run, limit, config_id, quality, doubt) for config_id in configurations]
+        if not made:
+            globs, ids = ", ".join(limit.cells), ", ".join(cell.cell_id for cell in run.cells)
+            why = f"no cell of this run fits {globs}; correct the globs or remove the limit: it has {ids}"
+            made = [_invalid(limit, f"{run.workload} ({globs})", why)]
         for finding in made:
             seen[finding.id] += 1
             same = seen[finding.id]
-            found.append(finding if same == 1 else replace(finding, id=f"{finding.id} ({same})"))
-    return tuple(found)
+            findings.append(finding if same == 1 else replace(finding, id=f"{finding.id} ({same})"))
+    return tuple(findings)
 
 
-def judge_canaries(run: Run, quality: QualityResult | None, doubt: str | None) -> tuple[Finding, ...]:
-    """Judges each cell that had canaries. ``quality``: of this run; ``doubt``: why it does not belong to it."""
-    return tuple(_judge_canaries_of(run, cell, quality, doubt) for cell in run.cells if cell.canaries.sent)
-
-
-def _judge_canaries_of(run: Run, cell: MeasuredCell, quality: QualityResult | None, doubt: str | None) -> Finding:
+def judge_canaries(run: Run, cell: MeasuredCell, quality: QualityResult | None, doubt: str | None) -> Finding:
+    """Judges a cell that had canaries. ``quality``: of this run; ``doubt``: why it does not belong to it."""
     counts, where = cell.canaries, _name(run, cell)
     if cell.wrong_answers:
         outcome, sentence = FAIL, and_more(cell.wrong_answers, _MOST_REASONS, "; ")
@@ -168,9 +181,8 @@ def _judge_completeness(run: Run) -> list[Finding]:
     """A finding where the run is incomplete or could not be read whole."""
     wrong = []
     if run.missing:
-        wrong.append(
-            f"{plural(len(run.missing), 'cell')} without a finished load ({and_more(run.missing, _MOST_NAMED)})"
-        )
+        cells = plural(len(run.missing), "cell")
+        wrong.append(f"{cells} without a finished load ({and_more(run.missing, _MOST_NAMED)})")
     if run.short:
         wrong.append(f"too few repeats ({and_more(run.short, _MOST_NAMED)})")
     if not wrong and run.status != "complete":
@@ -184,12 +196,7 @@ def _judge_completeness(run: Run) -> list[Finding]:
     return [Finding(name, SUITE, title, INVALID, sentence, details=tuple(run.problems))]
 
 
-def _judge_metric(run: Run, limit: Limit) -> list[Finding]:
-    cells = [cell for cell in run.cells if matches(_name(run, cell), limit.cells)]
-    return [_judge_cell(run, cell, limit) for cell in cells] or [_no_cell(run, limit)]
-
-
-def _judge_cell(run: Run, cell: MeasuredCell, limit: Limit) -> Finding:
+def _judge_cell(run: Run, cell: MeasuredCell, limit: GateLimit) -> Finding:
     measured = metric_names.measured(cell, limit.what)
     where = _name(run, cell)
     if not measured.values:
@@ -200,15 +207,15 @@ def _judge_cell(run: Run, cell: MeasuredCell, limit: Limit) -> Finding:
     details = [f"in each repeat: {', '.join(quantity(value, unit) for value in values)}"] if len(values) > 1 else []
     if measured.uncertain:
         details.append("it rests on fewer samples than such a percentile needs: send more requests for a firm one")
-    found = _hold(limit, where, values, unit, details, window=metric_names.window_of(limit.what, cell))
+    finding = _hold(limit, where, values, unit, details, window=metric_names.window_of(limit.what, cell))
     if limit.what in _FAILURES and (why := failure_words(cell.failure_messages, cell.sent)):
-        found = replace(found, sentence=f"{found.sentence}; {why}")
-    if cell.valid or (limit.what in _CAUSE_INVALIDITY and (found.outcome == FAIL or cell.doubt == "refused")):
-        return found
+        finding = replace(finding, sentence=f"{finding.sentence}; {why}")
+    if cell.valid or (limit.what in _CAUSE_INVALIDITY and (finding.outcome == FAIL or cell.doubt == "refused")):
+        return finding
     return _invalid(limit, where, _reasons(cell))
 
 
-def _judge_ratio(run: Run, limit: Limit) -> list[Finding]:
+def _judge_ratio(run: Run, limit: GateLimit) -> list[Finding]:
     """Judges ``limit.of`` over ``limit.to``, or paged over contiguous, at each load that has both."""
     what = "a paged and a contiguous cell at one load"
     names = None if limit.of else paging_pair(run)
@@ -225,11 +232,11 @@ def _judge_ratio(run: Run, limit: Limit) -> list[Finding]:
     return [_judge_pair(run, limit, *pair) for pair in pairs]
 
 
-def _judge_pair(run: Run, limit: Limit, a: MeasuredCell, b: MeasuredCell) -> Finding:
+def _judge_pair(run: Run, limit: GateLimit, a: MeasuredCell, b: MeasuredCell) -> Finding:
     where = f"{_name(run, a)} over {b.config_id}"
     left, right = values = [metric_names.measured(cell, limit.what, a, b).values for cell in (a, b)]
-    for cell, known in zip((a, b), values, strict=True):
-        if not cell.valid or not known:
+    for cell, measured in zip((a, b), values, strict=True):
+        if not cell.valid or not measured:
             why = _unmeasured(cell, limit.what) if cell.valid else _reasons(cell)
             return _invalid(limit, where, f"{cell.cell_id}: {why}")
     both = sorted(left.keys() & right.keys(), key=lambda repeat: repeat or 0)
@@ -246,37 +253,30 @@ def _judge_pair(run: Run, limit: Limit, a: MeasuredCell, b: MeasuredCell) -> Fin
         "repeat, not that of these two",
     ]
     window = metric_names.window_of(limit.what, a, b)
-    found = _hold(limit, where, ratios, "", details, of=" of the paired ratios", window=window)
-    assert found.candidate is not None
-    return replace(
-        found,
-        change=found.candidate - 1,
-        figures={f"{name}_ratio": bound for name, bound in found.figures.items()},
-        series=tuple(value - 1 for value in ratios),
-    )
+    held = _hold(limit, where, ratios, "", details, window)
+    bounds = {f"{name}_ratio": bound for name, bound in held.figures.items()}
+    series = tuple(value - 1 for value in ratios)
+    return replace(held, change=held.candidate - 1, figures=bounds, series=series)
 
 
-def _judge_quality(run: Run, limit: Limit, quality: QualityResult | None, doubt: str | None) -> list[Finding]:
-    """A finding for each configuration with a cell that the limit names."""
-    cells = [cell for cell in run.cells if matches(_name(run, cell), limit.cells)]
-    found = []
-    for config_id in dict.fromkeys(cell.config_id for cell in cells):
-        where = f"{run.workload}/{config_id}"
-        figures = quality.configurations.get(config_id) if quality is not None else None
-        value = _quality_figure(figures, limit.what) if figures else None
-        if quality is None or figures is None or value is None:
-            found.append(_invalid(limit, where, _no_quality(run)))
-        elif doubt:
-            found.append(_invalid(limit, where, doubt))
-        elif limit.what == WITHIN and quality.random_weights:
-            found.append(_invalid(limit, where, quality.note))
-        else:
-            details = [f"over {figures.positions or 0:,} positions; weights: {quality.weights}"]
-            if limit.what == WITHIN:
-                found.append(_within(limit, where, figures.outside, details))
-            else:
-                found.append(_hold(limit, where, [value], _quality_unit(limit), details))
-    return found or [_no_cell(run, limit)]
+def _judge_quality(
+    run: Run, limit: GateLimit, config_id: str, quality: QualityResult | None, doubt: str | None
+) -> Finding:
+    where = f"{run.workload}/{config_id}"
+    figures = quality.configurations.get(config_id) if quality is not None else None
+    value = _quality_figure(figures, limit.what) if figures else None
+    if quality is None or figures is None or value is None:
+        code = run.manifest.git.short_sha or run.manifest.git.sha
+        which = f" with the code of the run (commit {code}; other code needs --force here)" if code else ""
+        why = f"not measured: run `kvbench quality {run.folder}`{which}; it takes minutes on a CPU"
+        return _invalid(limit, where, why)
+    if doubt or (limit.what == WITHIN and quality.random_weights):
+        return _invalid(limit, where, doubt or quality.note)
+    details = [f"over {figures.positions or 0:,} positions; weights: {quality.weights}"]
+    if limit.what == WITHIN:
+        return _within(limit, where, figures.outside, details)
+    unit = "share" if limit.what in _SHARES else "nats" if limit.kind == "kld" else ""
+    return _hold(limit, where, [value], unit, details)
 
 
 def _quality_figure(figures: ConfigurationFigures, what: str) -> float | None:
@@ -289,90 +289,46 @@ def _quality_figure(figures: ConfigurationFigures, what: str) -> float | None:
     return figures.value(_PATHS.get(what, what))
 
 
-def _quality_unit(limit: Limit) -> str:
-    return "share" if limit.what in _SHARES else "nats" if limit.kind == "kld" else ""
-
-
-def _within(limit: Limit, where: str, outside: Sequence[str], details: Sequence[str]) -> Finding:
+def _within(limit: GateLimit, where: str, outside: Sequence[str], details: Sequence[str]) -> Finding:
     """Judges whether a configuration breaks any of the limits in quality.json."""
-    about, broken = _about(limit, where), and_more([each.rstrip(".") for each in outside], _MOST_REASONS, "; ")
-    return Finding(
-        id=f"{SUITE}/{where}/{limit.label}",
-        suite=SUITE,
-        title=about,
-        outcome=FAIL if outside else PASS,
-        sentence=f"{about}: {broken or 'all figures are within the limits of quality.json'}",
-        metric=limit.what,
-        unit="count",
-        higher_is_better=False,
-        candidate=float(len(outside)),
-        figures={"max": 0.0},
-        details=(*outside, *details),
-    )
-
-
-def _no_quality(run: Run) -> str:
-    code = run.manifest.git.short_sha or run.manifest.git.sha
-    which = f" with the code of the run (commit {code}; other code needs --force here)" if code else ""
-    return f"not measured: run `kvbench quality {run.folder}`{which}; it takes minutes on a CPU"
-
-
-def _code_difference(run: Run, quality: QualityResult) -> str | None:
-    """Says why a quality does not belong to the run: it was measured with other code, versions or weights."""
-    different = quality.differs_from(run.manifest)
-    if not different:
-        return None
-    return (
-        f"measured with other code, versions or weights than the run ({'; '.join(different)}): run "
-        f"`kvbench quality {run.folder}` with what the run has, measure the run again with what is here, or add "
-        "--force to take it"
-    )
+    broken = and_more([reason.rstrip(".") for reason in outside], _MOST_REASONS, "; ")
+    text = broken or "all figures are within the limits of quality.json"
+    numbers = {"unit": "count", "higher_is_better": False, "candidate": float(len(outside)), "figures": {"max": 0.0}}
+    return _finding(limit, where, FAIL if outside else PASS, text, details=(*outside, *details), **numbers)
 
 
 def _hold(
-    limit: Limit,
-    where: str,
-    values: Sequence[float],
-    unit: str,
-    details: Sequence[str],
-    of: str = "",
-    window: str = "",
+    limit: GateLimit, where: str, values: Sequence[float], unit: str, details: Sequence[str], window: str = ""
 ) -> Finding:
     """The finding on the median of ``values``, or on the worst if each is limited.
 
-    ``of``: what they are; ``window``: which part of the loads they are of, where that is not the usual one.
+    ``window``: which part of the loads they are of, where that is not the usual one.
     """
+    sample = " of the paired ratios" if limit.kind == "ratio" else ""
     judged = max(values, key=limit.excess) if limit.every else statistics.median(values)
     broken = limit.excess(judged) > 0
-    which = ("the worst repeat has " if limit.every else f"the median{of} is ") if len(values) > 1 else ""
+    which = ("the worst repeat has " if limit.every else f"the median{sample} is ") if len(values) > 1 else ""
     ends = {name: end for name, end in (("min", limit.low), ("max", limit.high)) if end is not None}
     words = {"min": "at least", "max": "at most"}
     bounds = " and ".join(f"{words[name]} {quantity(end, unit)}" for name, end in ends.items())
-    about = _about(limit, where) + (f" ({window})" if window else "")
-    return Finding(
-        id=f"{SUITE}/{where}/{limit.label}",
-        suite=SUITE,
-        title=f"{about}, {bounds}",
-        outcome=FAIL if broken else PASS,
-        sentence=f"{about}: {which}{quantity(judged, unit)}, {'but the' if broken else 'the'} limit is {bounds}",
-        metric=limit.what,
-        unit=unit or None,
-        higher_is_better=None if len(ends) == 2 else "min" in ends,
-        candidate=judged,
-        figures=ends,
-        details=tuple(details),
-    )
+    text = f"{which}{quantity(judged, unit)}, {'but the' if broken else 'the'} limit is {bounds}"
+    higher = None if len(ends) == 2 else "min" in ends
+    numbers = {"unit": unit or None, "higher_is_better": higher, "candidate": judged, "figures": ends}
+    outcome, shown = FAIL if broken else PASS, f" ({window})" if window else ""
+    return _finding(limit, where, outcome, text, shown, f", {bounds}", details=tuple(details), **numbers)
 
 
-def _invalid(limit: Limit, where: str, why: str) -> Finding:
-    about = _about(limit, where)
-    return Finding(f"{SUITE}/{where}/{limit.label}", SUITE, about, INVALID, f"{about}: {why}", metric=limit.what)
+def _invalid(limit: GateLimit, where: str, why: str) -> Finding:
+    return _finding(limit, where, INVALID, why)
 
 
-def _no_cell(run: Run, limit: Limit) -> Finding:
-    globs, cells = ", ".join(limit.cells), ", ".join(cell.cell_id for cell in run.cells)
-    why = f"no cell of this run fits {globs}; correct the globs or remove the limit: it has {cells}"
-    return _invalid(limit, f"{run.workload} ({globs})", why)
+def _finding(
+    limit: GateLimit, where: str, outcome: str, text: str, window: str = "", bounds: str = "", **numbers: Any
+) -> Finding:
+    """The finding on a limit; ``window`` and ``bounds`` are added to its title."""
+    about = (f"{limit.name}: {where}" if limit.name else f"{limit.label} of {where}") + window
+    name, sentence = f"{SUITE}/{where}/{limit.label}", f"{about}: {text}"
+    return Finding(name, SUITE, f"{about}{bounds}", outcome, sentence, metric=limit.what, **numbers)
 
 
 def _unmeasured(cell: MeasuredCell, what: str) -> str:
@@ -394,10 +350,6 @@ def _reasons(cell: MeasuredCell) -> str:
 
 def _name(run: Run, cell: MeasuredCell) -> str:
     return f"{run.workload}/{cell.cell_id}"
-
-
-def _about(limit: Limit, where: str) -> str:
-    return f"{limit.name}: {where}" if limit.name else f"{limit.label} of {where}"
 
 
 def _resume(run: Run) -> str:
@@ -424,16 +376,11 @@ def _verdict(
         sentence = f"simulated: {sentence}"
         facts |= {"workload": title(run), "simulated": on_what(run)}
     words = ["kvbench", "gate", str(run.folder), *(["--policy", str(policy.source)] if policy.source else [])]
-    return Verdict(
-        "limits",
-        outcome,
-        sentence,
-        tuple(findings),
-        candidate={"name": f"{run.workload}/{run.folder.name}", "sha": manifest.git.sha, "command": command},
-        reproduce=shlex.join(words),
-        notes=tuple(notes),
-        facts={key: value for key, value in facts.items() if value is not None},
-    )
+    facts = {key: value for key, value in facts.items() if value is not None}
+    judged = {"name": f"{run.workload}/{run.folder.name}", "sha": manifest.git.sha, "command": command}
+    reproduce = shlex.join(words)
+    given = {"candidate": judged, "reproduce": reproduce, "notes": tuple(notes), "facts": facts}
+    return Verdict("limits", outcome, sentence, tuple(findings), **given)
 
 
 def sweep_benchmarks(summary_csv: Path, workload: str) -> list[Benchmark]:

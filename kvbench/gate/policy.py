@@ -19,14 +19,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-    ValidationError,
-    create_model,
-    field_validator,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, ValidationError, create_model, field_validator, model_validator
 
 from kvbench.common.errors import UsageError
 from kvbench.common.records import Record
@@ -46,7 +39,7 @@ _DIGEST_LENGTH = 12  # hexadecimal digits
 
 
 @dataclass(frozen=True)
-class Limit:
+class GateLimit:
     """One entry of ``limits:``.
 
     ``what``: a metric, the statistic of a KLD, or one of ``QUALITY_FIGURES``, of which WITHIN has no bounds.
@@ -67,7 +60,6 @@ class Limit:
 
     @property
     def label(self) -> str:
-        """Its name in ids and titles."""
         kinds = {"metric": "", "ratio": "ratio of ", "kld": "KLD ", "quality": "quality "}
         return self.name or f"{kinds[self.kind]}{self.what}"
 
@@ -97,17 +89,15 @@ class Policy:
     """The rules and limits of the gates. ``source``: the file, None for kvbench's own rules."""
 
     timing: TimingRules
-    limits: tuple[Limit, ...] = ()
+    limits: tuple[GateLimit, ...] = ()
     source: Path | None = None
 
     @property
     def digest(self) -> str:
-        """The digest of the timing rules."""
         rules = json.dumps(dataclasses.asdict(self.timing))  # unsorted: the first class that matches a cell counts
         return hashlib.sha256(rules.encode()).hexdigest()[:_DIGEST_LENGTH]
 
     def facts(self) -> dict[str, str]:
-        """Names the policy that judged, for a verdict."""
         return {"policy": str(self.source or "kvbench's own rules"), "policy_digest": self.digest}
 
     def stored(self) -> StoredPolicy:
@@ -138,8 +128,7 @@ def load_policy(path: Path | str | None) -> Policy:
         file = _PolicyFile.model_validate(data or {})
     except ValidationError as error:
         raise UsageError(f"{source}: {' '.join(explain(error, ''))}") from None
-    timing = file.timing or _TimingSection()
-    return Policy(timing.rules(), tuple(entry.limit() for entry in file.limits or ()), source)
+    return Policy((file.timing or _TimingSection()).rules(), tuple(e.limit() for e in file.limits or ()), source)
 
 
 def _figure(value: Any) -> Any:
@@ -156,10 +145,6 @@ def _figure(value: Any) -> Any:
         raise ValueError(f"{value!r} is not a number: write for example 250, 1.5%, 0.015 or 512MiB.") from None
 
 
-def _globs(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
 def _metric_entry(value: Any) -> Any:
     """Reads ``off``, which is YAML's false, as None."""
     if value is None or value is True:
@@ -169,7 +154,8 @@ def _metric_entry(value: Any) -> Any:
 
 Figure = Annotated[float, BeforeValidator(_figure), Field(allow_inf_nan=False)]
 Share = Annotated[float, BeforeValidator(_figure), Field(gt=0, lt=1)]
-Globs = Annotated[list[str], BeforeValidator(_globs), Field(min_length=1)]
+_AS_LIST = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
+Globs = Annotated[list[str], _AS_LIST, Field(min_length=1)]
 
 
 class _LookEntry(StrictModel):
@@ -195,9 +181,8 @@ class _MetricEntry(StrictModel):
 
 
 _Metric = Annotated[_MetricEntry | None, BeforeValidator(_metric_entry)]
-_Metrics = create_model(
-    "_Metrics", __base__=StrictModel, **{rule.name: (_Metric, _MetricEntry()) for rule in DEFAULT_RULES.metrics}
-)
+_ENTRIES = {rule.name: (_Metric, _MetricEntry()) for rule in DEFAULT_RULES.metrics}
+_Metrics = create_model("_Metrics", __base__=StrictModel, **_ENTRIES)
 
 
 class _TimingSection(StrictModel):
@@ -208,13 +193,12 @@ class _TimingSection(StrictModel):
     classes: dict[str, Globs] = Field(default_factory=dict)
 
     def rules(self) -> TimingRules:
-        """Raises UsageError for rules that cannot decide anything."""
         entries = [(getattr(self.metrics, rule.name), rule) for rule in DEFAULT_RULES.metrics]
         looks = DEFAULT_RULES.looks
         if self.looks is not None:  # looks that do not say their own share the chance of a false pass evenly
             shared = MAX_ALPHA_PASS / max(1, len(self.looks))
             looks = tuple(
-                Look(each.pairs, each.alpha, each.alpha_pass or max(shared, 2.0**-each.pairs)) for each in self.looks
+                Look(look.pairs, look.alpha, look.alpha_pass or max(shared, 2.0**-look.pairs)) for look in self.looks
             )
         classes = {name: tuple(g if "/" in g else f"*/{g}" for g in globs) for name, globs in self.classes.items()}
         return TimingRules(tuple(entry.rule(rule) for entry, rule in entries if entry), looks, classes or None)
@@ -279,13 +263,12 @@ class _LimitEntry(StrictModel):
             raise ValueError("of and to go together; give both, or neither for paged against contiguous.")
         return self
 
-    def limit(self) -> Limit:
-        cells = tuple(self.cells)
+    def limit(self) -> GateLimit:
+        cells, of, to = (tuple(globs or ()) for globs in (self.cells, self.of, self.to))
         if self.slo is not None:
-            return Limit("metric", "goodput_share", self.slo, None, cells, self.every, name=self.name)
+            return GateLimit("metric", "goodput_share", self.slo, None, cells, self.every, name=self.name)
         kind = next(kind for kind in KINDS if getattr(self, kind) is not None)
-        what, of, to = getattr(self, kind), tuple(self.of or ()), tuple(self.to or ())
-        return Limit(kind, what, self.min, self.max, cells, self.every, of, to, self.name)
+        return GateLimit(kind, getattr(self, kind), self.min, self.max, cells, self.every, of, to, self.name)
 
 
 class _PolicyFile(StrictModel):

@@ -10,32 +10,62 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvbench.common.errors import EXIT_INCONCLUSIVE, EXIT_NOTHING, EXIT_OK, EXIT_REGRESSION, UsageError
 from kvbench.common.git import try_git
-from kvbench.effects.comparison import Comparison, independent
+from kvbench.effects.comparison import Call, Comparison, independent
 from kvbench.gate.timing.rules import CELL, DEFAULT_RULES
 from kvbench.history.runs import Series, StoredRun, TrendPoint
 from kvbench.metrics.definitions import SERVED
 
-DRIFTED, WITHIN, UNCLEAR = "drifted", "within", "unclear"
 MARGINS = {rule.name: rule.margins[CELL] for rule in DEFAULT_RULES.metrics}  # how much worse a cell may be
 _MIN_SHA = 7
 
 
 @dataclass(frozen=True)
+class DriftWords:
+    """The words for a call in JSON, on a page, beside a figure and in the legend, and the code of --fail-on-drift."""
+
+    outcome: str
+    title: str
+    mark: str
+    legend: str
+    exit_code: int
+
+
+WORDS = {
+    Call.WORSE: DriftWords(
+        "drifted", "Worse than the release by more than the margin", " !",
+        "! worse than the release by more than the margin", EXIT_REGRESSION,
+    ),
+    Call.UNDECIDED: DriftWords(
+        "unclear", "Unclear: too few repeats, or too much variance", " ?",
+        "? too few repeats, or too much variance, to exclude a drift beyond the margin", EXIT_INCONCLUSIVE,
+    ),
+    Call.LEVEL: DriftWords("within", "Within the margin", "", "", EXIT_OK),
+}  # fmt: skip
+"""By the call of a drift, the most urgent first."""
+
+
+@dataclass(frozen=True)
 class Drift:
-    """A series' newest counted run against that of a release, judged by the margin of its metric."""
+    """A series' newest counted run against that of a release.
+
+    The call of ``comparison`` is by the ``margin`` of its metric: level is not worse by more, whatever it is better by.
+    """
 
     release_name: str
     release: TrendPoint
     last: TrendPoint
     comparison: Comparison
     margin: float
-    outcome: str
+
+    @property
+    def words(self) -> DriftWords:
+        return WORDS[self.comparison.call]
 
     @property
     def change(self) -> float:
@@ -51,7 +81,7 @@ class Drift:
 
 @dataclass(frozen=True)
 class Releases:
-    """Which runs belong to a release.
+    """The releases, and which runs belong to them.
 
     ``tags``: (name, full sha), newest first. ``chosen``: the only release that counts; without one, runs that are
     marked as a release come before git tags.
@@ -66,8 +96,9 @@ class Releases:
         If there is none before it: those of the release that the newest run itself belongs to.
         """
         newest_first = series.counted[::-1]
+        marked = [] if self.chosen else [(p.run.release, "") for p in newest_first if p.run.release]
         first = None
-        for name, sha in self._names(newest_first):
+        for name, sha in [*marked, *self.tags, *([(self.chosen, "")] if self.chosen else ())]:
             point = next((point for point in newest_first if _belongs(point.run, name, sha)), None)
             if point is None:
                 continue
@@ -77,19 +108,15 @@ class Releases:
             first = first or (name, point)
         return first
 
-    def _names(self, newest_first: Sequence[TrendPoint]) -> Iterator[tuple[str, str]]:
-        """Name and sha of every release that may count, the preferred ones first."""
-        if self.chosen is None:
-            yield from ((point.run.release, "") for point in newest_first if point.run.release)
-        yield from self.tags
-        if self.chosen is not None:
-            yield self.chosen, ""
-
 
 def find_releases(runs: Sequence[StoredRun], chosen: str | None) -> Releases:
     """Raises UsageError when ``chosen`` is neither a marked release, nor a git ref, nor the start of a commit's sha."""
     if chosen is None:
-        return Releases(tuple(_tags()))
+        tags = _git(
+            "tag", "--list", "v*", "--sort=-creatordate", "--format=%(refname:short) %(objectname) %(*objectname)"
+        )
+        rows = [line.split() for line in tags.splitlines()]
+        return Releases(tuple((row[0], row[-1]) for row in rows if len(row) > 1))  # last: an annotated tag's commit
     if any(run.release == chosen for run in runs):
         return Releases(chosen=chosen)
     sha = "" if chosen.startswith("-") else _git("rev-parse", "--verify", "--quiet", f"{chosen}^{{commit}}")
@@ -111,30 +138,28 @@ def find_drift(series: Series, name: str, release: TrendPoint) -> Drift | None:
     comparison = independent(shown.name, SERVED, last.values, release.values)
     if comparison is None:
         return None
-    low, high = comparison.low or 0.0, comparison.high or math.inf
-    if shown.higher_is_better:
-        worse, least, most = 1 - comparison.ratio, 1 - high, 1 - low
-    else:
-        worse, least, most = comparison.ratio - 1, low - 1, high - 1
-    drifted = worse > margin and least > 0
-    within = comparison.low is not None and most <= margin
-    return Drift(name, release, last, comparison, margin, DRIFTED if drifted else WITHIN if within else UNCLEAR)
+    worse = -1 if shown.higher_is_better else 1
+    harm = worse * (comparison.ratio - 1)
+    least, most = sorted(worse * (end - 1) for end in (comparison.low or 0.0, comparison.high or math.inf))
+    call = Call.LEVEL if comparison.low is not None and most <= margin else Call.UNDECIDED
+    call = Call.WORSE if harm > margin and least > 0 else call
+    return Drift(name, release, last, replace(comparison, call=call), margin)
 
 
 def drift_exit_code(drifts: Sequence[Drift]) -> int:
-    """What ``--fail-on-drift`` ends with."""
-    outcomes = {drift.outcome for drift in drifts}
-    codes = {DRIFTED: EXIT_REGRESSION, UNCLEAR: EXIT_INCONCLUSIVE, WITHIN: EXIT_OK}
-    return next((code for outcome, code in codes.items() if outcome in outcomes), EXIT_NOTHING)
+    """The exit code of ``--fail-on-drift``."""
+    calls = {drift.comparison.call for drift in drifts}
+    return next((words.exit_code for call, words in WORDS.items() if call in calls), EXIT_NOTHING)
 
 
 def drift_sentence(drifts: Sequence[Drift], has_release: bool) -> str:
     """The drifts in one sentence. ``has_release``: whether any series has a run of a release."""
     if drifts:
-        count = Counter(drift.outcome for drift in drifts)
+        count = Counter(drift.comparison.call for drift in drifts)
         return (
-            f"Drift since the release, {len(drifts)} metrics of cells: {count[DRIFTED]} worse by more than the margin, "
-            f"{count[WITHIN]} within it, {count[UNCLEAR]} unclear (too few repeats, or too much variance)."
+            f"Drift since the release, {len(drifts)} metrics of cells: {count[Call.WORSE]} worse by more than the "
+            f"margin, {count[Call.LEVEL]} within it, {count[Call.UNDECIDED]} unclear (too few repeats, or too much "
+            "variance)."
         )
     if has_release:
         return "Drift since the release: nothing to compare, there is no newer valid run of the same cells and machine."
@@ -145,19 +170,11 @@ def drift_sentence(drifts: Sequence[Drift], has_release: bool) -> str:
 
 
 def _belongs(run: StoredRun, name: str, sha: str) -> bool:
-    """Whether the run is of the commit ``sha``; if that is empty, whether it is marked as ``name`` or its commit's sha
-    begins with it."""
+    """Tests whether the run is of the commit ``sha``; without one, whether it is marked or its commit begins so."""
     if sha:
         return run.sha == sha and not run.dirty
     starts = len(name) >= _MIN_SHA and (run.sha or "").startswith(name.lower()) and not run.dirty
     return run.release == name or starts
-
-
-def _tags() -> list[tuple[str, str]]:
-    """Tags v* of the repository in this folder, newest first, with their commits."""
-    text = _git("tag", "--list", "v*", "--sort=-creatordate", "--format=%(refname:short) %(objectname) %(*objectname)")
-    rows = [line.split() for line in text.splitlines()]
-    return [(row[0], row[-1]) for row in rows if len(row) > 1]  # the last one is the commit of an annotated tag
 
 
 def _git(*arguments: str) -> str:

@@ -10,7 +10,8 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from kvbench.common import text as words
-from kvbench.history.drift import DRIFTED, UNCLEAR, WITHIN
+from kvbench.effects.comparison import Call
+from kvbench.history.drift import WORDS
 from kvbench.history.runs import INCOMPLETE, VALID, StoredRun, TrendPoint, title_of
 from kvbench.history.show import NARROWEST, Trend, View, change_text, value_text
 from kvbench.metrics.definitions import HIGHER, LOWER, Figure
@@ -24,44 +25,37 @@ _DRIFT_NOTE = (
     "Change: ratio of the geometric means over the repeats. The interval is Welch's over the repeats; differences "
     "between two days on one machine are not in it: `kvbench compare` of the two commits measures both on one day."
 )
-_DRIFT_TITLES = {
-    DRIFTED: "Worse than the release by more than the margin",
-    UNCLEAR: "Unclear: too few repeats, or too much variance",
-    WITHIN: "Within the margin",
-}
 
 
 def page(view: View) -> str:
     """The whole page: drift since the release, then a figure for every metric."""
     drawn = [(group[0].series.key, _drawings(group, f"g{index}")) for index, group in enumerate(view.groups)]
-    return render(
-        "history.html.j2",
-        [drawing for _, some in drawn for drawing in some],
-        title=words.listing(sorted({first.workload for first, _ in drawn})),
-        headline=view.drift_sentence,
-        context=[_runs_shown(view), *view.notes],
-        drifts=_drift_tables(view),
-        drift_heads=_DRIFT_HEADS,
-        drift_note=_DRIFT_NOTE,
-        groups=[(f"{first.workload} on {first.machine}", some) for first, some in drawn],
-    )
-
-
-def _runs_shown(view: View) -> str:
     shown = {point.run for trend in view.trends for point in trend.series.points}
     first, last = (pick(run.started for run in shown) for pick in (min, max))
     incomplete = sum(not run.complete for run in shown)
-    return f"{words.plural(len(shown), 'run')} ({incomplete} incomplete), {first:%Y-%m-%d} to {last:%Y-%m-%d}."
+    runs_shown = f"{words.plural(len(shown), 'run')} ({incomplete} incomplete), {first:%Y-%m-%d} to {last:%Y-%m-%d}."
+    return render(
+        "history.html.j2",
+        [drawing for _, some in drawn for drawing in some],
+        title=words.listing(sorted({key.workload for key, _ in drawn})),
+        headline=view.drift_sentence,
+        context=[runs_shown, *view.notes],
+        drifts=_drift_tables(view),
+        drift_heads=_DRIFT_HEADS,
+        drift_note=_DRIFT_NOTE,
+        groups=[(f"{key.workload} on {key.machine}", some) for key, some in drawn],
+    )
 
 
 def _drift_tables(view: View) -> list[tuple[str, bool, list[tuple[str, ...]]]]:
-    """(title, whether it is open, rows) for each outcome that there is, the largest change for the worse first."""
+    """Makes (title, whether it is open, rows) of each call that there is, the largest change for the worse first."""
     tables = []
-    for outcome, title in _DRIFT_TITLES.items():
-        some = [trend for trend in view.trends if trend.drift and trend.drift.outcome == outcome]
+    for call, call_words in WORDS.items():
+        some = [trend for trend in view.trends if trend.drift and trend.drift.comparison.call == call]
         some.sort(key=lambda trend: trend.drift.change * (1 if trend.series.figure.higher_is_better else -1))
         if some:
-            tables.append((f"{title}: {len(some)}", outcome == DRIFTED, [_drift_row(trend) for trend in some]))
+            title = f"{call_words.title}: {len(some)}"
+            tables.append((title, call == Call.WORSE, [_drift_row(trend) for trend in some]))
     return tables
 
 
@@ -90,11 +84,10 @@ _TICKS = 4
 def _drawings(group: Sequence[Trend], key: str) -> list[Drawing]:
     """A figure for every metric of one workload on one machine; ``key`` makes their names unique on the page."""
     runs = sorted({p.run for t in group for p in t.series.points}, key=lambda run: (run.started, run.name))
-    figures = dict.fromkeys(trend.series.figure for trend in group)
-    return [
-        _drawing([trend for trend in group if trend.series.figure == shown], runs, f"{key}-{shown.name}")
-        for shown in figures
-    ]
+    panels: dict[Figure, list[Trend]] = {}
+    for trend in group:
+        panels.setdefault(trend.series.figure, []).append(trend)
+    return [_drawing(trends, runs, f"{key}-{shown.name}") for shown, trends in panels.items()]
 
 
 def _drawing(panels: Sequence[Trend], runs: Sequence[StoredRun], key: str) -> Drawing:
@@ -102,9 +95,13 @@ def _drawing(panels: Sequence[Trend], runs: Sequence[StoredRun], key: str) -> Dr
     shown, columns = panels[0].series.figure, min(_COLUMNS, len(panels))
     rows = -(-len(panels) // columns)
     height = rows * _PANEL + _AROUND
+    titles = [safe(trend.cell) for trend in panels]
+    for index, trend in enumerate(panels):
+        if trend.is_worse:
+            titles[index] += f" · {change_text(trend.drift.change)} since the release"
     figure = make_subplots(
         rows=rows, cols=columns, horizontal_spacing=0.07, vertical_spacing=_BETWEEN / height if rows > 1 else 0,
-        subplot_titles=[_panel_title(trend) for trend in panels],
+        subplot_titles=titles,
     )  # fmt: skip
     at = {run: float(index) for index, run in enumerate(runs)}
     in_legend: set[str] = set()
@@ -133,8 +130,8 @@ def _drawing(panels: Sequence[Trend], runs: Sequence[StoredRun], key: str) -> Dr
 
 def _traces(trend: Trend, at: dict[StoredRun, float]) -> list[go.Scatter]:
     """A bar from the lowest to the highest repeat of each run, the release's level and margin, and the runs."""
-    series, release, drift = trend.series, trend.release, trend.drift
-    colour = CONTIGUOUS if drift is not None and drift.outcome == DRIFTED else PAGED
+    series, release = trend.series, trend.release
+    colour = CONTIGUOUS if trend.is_worse else PAGED
     few = len(at) <= _FULL_MARKS
     traces = []
 
@@ -185,12 +182,6 @@ def _range(trend: Trend) -> list[float]:
     span = max((high - low) * 1.16, 2 * NARROWEST * abs(statistics.median(values))) or 1.0
     middle = (low + high) / 2
     return [middle - span / 2, middle + span / 2]
-
-
-def _panel_title(trend: Trend) -> str:
-    drift = trend.drift
-    mark = f" · {change_text(drift.change)} since the release" if drift and drift.outcome == DRIFTED else ""
-    return safe(trend.cell) + mark
 
 
 def _hover(shown: Figure, point: TrendPoint) -> str:

@@ -12,7 +12,7 @@ import re
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
@@ -106,7 +106,7 @@ class TrendPoint:
 
 @dataclass(frozen=True)
 class SeriesKey:
-    """What a series is of."""
+    """The identity of a series."""
 
     workload: str
     place: tuple[tuple[str, str], ...]
@@ -115,8 +115,7 @@ class SeriesKey:
     figure: Figure
 
     def of_steady(self) -> SeriesKey:
-        """The same of the steady window."""
-        return SeriesKey(self.workload, self.place, self.cell, self.definition, self.figure.of_steady(True))
+        return replace(self, figure=self.figure.of_steady(True))
 
     @property
     def machine(self) -> str:
@@ -286,25 +285,21 @@ def _cell(data: Mapping[str, Any], requests: Mapping[str, Any]) -> StoredCell:
         raise ValueError("it has no repeats")
     summary = CellSummary.parse(data)
     loads = [values_of(repeat.metrics, repeat.server, repeat.prefix_cache) for repeat in summary.repeats]
-    values = {
-        shown: tuple(value for load in loads if (value := value_of(load, shown.name)) is not None)
-        for shown in trend_figures()
-    }
-    # All repeats are of one window.
-    has_steady = len(values[figure(_NAMES[0]).of_steady(True)]) == len(loads)
+    throughput = figure(_NAMES[0]).of_steady(True).name
+    has_steady = None not in [value_of(load, throughput) for load in loads]  # all repeats are of one window
     has_steady_latency = has_steady and all(repeat.metrics.has_steady_latency for repeat in summary.repeats)
-    kept = {
-        shown: numbers
-        for shown, numbers in values.items()
-        if numbers and (not shown.steady or (has_steady_latency if shown.statistic else has_steady))
-    }
+    kept = {}
+    for shown in trend_figures():
+        numbers = tuple(value for load in loads if (value := value_of(load, shown.name)) is not None)
+        if numbers and (not shown.steady or (has_steady_latency if shown.statistic else has_steady)):
+            kept[shown] = numbers
     what = {"settings": data.get("settings"), "load": data.get("load"), "workload": requests}
     definition = sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:8]
     return StoredCell(summary.is_valid, definition, kept)
 
 
 def _place(manifest: Manifest) -> tuple[tuple[str, str], ...]:
-    """What runs of one series must share; not versions, which are what is compared."""
+    """The facts that runs of one series share; not versions, which are what is compared."""
     declared = manifest.workload.get("model") or {}
     model: Any = manifest.model or declared
     if isinstance(model, Mapping):
@@ -334,7 +329,7 @@ def release_of(folder: Path) -> str | None:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """A JSON object from a file. ValueError for anything else."""
+    """Reads a JSON object. Raises ValueError for anything else."""
     try:
         data = parse_json(path.read_bytes())
     except OSError as error:

@@ -15,16 +15,8 @@ from rich.text import Text
 
 from kvbench.common.console import make_table
 from kvbench.common.errors import UsageError
-from kvbench.history.drift import (
-    DRIFTED,
-    UNCLEAR,
-    WITHIN,
-    Drift,
-    Releases,
-    drift_sentence,
-    find_drift,
-    find_releases,
-)
+from kvbench.effects.comparison import Call
+from kvbench.history.drift import WORDS, Drift, Releases, drift_sentence, find_drift, find_releases
 from kvbench.history.runs import (
     VALID,
     Series,
@@ -45,7 +37,7 @@ NARROWEST = 0.05  # of the middle value: a smaller spread is drawn within this r
 
 @dataclass(frozen=True)
 class Selection:
-    """Which series to show; an empty tuple selects all. ``last``: at most so many runs of a series."""
+    """A choice of series; an empty tuple selects all. ``last``: at most so many runs of a series."""
 
     workloads: tuple[str, ...] = ()
     cells: tuple[str, ...] = ()
@@ -85,10 +77,15 @@ class Trend:
     release: TrendPoint | None
     drift: Drift | None
 
+    @property
+    def is_worse(self) -> bool:
+        """Tests whether it is worse than the release by more than the margin."""
+        return self.drift is not None and self.drift.comparison.call == Call.WORSE
+
 
 @dataclass(frozen=True)
 class View:
-    """What is shown. ``groups``: the trends of one workload on one machine each, by cell."""
+    """The trends that are shown. ``groups``: those of one workload on one machine each, by cell."""
 
     runs: Sequence[StoredRun]
     groups: Sequence[Sequence[Trend]]
@@ -115,8 +112,7 @@ def view(paths: Sequence[Path], selection: Selection) -> View:
     releases = find_releases(runs, selection.release) if runs else Releases()
     chosen = [series for series in all_series(runs) if selection.selects(series.key)]
     definitions: dict[tuple[object, ...], set[str]] = {}
-    for series in chosen:
-        key = series.key
+    for key in (series.key for series in chosen):
         definitions.setdefault((key.workload, key.place, key.cell), set()).add(key.definition)
     trends: dict[SeriesKey, Trend] = {}
     for series in chosen:
@@ -142,16 +138,14 @@ def view(paths: Sequence[Path], selection: Selection) -> View:
 def _compare_one_window(trends: dict[SeriesKey, Trend]) -> None:
     """Keeps the drift of the steady window if release and newest run have one, else that of the whole run of both."""
     for key, whole in trends.items():
-        steady = trends.get(key.of_steady())
-        if steady is None or steady is whole or not (steady.drift and whole.drift):
-            continue
-        ends = [(drift.release.run, drift.last.run) for drift in (steady.drift, whole.drift)]
-        left_out = whole if ends[0] == ends[1] else steady
-        trends[left_out.series.key] = dataclasses.replace(left_out, drift=None)
+        steady = trends.get(key.of_steady(), whole)
+        if steady is not whole and steady.drift and whole.drift:
+            first, second = ((drift.release.run, drift.last.run) for drift in (steady.drift, whole.drift))
+            left_out = whole if first == second else steady
+            trends[left_out.series.key] = dataclasses.replace(left_out, drift=None)
 
 
 def value_text(shown: Figure, value: float) -> str:
-    """The value with its unit."""
     return shown.text(value) + (" tok/s" if shown.unit == "tokens/s" else "")
 
 
@@ -163,7 +157,6 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 GAP = "·"  # a run that does not count
 FLAT = "▄"  # all values are equal
 WIDTH = 16  # runs of a sparkline
-_MARKS = {DRIFTED: " !", UNCLEAR: " ?", WITHIN: ""}
 
 
 def sparkline(points: Sequence[TrendPoint]) -> str:
@@ -191,13 +184,13 @@ def table(group: Sequence[Trend]) -> Table:
         for trend in cell:
             series, drift = trend.series, trend.drift
             counted = series.counted
-            since = change_text(drift.change) + _MARKS[drift.outcome] if drift else "–"
+            since = change_text(drift.change) + drift.words.mark if drift else "–"
             made.add_row(
                 Text(f"  {title_of(series.figure)}"),
                 Text(sparkline(series.points)),
                 Text(value_text(series.figure, counted[-1].value) if counted else "none valid"),
                 Text(change_text(series.change)),
-                Text(since, style="bold red" if drift and drift.outcome == DRIFTED else ""),
+                Text(since, style="bold red" if trend.is_worse else ""),
                 Text(str(len(counted))),
             )
         made.add_section()
@@ -205,26 +198,17 @@ def table(group: Sequence[Trend]) -> Table:
 
 
 def legend(view: View) -> list[str]:
-    """What the marks in the tables mean."""
+    """Explains the marks in the tables."""
     states = {point.state for trend in view.trends for point in trend.series.points}
-    outcomes = {drift.outcome for drift in view.drifts}
-    lines = (
-        (states - {VALID}, f"{GAP} a run that does not count: invalid cell, or incomplete run"),
-        (DRIFTED in outcomes, "! worse than the release by more than the margin"),
-        (UNCLEAR in outcomes, "? too few repeats, or too much variance, to exclude a drift beyond the margin"),
-    )
-    return [line for shown, line in lines if shown]
+    calls = {drift.comparison.call for drift in view.drifts}
+    lines = [f"{GAP} a run that does not count: invalid cell, or incomplete run"] if states - {VALID} else []
+    return lines + [words.legend for call, words in WORDS.items() if call in calls and words.legend]
 
 
 def as_dict(view: View) -> dict[str, Any]:
     """Everything shown, for programs."""
-    return {
-        "format": "kvbench-history/2",
-        "runs": len(view.runs),
-        "series": [_as_dict(trend) for trend in view.trends],
-        "drift": view.drift_sentence,
-        "notes": list(view.notes),
-    }
+    shown = {"series": [_as_dict(trend) for trend in view.trends], "drift": view.drift_sentence}
+    return {"format": "kvbench-history/2", "runs": len(view.runs), **shown, "notes": list(view.notes)}
 
 
 def _as_dict(trend: Trend) -> dict[str, Any]:
@@ -245,7 +229,8 @@ def _as_dict(trend: Trend) -> dict[str, Any]:
             "release": drift.release_name,
             "release_run": drift.release.run.name,
             "run": drift.last.run.name,
-            **{name: getattr(drift, name) for name in ("change", "interval", "margin", "outcome")},
+            **{name: getattr(drift, name) for name in ("change", "interval", "margin")},
+            "outcome": drift.words.outcome,
         },
         "points": [
             {

@@ -70,8 +70,8 @@ def add_run(source: Path, to: Path, release: str | None, *, incomplete: bool = F
 
 def _kept_files(source: Path, run: StoredRun, release: str | None) -> dict[str, bytes]:
     """Path in the history's folder -> content; equal for equal runs."""
-    copied = (MANIFEST, "summary.csv", VERDICT)
-    files = {name: (source / name).read_bytes() for name in copied if (source / name).is_file()}
+    paths = [source / name for name in (MANIFEST, "summary.csv", VERDICT)]
+    files = {path.name: path.read_bytes() for path in paths if path.is_file()}
     for path in sorted((source / "cells").glob("*/summary.json")):
         with suppress(ValueError):  # read_stored_run noted it, and cells that are damaged otherwise
             summary = read_object(path)
@@ -100,8 +100,7 @@ def _check_same(target: Path, files: Mapping[str, bytes]) -> None:
     """Raises UsageError when the measured files differ."""
     kept = {str(path.relative_to(target)) for path in target.rglob("*") if path.is_file()}.difference(_NOT_MEASURED)
     wanted = set(files).difference(_NOT_MEASURED)
-    different = sorted(kept ^ wanted) or sorted(name for name in wanted if not _is_kept(target / name, files[name]))
-    if different:
+    if different := sorted(kept ^ wanted) or sorted(n for n in wanted if not _is_kept(target / n, files[n])):
         raise UsageError(
             f"{target} holds another content ({different[0]} differs): a history is not changed; keep this run in "
             "another folder, or look at which of the two is right"

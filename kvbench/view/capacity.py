@@ -30,48 +30,29 @@ class Field:
     choices: tuple[tuple[str, str], ...] = ()
     is_number: bool = False
 
-    def number(self, text: str) -> int:
-        """Raises UsageError for a text that is no whole number of at least 1."""
-        digits = text.replace(",", "")
-        if not (digits.isdecimal() and len(digits) <= _MOST_DIGITS and int(digits) > 0):
-            raise UsageError(f"{self.title} {text!r} is not a whole number of at least 1: give one such as 16")
-        return int(digits)
-
-
-@dataclass(frozen=True)
-class CapacityAnswer:
-    """The table, a row a figure (name, paged, contiguous), and the sentence on whether memory limits the load."""
-
-    rows: tuple[tuple[str, ...], ...]
-    sentence: str
-
 
 @dataclass(frozen=True)
 class Form:
-    """What the page shows: the fields with what was entered, the answer, or what is wrong with the input."""
+    """The fields with what was entered, the answer, or the ``error`` of the input.
+
+    ``sentence``: whether memory limits the load; ``rows``: a figure each (name, paged, contiguous).
+    """
 
     fields: tuple[Field, ...]
     values: Mapping[str, str]
-    answer: CapacityAnswer | None = None
+    sentence: str = ""
+    rows: tuple[tuple[str, ...], ...] = ()
     error: str = ""
 
 
 def form(entered: Mapping[str, str]) -> Form:
     """The form for what was entered; what is left out has its default."""
-    fields = _fields()
-    values = {field.name: entered.get(field.name, field.default).strip() for field in fields}
-    try:
-        return Form(fields, values, _answer(values, fields))
-    except ValueError as error:
-        return Form(fields, values, error=str(error))
 
-
-def _fields() -> tuple[Field, ...]:
     def same(*values: str) -> tuple[tuple[str, str], ...]:
         return tuple((value, value) for value in values)
 
     dtypes = (("auto", "the model's own dtype"), *same("float32", "bfloat16", "float16"))
-    return (
+    fields = (
         Field("model", "model", "llama-3.1-8b", choices=same(*shipped_models())),
         Field("dtype", "weights", "auto", choices=dtypes),
         Field("kv_budget", "KV budget", "8GiB", "such as 8GiB, 97MiB"),
@@ -82,15 +63,25 @@ def _fields() -> tuple[Field, ...]:
         Field("input_len", "input length", "600", "tokens", is_number=True),
         Field("output_len", "output length", "150", "tokens", is_number=True),
     )
+    values = {field.name: entered.get(field.name, field.default).strip() for field in fields}
+    try:
+        return Form(fields, values, *_answer(values, fields))
+    except ValueError as error:
+        return Form(fields, values, error=str(error))
 
 
-def _answer(values: Mapping[str, str], fields: tuple[Field, ...]) -> CapacityAnswer:
-    """Raises ValueError, in a sentence with the value and the limit."""
+def _answer(values: Mapping[str, str], fields: tuple[Field, ...]) -> tuple[str, tuple[tuple[str, ...], ...]]:
+    """The sentence and the rows of a form. Raises ValueError, in a sentence with the value and the limit."""
+    numbers = []
     for field in fields:
-        if field.choices and values[field.name] not in dict(field.choices):
+        text, digits = values[field.name], values[field.name].replace(",", "")
+        if field.choices and text not in dict(field.choices):
             allowed = ", ".join(value for value, _ in field.choices)
-            raise UsageError(f"{field.title} {values[field.name]!r} is not one of {allowed}: choose one of these")
-    numbers = (field.number(values[field.name]) for field in fields if field.is_number)
+            raise UsageError(f"{field.title} {text!r} is not one of {allowed}: choose one of these")
+        if field.is_number:
+            if not (digits.isdecimal() and len(digits) <= _MOST_DIGITS and int(digits) > 0):
+                raise UsageError(f"{field.title} {text!r} is not a whole number of at least 1: give one such as 16")
+            numbers.append(int(digits))
     page_size, length, users, prompt, output = numbers
     if users > _MOST_CONCURRENT:
         raise UsageError(f"concurrency {users} is more than {_MOST_CONCURRENT:,}: give a smaller one")
@@ -125,4 +116,4 @@ def _answer(values: Mapping[str, str], fields: tuple[Field, ...]) -> CapacityAns
     fits = (words.count(int(at_once(each, capacity[each.config_id], sizes)[0])) for each in configurations)
     rows.append((f"requests of {words.count(prompt + output)} tokens at once", *fits))
     (sentence,) = memory_notes(design, capacity, {load.load_id: sizes})
-    return CapacityAnswer(tuple(rows), f"{words.upper_first(sentence)}.")
+    return f"{words.upper_first(sentence)}.", tuple(rows)

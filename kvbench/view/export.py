@@ -39,7 +39,6 @@ def export(workspace: Workspace, folder: Path, progress: Callable[[str], None] =
     check_export_dir(folder)
     _remove_earlier(folder)
     rows = workspace.rows()
-    readable = [row for row in rows if row.state != DAMAGED]
     written: list[str] = []
     pairs: dict[tuple[str, str], str] = {}
 
@@ -50,8 +49,15 @@ def export(workspace: Workspace, folder: Path, progress: Callable[[str], None] =
 
     def write_page(name: str, make: Callable[[pages.Links], str]) -> None:
         progress(f"writing {name}")
-        up = "../" * name.count("/")
-        links = _links(up, pairs)
+        up = "../" * name.count("/")  # the way from the page to index.html
+        links = pages.Links(
+            runs=f"{up}index.html",
+            history=f"{up}history.html",
+            plotly=f"{up}{PLOTLY_JS}",
+            capacity=None,
+            run=lambda slug: f"{up}runs/{slug}.html",
+            pair=lambda before, after: pairs.get((before, after)),
+        )
         try:
             text = make(links)
         except Exception as error:  # the pages of the other runs must not be lost
@@ -60,7 +66,7 @@ def export(workspace: Workspace, folder: Path, progress: Callable[[str], None] =
 
     for script in (PLOTLY_JS, PAGE_JS):
         write(script, template_file(script))
-    for row in readable:
+    for row in (row for row in rows if row.state != DAMAGED):
         write_page(f"runs/{row.slug}.html", lambda links, row=row: pages.run(workspace.run(row), links))
     for before, after in _newest_pairs(rows):
         with suppress(UsageError):  # they share no cell
@@ -70,18 +76,6 @@ def export(workspace: Workspace, folder: Path, progress: Callable[[str], None] =
     write_page("history.html", lambda links: pages.history(workspace, links))
     write_page("index.html", lambda links: pages.runs(workspace, links))
     return [folder / name for name in (*written, LISTING)]
-
-
-def _links(up: str, pairs: dict[tuple[str, str], str]) -> pages.Links:
-    """Relative addresses; ``up``: the way from the page to index.html."""
-    return pages.Links(
-        runs=f"{up}index.html",
-        history=f"{up}history.html",
-        plotly=f"{up}{PLOTLY_JS}",
-        capacity=None,
-        run=lambda slug: f"{up}runs/{slug}.html",
-        pair=lambda before, after: pairs.get((before, after)),
-    )
 
 
 def _newest_pairs(rows: list[RunRow]) -> list[tuple[RunRow, RunRow]]:

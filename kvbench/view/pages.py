@@ -6,7 +6,7 @@ import gzip
 import json
 import re
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +64,10 @@ def runs(
     rows = [row for row in every if shown is None or shown.selects(row)]
     titles = {cell.value: f"{row.workload} {row.name}: {cell.title}" for row in every for cell in row.cells}
     visible = {cell.value for row in rows for cell in row.cells}
+    states = {row.state for row in every}
+    options = {"state": [(state, _STATE_WORDS.get(state, state)) for state in STATES if state in states]}
+    for name in ("workload", "machine"):
+        options[name] = [(value, value) for value in sorted({getattr(row, name) for row in every} - {""})]
     page = render(
         "view_runs.html.j2",
         [],
@@ -76,7 +80,7 @@ def runs(
         state_words=_STATE_WORDS,
         links=links,
         shown=shown,
-        options=_options(every),
+        options=options,
         chosen=set(chosen),
         elsewhere=[(value, titles[value]) for value in chosen if value in titles and value not in visible],
         damaged=DAMAGED,
@@ -103,16 +107,6 @@ def runs_before(rows: Sequence[RunRow]) -> dict[str, RunRow]:
                 before[row.slug] = last[key]
             last[key] = row
     return before
-
-
-def _options(rows: Sequence[RunRow]) -> Mapping[str, list[tuple[str, str]]]:
-    """(value, words) to choose from, by the name of the filter."""
-    states = {row.state for row in rows}
-    options = {
-        name: [(value, value) for value in sorted({getattr(row, name) for row in rows} - {""})]
-        for name in ("workload", "machine")
-    }
-    return options | {"state": [(state, _STATE_WORDS.get(state, state)) for state in STATES if state in states]}
 
 
 def run(measured: Run, links: Links) -> str:

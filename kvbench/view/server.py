@@ -119,7 +119,7 @@ def _runs_page(workspace: Workspace, request: Request, error: str = "") -> str:
 
 
 def _found(find: Callable):
-    """What ``find`` returns; its UsageError as an answer with status 404."""
+    """Returns what ``find`` does; its UsageError becomes an answer with status 404."""
     try:
         return find()
     except UsageError as error:
@@ -134,7 +134,7 @@ async def _answer_error(request: Request, error: Exception) -> HTMLResponse:
     return HTMLResponse(pages.message(headline, text, LINKS), status_code=error.status_code)
 
 
-class Server(uvicorn.Server):
+class WorkspaceServer(uvicorn.Server):
     """uvicorn's server; calls ``on_ready`` when it listens, and ends well on SIGINT and SIGTERM."""
 
     def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
@@ -166,5 +166,5 @@ def serve(workspace: Workspace, port: int, on_ready: Callable[[str], None]) -> i
         make_app(workspace), ws="none", log_level="warning", access_log=False, timeout_graceful_shutdown=_GRACE_S
     )
     with sock:
-        Server(config, lambda: on_ready(url)).run(sockets=[sock])
+        WorkspaceServer(config, lambda: on_ready(url)).run(sockets=[sock])
     return 0

@@ -70,7 +70,7 @@ class RunRow:
 
 @dataclass(frozen=True)
 class Filter:
-    """What the list is narrowed to; an empty value lets everything through."""
+    """A filter of the list; an empty value lets everything through."""
 
     text: str = ""
     workload: str = ""
@@ -78,7 +78,7 @@ class Filter:
     machine: str = ""
 
     def selects(self, row: RunRow) -> bool:
-        """Whether every word of ``text`` is in what is shown of the run, and the other values are its own."""
+        """Tests whether the run shows every word of ``text`` and has the other values."""
         every = (row.workload, row.name, row.sentence, row.model, row.machine, row.target, row.started)
         shown = " ".join(every).lower()
         return all(word in shown for word in self.text.lower().split()) and all(
@@ -102,7 +102,7 @@ class Workspace:
         return sorted(rows, key=lambda row: (row.started, row.name), reverse=True)
 
     def notes(self) -> list[str]:
-        """What is left out of the list, a sentence each."""
+        """Says what is left out of the list, a sentence each."""
         kinds = Counter(row.sentence for row in self._read() if row.state == OTHER)
         return [
             f"{words.plural(count, 'folder')} of {command_of(kind)} left out: this is a list of sweeps."
@@ -146,7 +146,9 @@ class Workspace:
             for folder in folders:
                 if progress:
                     progress(len(rows), len(folders))
-                name = _free_slug(folder, slugs)
+                first = f"{slug(folder.parent.name)}-{slug(folder.name)}"[:_LONGEST_SLUG]  # a good file name
+                numbered = itertools.chain([first], (f"{first}-{number}" for number in itertools.count(2)))
+                name = next(each for each in numbered if each not in slugs)
                 slugs.add(name)
                 row, stamp = self._rows.get(folder), _stamp(folder)
                 same = row is not None and (row.slug, row.stamp) == (name, stamp)
@@ -159,16 +161,12 @@ class Workspace:
         modified = max((modified for _, modified, _ in stamp), default=0)
         when = datetime.fromtimestamp(modified / 1e9, UTC).strftime(_TIME)
         try:
-            if kind := self._kind(folder):
-                return RunRow(name, folder, stamp, folder.parent.name, when, OTHER, kind)
+            self._check_link(folder / MANIFEST)
+            if kind := read_object(folder / MANIFEST).get("kind"):
+                return RunRow(name, folder, stamp, folder.parent.name, when, OTHER, str(kind))
             return _row(self._open(folder), name, stamp)
         except Exception as error:
             return RunRow(name, folder, stamp, folder.parent.name, when, DAMAGED, _reason(error, folder))
-
-    def _kind(self, folder: Path) -> str:
-        """The command that a folder is of, where that is not ``kvbench sweep``."""
-        self._check_link(folder / MANIFEST)
-        return str(read_object(folder / MANIFEST).get("kind") or "")
 
     def _open(self, folder: Path) -> Run:
         for path, names, files in os.walk(folder):
@@ -185,13 +183,6 @@ class Workspace:
             raise UsageError(f"{path.name} is a link that leads out of the folder, which is not followed")
 
 
-def _free_slug(folder: Path, taken: set[str]) -> str:
-    """Letters, digits, dots, dashes and underscores: good in an address and as a file's name."""
-    name = f"{slug(folder.parent.name)}-{slug(folder.name)}"[:_LONGEST_SLUG]
-    numbered = (name if number == 1 else f"{name}-{number}" for number in itertools.count(1))
-    return next(each for each in numbered if each not in taken)
-
-
 def _stamp(folder: Path) -> Stamp:
     """Changes when one of the files does that a row is made of."""
     states = []
@@ -203,14 +194,16 @@ def _stamp(folder: Path) -> Stamp:
 
 
 def _row(run: Run, name: str, stamp: Stamp) -> RunRow:
-    facts = run_facts(run)
+    facts, started = run_facts(run), run.manifest.started or ""
+    with suppress(ValueError):
+        started = datetime.fromisoformat(started).astimezone(UTC).strftime(_TIME)
     cells = [CellRow(f"{name}/{c.cell_id}", f"{c.name}, {c.load.short}", c.doubt) for c in run.by_load]
     return RunRow(
         slug=name,
         folder=run.folder,
         stamp=stamp,
         workload=run.workload,
-        started=_time(run.manifest.started or ""),
+        started=started,
         state=validity(run).status,
         sentence=Decision.of(run).headline,  # the verdict on a run, here only
         model=facts.get("model", ""),
@@ -220,14 +213,7 @@ def _row(run: Run, name: str, stamp: Stamp) -> RunRow:
     )
 
 
-def _time(started: str) -> str:
-    try:
-        return datetime.fromisoformat(started).astimezone(UTC).strftime(_TIME)
-    except ValueError:
-        return started
-
-
 def _reason(error: Exception, folder: Path) -> str:
-    """What is wrong with a folder, in a sentence: ours, or what Python said of it."""
+    """Says what is wrong with a folder in a sentence: ours, or Python's."""
     text = str(error) if isinstance(error, ValueError) else f"its files are damaged ({type(error).__name__}: {error})"
     return shorten(text.replace(str(folder), folder.name), _LONGEST_REASON, placeholder=" ...")

@@ -49,7 +49,7 @@ def stored_comparison(path: Path, base: np.ndarray, candidate: np.ndarray, cells
         "cpu": {"model": "a processor", "cores": 2},
         "started": "2026-01-01T00:00:00+00:00", "ended": "2026-01-01T00:10:00+00:00",
     }  # fmt: skip
-    write_json(folder.manifest_path, manifest)
+    write_json(folder.path / "manifest.json", manifest)
     for side, values in zip(SIDES, (base, candidate), strict=True):
         for pair, of_pair in enumerate(values, 1):
             for row, of_cell in zip(rows, of_pair, strict=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvbench.gate.counters.judge import Commands, accept, judge
+from kvbench.gate.counters.judge import GateCommands, accept, judge
 from kvbench.gate.counters.lock import read_lock
 from kvbench.gate.counters.replay import Replayed, replay_all
 from kvbench.gate.counters.workload import CounterWorkload, read_counter_workload
@@ -55,5 +55,5 @@ class Gate:
         """Of the file and the lock as they are now; the runs are made now unless given."""
         workload = self.read()
         first = first or replay_all(workload.scenarios)
-        commands = Commands(self.workload_path, self.lock_path)
+        commands = GateCommands(self.workload_path, self.lock_path)
         return judge(workload, read_lock(self.lock_path), first, second or first, commands, {"name": "now"})

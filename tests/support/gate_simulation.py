@@ -19,7 +19,7 @@ import numpy as np
 
 from kvbench.gate.compare.conclude import look_points
 from kvbench.gate.compare.pair_runner import ATTEMPTS
-from kvbench.gate.timing.pairs import Hypothesis, PairTable, hypotheses
+from kvbench.gate.timing.pairs import HarmHypothesis, PairTable, hypotheses
 from kvbench.gate.timing.rules import DEFAULT_RULES, Look
 from kvbench.gate.timing.signflip import adjusted_p, scaled
 
@@ -143,7 +143,7 @@ def _stops(clock: np.ndarray, failed: np.ndarray, rng: np.random.Generator) -> I
         yield stops
 
 
-def harms(log_ratio: np.ndarray) -> tuple[tuple[Hypothesis, ...], np.ndarray]:
+def harms(log_ratio: np.ndarray) -> tuple[tuple[HarmHypothesis, ...], np.ndarray]:
     """The hypotheses, and [runs, pairs, hypotheses]; they are sums of log ratios: each is made once."""
     runs, pairs, cells, metrics = log_ratio.shape
     made = hypotheses(table(np.eye(cells * metrics).reshape(-1, cells, metrics)))

@@ -110,16 +110,13 @@ class Build:
 
     @property
     def env(self) -> dict[str, str | None]:
-        """Environment variables for a server of this build (None: unset)."""
         return _variables(self.folder, self.how)
 
     @property
     def digest(self) -> str:
-        """A digest of the installed versions."""
         return _sha256(sorted(self.versions.items()))[:16]
 
     def facts(self) -> dict[str, object]:
-        """What a manifest keeps of it."""
         return asdict(self.commit) | {
             "repo": str(self.commit.repo),
             "short_sha": self.commit.sha[:7],
@@ -429,8 +426,7 @@ def _variables(folder: Path, how: str, *, importable: bool = True) -> dict[str, 
 def installed_versions(folder: Path, how: str) -> dict[str, str]:
     """The versions in the environment of the build in ``folder``.
 
-    Raises MeasurementError when its Python does not start, or would import our packages from elsewhere than its source:
-    then something else would be measured.
+    Raises MeasurementError when its Python does not start, or would import our packages from elsewhere than its source.
     """
     python, source = folder / "env" / "bin" / "python", folder / "source"
     env = {k: v for k, v in {**os.environ, **_variables(folder, how)}.items() if v is not None}

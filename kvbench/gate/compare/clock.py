@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import monotonic
 
 LAUNCH = "launch"  # the work of starting one server
-_SIDE = "{}: one side"  # of a configuration in a pair
+ONE_SIDE = "{}: one side"  # of a configuration in a pair
 
 
-class OutOfTimeError(Exception):
+class DeadlineError(Exception):
     """--max-minutes are over, or would be before what is to begin had ended."""
 
 
@@ -26,7 +26,6 @@ class Clock:
 
     @classmethod
     def of(cls, max_minutes: float | None) -> Clock:
-        """Begins now."""
         now = monotonic()
         return cls(now, math.inf if max_minutes is None else now + 60 * max_minutes)
 
@@ -38,14 +37,10 @@ class Clock:
     def left_s(self) -> float:
         return self.deadline - monotonic()
 
-    def check(self) -> None:
-        """Cuts work at hand. Raises OutOfTimeError."""
-        self.require(0.0)
-
-    def require(self, seconds: float) -> None:
-        """Raises OutOfTimeError where so much time is not left."""
+    def require(self, seconds: float = 0.0) -> None:
+        """Raises DeadlineError where so much time is not left."""
         if seconds > self.left_s:
-            raise OutOfTimeError
+            raise DeadlineError
 
     def expected_s(self, work: str, unknown: float = 0.0) -> float:
         """The time that ``work`` takes, by those that it took before; ``unknown`` if it was never done."""
@@ -53,13 +48,7 @@ class Clock:
 
     def attempt_s(self, key: str) -> float:
         """An attempt at both sides of the configuration ``key``: as earlier ones, else two sides, else two launches."""
-        return self.expected_s(key, 2 * self.expected_s(_SIDE.format(key), self.expected_s(LAUNCH)))
-
-    def attempt(self, key: str) -> AbstractContextManager[None]:
-        return self.spend(key, self.attempt_s(key))
-
-    def side(self, key: str) -> AbstractContextManager[None]:
-        return self.spend(_SIDE.format(key), self.expected_s(LAUNCH))
+        return self.expected_s(key, 2 * self.expected_s(ONE_SIDE.format(key), self.expected_s(LAUNCH)))
 
     @contextmanager
     def spend(self, work: str, unknown: float = 0.0) -> Iterator[None]:

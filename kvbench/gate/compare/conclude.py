@@ -22,7 +22,7 @@ from kvbench.common.text import csv_cell, plural
 from kvbench.gate.compare.folder import LOCKSTEP, TWINS, CompareFolder, CompareManifest, FailedAttempt
 from kvbench.gate.compare.served_check import served_findings, served_notes
 from kvbench.gate.policy import Policy
-from kvbench.gate.timing.explain import ByCell, moved_between, where_it_went
+from kvbench.gate.timing.explain import moved_between, where_it_went
 from kvbench.gate.timing.judge import Judgement, judge, sentence
 from kvbench.gate.timing.pairs import PairTable, hypotheses
 from kvbench.gate.timing.plan import BASE, CANDIDATE, SIDES, PairedCell
@@ -50,7 +50,6 @@ def read_values(
 def read_table(
     folder: CompareFolder, cells: Sequence[PairedCell], rules: TimingRules, pairs: Sequence[int]
 ) -> PairTable:
-    """Reads pairs as a table. Raises ValueError where they cannot be compared."""
     values, names = read_values(folder, cells, rules.metrics, pairs), [cell.name for cell in cells]
     classes = [rules.class_of(name) for name in names]
     return PairTable.from_values(values[BASE], values[CANDIDATE], names, classes, rules.metrics)
@@ -76,7 +75,7 @@ def write_pairs(folder: CompareFolder, manifest: CompareManifest, metrics: Seque
 
 
 def look_points(rules: TimingRules, early: Sequence[int] = ()) -> list[int]:
-    """The numbers of pairs after which a look was or will be taken.
+    """The numbers of pairs after which looks are taken.
 
     ``early``: after how many pairs --max-minutes ended the comparison. The look taken there spent the alpha of the next
     planned look, which is left out when the comparison goes on. It spent none if the smallest p of so few pairs,
@@ -111,24 +110,16 @@ def conclude(folder: CompareFolder, manifest: CompareManifest, policy: Policy, *
     rules, cells, by_the_clock = _with_full_titles(policy.timing, manifest), manifest.cells, manifest.void is None
     there = folder.whole_pairs(cells)
     measured = there if pairs is None else min(pairs, there)
-    common = Verdict(
-        "compare", PASS, "",
-        base=manifest.base.to_json(),
-        candidate=manifest.candidate.to_json(),
-        reproduce=manifest.reproduce,
-        facts=_facts(manifest) | policy.facts() | {"pairs": measured},
-    )  # fmt: skip
-    notes = [*manifest.notes, *_cache_notes(manifest)]
-    notes += [f"base and candidate differ: {difference}" for difference in manifest.differences]
-    extra = _attempt_findings(manifest)
+    common, extra = _without_findings(manifest, policy, measured), _attempt_findings(manifest)
     if not measured:
+        notes = _end_notes(folder, manifest, rules.looks[0].pairs, goes_on=by_the_clock)
         if manifest.stopped and by_the_clock:
-            extra = (_no_whole_pair(manifest.stopped), *extra)
+            title, text = "a pair is measured in the time allowed", "No pair is whole, so nothing can be said"
+            text = f"{manifest.stopped}. {text}"
+            extra = (Finding("measured/time", "measured", title, INCONCLUSIVE, text), *extra)
         outcome = worst([f.outcome for f in extra])
-        nothing = f"nothing was compared: {_why_no_pair(folder, cells)}"
-        text = next((f.sentence for f in extra if f.outcome == outcome), nothing)
-        notes += _end_notes(folder, manifest, rules.looks[0].pairs, goes_on=by_the_clock)
-        return replace(common, outcome=outcome, sentence=text, findings=extra, notes=tuple(notes))
+        text = next((f.sentence for f in extra if f.outcome == outcome), "") or _why_nothing(folder, cells)
+        return replace(common, outcome=outcome, sentence=text, findings=extra, notes=(*common.notes, *notes))
     try:
         judgement = look_at(read_table(folder, cells, rules, range(1, measured + 1)), rules, manifest.early_looks)
     except ValueError as error:
@@ -136,10 +127,10 @@ def conclude(folder: CompareFolder, manifest: CompareManifest, policy: Policy, *
     look = {"pairs": judgement.pairs, "look": judgement.look.pairs, "alpha": judgement.look.alpha}
     tested = judgement.findings
     served = served_findings(folder, tested) if pairs is None else ()  # a look is at pairs alone
-    extra, notes = (*extra, *served), [*notes, *served_notes(served)]
-    moved = ()
+    extra, notes, moved = (*extra, *served), [*common.notes, *served_notes(served)], ()
     if judgement.outcome == FAIL:
-        counters = _read_counters(folder, cells, judgement.pairs)
+        judged = range(1, judgement.pairs + 1)
+        counters = {c.name: {s: [folder.counters(c, s, pair) for pair in judged] for s in SIDES} for c in cells}
         moved = moved_between(counters, tested)
         if where := where_it_went(moved, tested, counters):
             notes.insert(0, where)
@@ -153,20 +144,40 @@ def conclude(folder: CompareFolder, manifest: CompareManifest, policy: Policy, *
     notes += _end_notes(folder, manifest, max(0, rules.looks[-1].pairs - measured), goes_on=more_time_helps)
     if manifest.doubt:  # in the sentence itself: who reads no further must see it
         text = f"{text} ({manifest.doubt})"
-    return replace(
-        common,
-        outcome=outcome,
-        sentence=text,
-        findings=(*extra, *tested),
-        moved=moved,
-        notes=(*notes, *judgement.notes),
-        facts=common.facts | look,
-    )
+    judged_as = {"outcome": outcome, "sentence": text, "findings": (*extra, *tested), "moved": moved}
+    return replace(common, **judged_as, notes=(*notes, *judgement.notes), facts=common.facts | look)
 
 
-def _no_whole_pair(stopped: str) -> Finding:
-    text = f"{stopped}. No pair is whole, so nothing can be said"
-    return Finding("measured/time", "measured", "a pair is measured in the time allowed", INCONCLUSIVE, text)
+def _without_findings(manifest: CompareManifest, policy: Policy, measured: int) -> Verdict:
+    """The verdict before anything is judged: the sides, the facts and the notes."""
+    facts = {
+        "started": manifest.started,
+        "ended": manifest.ended,
+        "machine": f"{manifest.cpu.model}, {manifest.cpu.cores} cores",
+        "gpus": [gpu.name for gpu in manifest.gpus],
+        "method": manifest.method,
+        "order_seed": manifest.order_seed,
+        "voids": len(manifest.voids),
+    }
+    apart = [
+        f"{key}: the prefix cache of {sides[0]} can be emptied by a new server only, so each of its loads has one of "
+        "its own, and the other side's have one together: first requests may differ by that"
+        for key, sides in sorted(manifest.apart.items())
+        if len(sides) == 1
+    ]
+    differences = [f"base and candidate differ: {difference}" for difference in manifest.differences]
+    sides = {side: manifest.of(side).to_json() for side in SIDES}
+    facts |= policy.facts() | {"pairs": measured}
+    notes = (*manifest.notes, *apart, *differences)
+    return Verdict("compare", PASS, "", **sides, reproduce=manifest.reproduce, notes=notes, facts=facts)
+
+
+def _why_nothing(folder: CompareFolder, cells: Sequence[PairedCell]) -> str:
+    for side, cell in itertools.product(folder.stored, cells):
+        if not (done := folder.load(cell, side, 1) / DONE).is_file():
+            lost = f"{side} has no {done}: the comparison needs the files of each repeat"
+            return f"nothing was compared: {lost}: give runs whose folders are whole"
+    return "nothing was compared: no pair was measured"
 
 
 def _end_notes(folder: CompareFolder, manifest: CompareManifest, pairs: int, *, goes_on: bool) -> list[str]:
@@ -175,29 +186,22 @@ def _end_notes(folder: CompareFolder, manifest: CompareManifest, pairs: int, *, 
         return []
     if not goes_on:
         return [f"{manifest.stopped}."]
-    pair_s = max(manifest.seconds, default=manifest.pair_s)
-    minutes = math.ceil(pairs * pair_s / 60)
+    minutes = math.ceil(pairs * max(manifest.seconds, default=manifest.pair_s) / 60)
     way = folder.resume_command(manifest.subcommand) + (f" --max-minutes {minutes}" if minutes else "")
     return [f"go on with: {way}"]
 
 
 def _with_full_titles(rules: TimingRules, manifest: CompareManifest) -> TimingRules:
-    """Adds the clock of their times to the titles of the metrics, and that a throughput is of the whole run.
-
-    No reader may take them for served ones.
-    """
-
-    def title(metric: MetricRule) -> str:
-        window = window_of(metric.name)
-        return f"{metric.title}{f' ({window})' if window else ''}{_CLOCK_NAMES.get(manifest.method, '')}"
-
-    return replace(rules, metrics=tuple(replace(each, title=title(each)) for each in rules.metrics))
+    metrics, clock = [], _CLOCK_NAMES.get(manifest.method, "")
+    for metric in rules.metrics:
+        window = f" ({words})" if (words := window_of(metric.name)) else ""
+        metrics.append(replace(metric, title=f"{metric.title}{window}{clock}"))
+    return replace(rules, metrics=tuple(metrics))
 
 
 def finished_verdict(folder: CompareFolder, policy: Policy) -> Verdict | None:
     """The verdict of a complete comparison, None where more pairs may still change it."""
-    manifest = folder.manifest()
-    if manifest.status != "complete":
+    if (manifest := folder.manifest()).status != "complete":
         return None
     verdict = conclude(folder, manifest, policy)
     return verdict if manifest.stopped is None or verdict.outcome in (FAIL, PASS) else None
@@ -257,18 +261,17 @@ def _attempt_findings(manifest: CompareManifest) -> tuple[Finding, ...]:
     failing, given_up = _failing_servers(manifest.voids), manifest.void
     if given_up is None or (failing and failing[0].outcome == FAIL):
         return failing
-    attempts = [each for each in manifest.voids if (each.pair, each.turn) == (given_up.pair, given_up.turn)]
+    attempts = [attempt for attempt in manifest.voids if (attempt.pair, attempt.turn) == (given_up.pair, given_up.turn)]
     attempts = [each for each in attempts if each.resume == attempts[-1].resume]  # those that it was given up after
-    turn = given_up.turn
+    turn, details = given_up.turn, tuple(map(_attempt_line, attempts))
     text = f"{turn} could not be measured in {plural(len(attempts), 'attempt')}: {attempts[-1]}"
-    details = tuple(map(_attempt_line, attempts))
     return Finding(f"measured/{turn}", CELL, f"{turn} is measured", INVALID, text, details=details), *failing
 
 
 def _failing_servers(attempts: Sequence[FailedAttempt]) -> tuple[Finding, ...]:
     """The finding on servers that failed while the other side's did not; empty if there are none."""
-    alone = {side: [each for each in attempts if each.blamed == side] for side in SIDES}
-    base, candidate = (len(alone[side]) for side in SIDES)
+    of_base, of_candidate = ([attempt for attempt in attempts if attempt.blamed == side] for side in SIDES)
+    base, candidate = len(of_base), len(of_candidate)
     if not base + candidate:
         return ()
     p = float(stats.binomtest(candidate, base + candidate, 0.5, alternative="greater").pvalue)
@@ -277,54 +280,13 @@ def _failing_servers(attempts: Sequence[FailedAttempt]) -> tuple[Finding, ...]:
     if outcome == INCONCLUSIVE:
         text += ": too few to tell it from chance, but it did not finish all that it was given"
     if candidate:
-        text += f"; the last time: {'; '.join(alone[CANDIDATE][-1].faults[CANDIDATE])}"
-    return (
-        Finding(
-            "served", CELL, "servers that fail", outcome, text, base=float(base), candidate=float(candidate),
-            higher_is_better=False, p=p, details=tuple(map(_attempt_line, (*alone[CANDIDATE], *alone[BASE]))),
-        ),
-    )  # fmt: skip
+        text += f"; the last time: {'; '.join(of_candidate[-1].faults[CANDIDATE])}"
+    numbers = {"base": float(base), "candidate": float(candidate), "higher_is_better": False, "p": p}
+    lines = tuple(map(_attempt_line, (*of_candidate, *of_base)))
+    return (Finding("served", CELL, "servers that fail", outcome, text, **numbers, details=lines),)
 
 
 def _attempt_line(attempt: FailedAttempt) -> str:
     resume = f" after resume {attempt.resume}" if attempt.resume else ""
     where = f"pair {attempt.pair}" if attempt.pair else attempt.turn
     return f"{where}, attempt {attempt.attempt}{resume} ({attempt.first} first): {attempt}"
-
-
-def _cache_notes(manifest: CompareManifest) -> list[str]:
-    """A note for each configuration where only one side had a new server for each load."""
-    return [
-        f"{key}: the prefix cache of {sides[0]} can be emptied by a new server only, so each of its loads has one of "
-        "its own, and the other side's have one together: first requests may differ by that"
-        for key, sides in sorted(manifest.apart.items())
-        if len(sides) == 1
-    ]
-
-
-def _why_no_pair(folder: CompareFolder, cells: Sequence[PairedCell]) -> str:
-    for side, cell in itertools.product(folder.stored, cells):
-        if not (done := folder.load(cell, side, 1) / DONE).is_file():
-            return (
-                f"{side} has no {done}: the comparison needs the files of each repeat: give "
-                "runs whose folders are whole"
-            )
-    return "no pair was measured"
-
-
-def _read_counters(folder: CompareFolder, cells: Sequence[PairedCell], pairs: int) -> ByCell:
-    """counters.json of each load: by cell name and side, in the order of the pairs."""
-    numbers = range(1, pairs + 1)
-    return {cell.name: {side: [folder.counters(cell, side, n) for n in numbers] for side in SIDES} for cell in cells}
-
-
-def _facts(manifest: CompareManifest) -> dict[str, object]:
-    return {
-        "started": manifest.started,
-        "ended": manifest.ended,
-        "machine": f"{manifest.cpu.model}, {manifest.cpu.cores} cores",
-        "gpus": [gpu.name for gpu in manifest.gpus],
-        "method": manifest.method,
-        "order_seed": manifest.order_seed,
-        "voids": len(manifest.voids),
-    }

@@ -25,7 +25,7 @@ from pydantic import ConfigDict, model_validator
 from kvbench.common.errors import UsageError
 from kvbench.common.files import read_json
 from kvbench.common.records import Record, read_record, write_record
-from kvbench.gate.compare.request import CompareRequest
+from kvbench.gate.compare.request import StoredRequest
 from kvbench.gate.policy import StoredPolicy
 from kvbench.gate.timing.plan import CANDIDATE, SIDES, Match, PairedCell
 from kvbench.runs.folder import DONE, MANIFEST, RunFolder, move_numbered
@@ -35,12 +35,11 @@ from kvbench.runs.server_info import ServerInfo
 KIND = "compare"
 LOCKSTEP, LAUNCHED, STORED_RUNS = "lockstep", "launched", "stored runs"
 TWINS = "twins"  # of older comparisons: they are judged, and not gone on with
-_Section = Mapping[str, Any] | None
 _WAY_OUT = "use the kvbench that measured it, or measure again"
 
 
 class SideFacts(Record):
-    """A side as it was given; of a git ref also its commit and build, of a stored run what its manifest says.
+    """A side as it was given, with the commit and build of a git ref, or what a stored run's manifest says.
 
     ``environment``: a digest of the installed versions; ``target``: as in a run's manifest.
     """
@@ -158,7 +157,7 @@ class CompareManifest(Environment):
     cells: tuple[PairedCell, ...]
     order_seed: int
     order: Mapping[str, Mapping[str, str]] = {}
-    options: CompareRequest = CompareRequest()
+    options: StoredRequest = StoredRequest()
     policy: StoredPolicy | None = None
     stored: Mapping[str, Path] = {}
     servers: Mapping[str, Mapping[str, ServerInfo]] = {}
@@ -183,7 +182,6 @@ class CompareManifest(Environment):
 
 
 def is_comparison(path: Path) -> bool:
-    """Tests whether the folder is of a comparison."""
     manifest = read_json(path / MANIFEST) if (path / MANIFEST).is_file() else None
     return isinstance(manifest, dict) and manifest.get("kind") == KIND
 
@@ -200,18 +198,14 @@ class CompareFolder:
         """The comparison in ``path``. Raises UsageError."""
         return cls(path, cls(path).manifest().stored)
 
-    @property
-    def manifest_path(self) -> Path:
-        return self.path / MANIFEST
-
     def manifest(self) -> CompareManifest:
         """Raises UsageError when it is not of a comparison, cannot be read, or has another format."""
-        if self.manifest_path.is_file() and not is_comparison(self.path):
+        if (self.path / MANIFEST).is_file() and not is_comparison(self.path):
             raise UsageError(f"{self.path} is not the folder of a comparison: give one such as results/compare/<time>")
-        return read_record(CompareManifest, self.manifest_path, _WAY_OUT)
+        return read_record(CompareManifest, self.path / MANIFEST, _WAY_OUT)
 
     def write(self, manifest: CompareManifest) -> None:
-        write_record(self.manifest_path, manifest)
+        write_record(self.path / MANIFEST, manifest)
 
     def resume_command(self, subcommand: str) -> str:
         """The command that goes on with it, from the current folder."""
@@ -233,7 +227,6 @@ class CompareFolder:
         return read_record(LoadResult, self.load(cell, side, pair) / DONE, _WAY_OUT) if is_done else None
 
     def counters(self, cell: PairedCell, side: str, pair: int) -> Mapping[str, float | None]:
-        """The server's counters over a load. Raises UsageError."""
         path = self.load(cell, side, pair) / "counters.json"
         return read_record(ServerCounters, path, _WAY_OUT).model_extra or {}
 

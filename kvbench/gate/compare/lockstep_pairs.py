@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,10 +85,8 @@ def why_not_lockstep(workloads: Sequence[PairedWorkload], log: Path) -> str | No
 
 
 def _requests(workload: PairedWorkload, side: str, cell: Cell, pair: int, times: int) -> Any:
-    choice = workload.sides[side].choice
-    known = workload.capacity[side][cell.configuration.config_id]
+    given, known = workload.sides[side].choice.workload, workload.capacity[side][cell.configuration.config_id]
     sizes = {"vocab_size": known.vocab_size, "max_model_len": known.max_model_len}
-    given = choice.workload
     try:
         return loads.requests_of(given.load, cell.load, seed=given.seed, repeat=pair, times=times, **sizes)
     except ValueError as error:  # of a later pair, whose lengths are drawn anew
@@ -100,7 +97,7 @@ def _same_cores(
     settings: Sequence[Mapping[str, Any]], infos: Iterable[Mapping[str, Any]], rng: random.Random
 ) -> list[int]:
     """Draws as many cores as either engine has threads; none for engines that use them all, or a GPU."""
-    threads = max(each.get("num_threads") or sys.maxsize for each in settings)
+    threads = max(engine.get("num_threads") or sys.maxsize for engine in settings)
     cores = sorted(os.sched_getaffinity(0))
     if threads >= len(cores) or any(info["resolved"]["device"] != "cpu" for info in infos):
         return []
@@ -127,11 +124,10 @@ class LockstepPairs:
 
     def measure(self, turn: Turn, sides: Sequence[str], pair: int) -> dict[str, list[Failure]]:
         failures: dict[str, list[Failure]] = {side: [] for side in SIDES}
-        workload = self.workloads[turn.match.workload]
         owner: dict[int, str] = {}
         try:
             with ExitStack() as stack:
-                self._measure(stack, workload, turn, sides, pair, owner)
+                self._measure(stack, turn, sides, pair, owner)
         except EngineFailedError as error:
             side = owner[id(error.process)]
             failures[side] = [Failure(c.cell_id, pair, str(error), of_server=True) for c in turn.match.cells(side)]
@@ -140,16 +136,8 @@ class LockstepPairs:
                 failures[side] = [Failure(c.cell_id, pair, str(error)) for c in turn.match.cells(side)]
         return failures
 
-    def _measure(
-        self,
-        stack: ExitStack,
-        workload: PairedWorkload,
-        turn: Turn,
-        sides: Sequence[str],
-        pair: int,
-        owner: dict[int, str],
-    ) -> None:
-        match, started = turn.match, time.monotonic()
+    def _measure(self, stack: ExitStack, turn: Turn, sides: Sequence[str], pair: int, owner: dict[int, str]) -> None:
+        match, started, workload = turn.match, time.monotonic(), self.workloads[turn.match.workload]
         rng = random.Random(f"kvbench-lockstep/{self.order_seed}/{pair}/{match.key}")
         self.show(f"pair {pair}: starting both engines of {match.key}")
         opened = []
@@ -183,45 +171,36 @@ class LockstepPairs:
         for index in turn.order:
             cells = {side: match.cells(side)[index] for side in sides}
             self.show(f"pair {pair}: {cells[sides[0]].cell_id}, both engines in turns")
-            times = self._times(match.names[index], workload, cells, pair, decode_step_s)
+            times = self._times(match.names[index], workload, sides[0], cells[sides[0]], pair, decode_step_s)
             stepped = {**cold_facts(cost, length), "times": times}
             facts = {"server_start_s": start_s, "lockstep": stepped, "machine": MachineReport()}
-            self._load(workload, cells, sides, pair, seats, rng, facts)
+            self._load(workload, cells, pair, seats, rng, facts)
 
-    def _times(
-        self,
-        name: str,
-        workload: PairedWorkload,
-        cells: Mapping[str, Cell],
-        pair: int,
-        decode_step_s: float,
-    ) -> int:
+    def _times(self, name: str, workload: PairedWorkload, side: str, cell: Cell, pair: int, step_s: float) -> int:
         """Guesses how often one pair computes the load, from how long the warm-up's decode steps took.
 
         Once in an open loop, which takes as long as its arrivals.
         """
-        known = self.facts.times
-        if next(iter(cells.values())).load.mode == "open":
+        if cell.load.mode == "open":
             return 1
-        if name not in known:
-            side, cell = next(iter(cells.items()))
+        if name not in self.facts.times:
             drawn = _requests(workload, side, cell, pair, 1)
-            steps = sum(r.max_tokens for r in drawn) / loads.users_of(cell.load)
-            once = _PREFILL_SHARE * steps * decode_step_s
+            steps = sum(request.max_tokens for request in drawn) / loads.users_of(cell.load)
             cells_in_all = sum(len(match.names) for each in self.workloads.values() for match in each.matches)
-            known[name] = max(1, math.ceil(max(_LEAST_S, PAIR_S / 2 / cells_in_all) / once))
-        return int(known[name])
+            wanted_s = max(_LEAST_S, PAIR_S / 2 / cells_in_all)
+            self.facts.times[name] = max(1, math.ceil(wanted_s / (_PREFILL_SHARE * steps * step_s)))
+        return self.facts.times[name]
 
     def _load(
         self,
         workload: PairedWorkload,
         cells: Mapping[str, Cell],
-        sides: Sequence[str],
         pair: int,
         seats: Mapping[str, TurnTaker],
         rng: random.Random,
         facts: Mapping[str, Any],
     ) -> None:
+        sides = list(cells)
         load, point = workload.sides[sides[0]].choice.workload.load, cells[sides[0]].load
         times = facts["lockstep"]["times"]
         # the same requests again where that makes the same steps, else others after them
@@ -229,7 +208,10 @@ class LockstepPairs:
         instruments = {}
         for side in sides:
             job = Job(workload.sides[side].choice.workload, self.folder.run(side, workload.name), check=self.check)
-            draw = partial(self._draw, workload, side, cells[side], draws)
+
+            def draw(point: LoadPoint, pair: int, side: str = side) -> RequestList:
+                return _requests(workload, side, cells[side], pair, draws)
+
             instruments[side] = loads.SteppedInstrument(job, seats[side], draw, keeps_requests=True)
             instruments[side].facts = dict(facts)
             instruments[side].begin(point, pair)
@@ -238,7 +220,3 @@ class LockstepPairs:
             loads.compute(list(instruments.values()), point, rng, facts["lockstep"]["turn_steps"], until)
         for side, instrument in instruments.items():
             instrument.measure(cells[side], pair)
-
-    @staticmethod
-    def _draw(workload: PairedWorkload, side: str, cell: Cell, draws: int, point: LoadPoint, pair: int) -> RequestList:
-        return _requests(workload, side, cell, pair, draws)

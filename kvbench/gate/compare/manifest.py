@@ -34,6 +34,9 @@ from kvbench.runs.resume import environment_differences
 from kvbench.runs.server_info import ServerInfo
 from kvbench.workload.file import Workload
 
+_EMPTY_AT_FIRST = (  # stored from the beginning
+    "order", "resumed", "voids", "void", "seconds", "pair_s", "pairs", "early_looks", "apart", "stopped", "ended",
+)  # fmt: skip
 _OF_A_BUILD = ("sha", "changes", "build", "environment")
 _NOT_RANDOM = (
     "stored runs, whose order was not random: the stated probabilities hold only if nothing but the candidate changed "
@@ -66,8 +69,6 @@ def new_comparison(
 ) -> CompareFolder:
     """A new folder with its manifest; ``given``: the workloads before the sides' own settings.
 
-    ``method``: how pairs are measured.
-
     Raises UsageError where it cannot be made, or stored runs are not comparable.
     """
     sides = workloads[0].sides
@@ -75,8 +76,11 @@ def new_comparison(
     differences = stored_differences(stored, workloads) if stored else []
     if differences and not request.force:
         raise UsageError(f"base and candidate differ: {'; '.join(differences)}; --force compares them all the same")
-    running = any(side.choice.runs_already for each in workloads for side in each.sides.values())
+    running = any(side.choice.runs_already for workload in workloads for side in workload.sides.values())
     folder = CompareFolder(create_run(request.output_dir, KIND, git_state()["short_sha"]).path, stored)
+    resolved = {w.name: {side: dict(w.sides[side].choice.workload.resolved) for side in SIDES} for w in workloads}
+    named = {side: sides[side].facts.model_copy(update={"name": sides[side].name}) for side in SIDES}
+    empty = {name: CompareManifest.model_fields[name].default for name in _EMPTY_AT_FIRST}
     manifest = CompareManifest(
         kind=KIND,
         status="incomplete",
@@ -84,34 +88,21 @@ def new_comparison(
         method=method,
         command=["kvbench", *sys.argv[1:]],
         reproduce=reproduce_command(request, sides, subcommand),
-        base=sides["base"].facts.model_copy(update={"name": sides["base"].name}),
-        candidate=sides["candidate"].facts.model_copy(update={"name": sides["candidate"].name}),
-        workloads={
-            each.name: {side: dict(each.sides[side].choice.workload.resolved) for side in SIDES} for each in workloads
-        },
+        **named,
+        workloads=resolved,
         given=tuple(GivenWorkload(workload=dict(each.resolved), profile=each.profile) for each in given),
         cells=_cells(workloads),
         order_seed=secrets.randbits(32) if request.order_seed is None else request.order_seed,
-        order={},
-        options=request.for_any_folder(pinned(sides["base"]), pinned(sides["candidate"])),
+        options=request.for_any_folder(*(pinned(sides[side]) for side in SIDES)),
         policy=policy.stored(),
         stored={side: path.resolve() for side, path in stored.items()},
         servers={side: {} for side in SIDES},
         differences=tuple(differences),
         notes=(*notes, *(note for each in workloads for note in each.notes)),
         doubt=_NOT_RANDOM if stored else _ONE_LAUNCH if running else None,
-        resumed=(),
-        voids=(),
-        void=None,
-        seconds=(),
-        pair_s=0.0,
-        pairs=0,
-        early_looks=(),
-        apart={},
         lockstep=LockstepFacts() if method == LOCKSTEP else None,
-        stopped=None,
         started=utc_now(),
-        ended=None,
+        **empty,
         **environment(),
     )
     folder.write(manifest)
@@ -133,7 +124,7 @@ def pinned(side: OpenSide) -> str:
 
 
 def _cells(workloads: Sequence[PairedWorkload]) -> tuple[PairedCell, ...]:
-    return tuple(cell for each in workloads for match in each.matches for cell in match.paired_cells)
+    return tuple(cell for workload in workloads for match in workload.matches for cell in match.paired_cells)
 
 
 def resume(manifest: CompareManifest, workloads: Sequence[PairedWorkload], *, force: bool) -> list[str]:
@@ -148,8 +139,8 @@ def resume(manifest: CompareManifest, workloads: Sequence[PairedWorkload], *, fo
     differences, remarks = environment_differences(manifest, now)
     for side in SIDES:
         then, here = manifest.of(side), workloads[0].sides[side].facts
-        known = [key for key in _OF_A_BUILD if key in then.model_fields_set]
-        changed = [key for key in known if getattr(then, key) != getattr(here, key)]
+        stored = [key for key in _OF_A_BUILD if key in then.model_fields_set]
+        changed = [key for key in stored if getattr(then, key) != getattr(here, key)]
         if "changes" in changed:
             differences.append(f"{side} is a working tree whose files have changed since")
         elif changed:
@@ -162,7 +153,7 @@ def resume(manifest: CompareManifest, workloads: Sequence[PairedWorkload], *, fo
     manifest.options = manifest.options.model_copy(update={"force": manifest.options.force or force})
     entry = Resumed(at=utc_now(), **now.fields(), forced=force, differences=tuple(differences), remarks=tuple(remarks))
     manifest.resumed = (*manifest.resumed, entry)
-    mixed = [f"--force: pairs were measured under different conditions: {each}" for each in differences]
+    mixed = [f"--force: pairs were measured under different conditions: {difference}" for difference in differences]
     manifest.notes = tuple(dict.fromkeys([*manifest.notes, *mixed]))
     return remarks
 
@@ -170,17 +161,15 @@ def resume(manifest: CompareManifest, workloads: Sequence[PairedWorkload], *, fo
 def stored_differences(stored: Mapping[str, Path], workloads: Sequence[PairedWorkload]) -> list[str]:
     """Lists what must be equal in two runs and is not: machine, versions, servers, requests; not their commits."""
     then, now = (RunFolder(stored[side]).manifest() for side in SIDES)
-    found, _ = environment_differences(then.model_copy(update={"git": GitState()}), now)
-    for match in (match for each in workloads for match in each.matches):
-        base, candidate = (
-            manifest.servers.get(match.of(side).config_id, ServerInfo())
-            for side, manifest in zip(SIDES, (then, now), strict=True)
-        )
-        found += server_differences(base, candidate, varied_settings(match))
+    differences, _ = environment_differences(then.model_copy(update={"git": GitState()}), now)
+    for match in (match for workload in workloads for match in workload.matches):
+        base = then.servers.get(match.base.config_id, ServerInfo())
+        candidate = now.servers.get(match.candidate.config_id, ServerInfo())
+        differences += server_differences(base, candidate, varied_settings(match))
     folder, cells = CompareFolder(Path(), stored), _cells(workloads)
     for repeat in range(1, folder.whole_pairs(cells) + 1):
-        found += request_differences(folder, cells, repeat)
-    return list(dict.fromkeys(found))
+        differences += request_differences(folder, cells, repeat)
+    return list(dict.fromkeys(differences))
 
 
 def server_differences(left: ServerInfo, right: ServerInfo, varied: frozenset[str] = frozenset()) -> list[str]:
@@ -192,16 +181,11 @@ def server_differences(left: ServerInfo, right: ServerInfo, varied: frozenset[st
     compared = [(key, left.fact(section, key), right.fact(section, key)) for section, key in facts]
     fingerprints = [server.fact("model", "weights_fingerprint") for server in (left, right)]
     if not all(fingerprints) and "model" not in varied:
-        compared.append(("model", _model_name(left), _model_name(right)))
+        paths = [each.fact("model", "name") or each.fact("served_model", "name") for each in (left, right)]
+        compared.append(("model", *(PurePosixPath(str(path)).name if path else None for path in paths)))
     names = sorted(left.versions)
     compared += [(f"version of {n}", *(server.fact("versions", n) for server in (left, right))) for n in names]
     return [f"{name} ({a} and {b})" for name, a, b in compared if None not in (a, b) and a != b]
-
-
-def _model_name(server: ServerInfo) -> str | None:
-    """The model's name without folders."""
-    name = server.fact("model", "name") or server.fact("served_model", "name")
-    return PurePosixPath(str(name)).name if name else None
 
 
 def varied_settings(match: Match) -> frozenset[str]:
@@ -228,25 +212,24 @@ def record_server(
         what = f"the server of {side} is not the one that was launched before for {names[side]}: {'; '.join(changed)}"
         _refuse_or_store(manifest, [what], "serve the same again, or start a new comparison", force=force)
     if None not in servers.values():
-        found = server_differences(*(servers[each] for each in SIDES), varied_settings(match))
-        _refuse_or_store(manifest, found, "make them the same", force=force)
+        differences = server_differences(*(servers[each] for each in SIDES), varied_settings(match))
+        _refuse_or_store(manifest, differences, "make them the same", force=force)
 
 
 def request_differences(folder: CompareFolder, cells: Sequence[PairedCell], pair: int) -> list[str]:
     """The cells whose two loads of a pair had different requests."""
-    found = []
+    different = []
     for cell in cells:
         loads = [folder.done(cell, side, pair) for side in SIDES]
-        given = {load.requests_sha256 for load in loads if load and load.requests_sha256}
-        if len(given) > 1:
-            found.append(f"requests of {cell.name}")
-    return found
+        if len({load.requests_sha256 for load in loads if load and load.requests_sha256}) > 1:
+            different.append(f"requests of {cell.name}")
+    return different
 
 
 def require_same_requests(folder: CompareFolder, manifest: CompareManifest, pair: int, *, force: bool) -> None:
     """Raises UsageError where the loads of a pair had different requests, unless ``force``: the manifest says so."""
-    found = request_differences(folder, manifest.cells, pair)
-    _refuse_or_store(manifest, found, "give both the same vocabulary, length and kind of server", force=force)
+    differences = request_differences(folder, manifest.cells, pair)
+    _refuse_or_store(manifest, differences, "give both the same vocabulary, length and kind of server", force=force)
 
 
 def _refuse_or_store(manifest: CompareManifest, found: Sequence[str], way_out: str, *, force: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvbench.gate.compare.clock import Clock
+from kvbench.gate.compare.clock import LAUNCH, ONE_SIDE, Clock
 from kvbench.gate.compare.folder import CompareFolder, FailedAttempt
 from kvbench.gate.timing.plan import CANDIDATE, SIDES, Turn
 from kvbench.gate.timing.rules import MetricRule
@@ -60,23 +60,21 @@ must swap the measured values and no more.
 """
 
 
-@dataclass(frozen=True)
-class LaunchedPairs:
-    """One side after the other, each on a new server. ``runners``: by side and workload."""
+def measure_launched(
+    runners: Mapping[tuple[str, str], BlockRunner], clock: Clock, turn: Turn, sides: Sequence[str], pair: int
+) -> dict[str, list[Failure]]:
+    """Measures one side after the other, each on a new server. ``runners``: by side and workload.
 
-    runners: Mapping[tuple[str, str], BlockRunner]
-    clock: Clock = field(default_factory=Clock)
-
-    def measure(self, turn: Turn, sides: Sequence[str], pair: int) -> dict[str, list[Failure]]:
-        """Raises OutOfTimeError before a side that would not end in time."""
-        failures = {}
-        for side in sides:
-            runner = self.runners[side, turn.match.workload]
-            before = len(runner.failures)
-            with self.clock.side(turn.match.key):
-                runner.run_block(turn.match.block(side, pair, turn.order))
-            failures[side] = runner.failures[before:]
-        return failures
+    Raises DeadlineError before a side that would not end in time.
+    """
+    failures = {}
+    for side in sides:
+        runner = runners[side, turn.match.workload]
+        before = len(runner.failures)
+        with clock.spend(ONE_SIDE.format(turn.match.key), clock.expected_s(LAUNCH)):
+            runner.run_block(turn.match.block(side, pair, turn.order))
+        failures[side] = runner.failures[before:]
+    return failures
 
 
 @dataclass(frozen=True)
@@ -99,7 +97,7 @@ class PairRunner:
     def run(self, turns: Sequence[Turn], pair: int) -> FailedAttempt | None:
         """Measures what is missing of the pair; returns the last attempt at a part that it gave up.
 
-        Raises OutOfTimeError.
+        Raises DeadlineError.
         """
         for turn in turns:
             if self.folder.is_whole(turn.match.paired_cells, pair):
@@ -107,7 +105,7 @@ class PairRunner:
 
             def attempt(sides: Sequence[str], number: int, turn: Turn = turn) -> tuple[Reasons, Reasons]:
                 self.folder.set_aside(turn.match, pair)  # half a pair is none: its other half was at another time
-                with self.clock.attempt(turn.match.key):
+                with self.clock.spend(turn.match.key, self.clock.attempt_s(turn.match.key)):
                     failures = self.measure_pair(turn, sides, pair)
                 return self._judge(turn, pair, failures)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from kvbench.common.packages import REPOSITORY
 from kvbench.common.records import Record
@@ -14,7 +14,12 @@ OF_AN_EXECUTION = ("resume", "max_minutes", "output_dir", "force")  # options th
 
 
 class CompareRequest(Record):
-    """The options by their names; ``noise`` is of ``compare``, ``pairs`` and ``store`` are of ``calibrate``."""
+    """The options by their names; ``noise`` is of ``compare``, ``pairs`` and ``store`` are of ``calibrate``.
+
+    Raises ValueError for a name that is none of them.
+    """
+
+    model_config = ConfigDict(extra="forbid")
 
     base: str | None = None
     candidate: str | None = None
@@ -55,22 +60,15 @@ class CompareRequest(Record):
 
     @property
     def repository(self) -> Path:
-        """The repository that git refs are looked for in."""
         return self.repo or REPOSITORY
 
-    def for_any_folder(self, base: str, candidate: str) -> CompareRequest:
+    def for_any_folder(self, base: str, candidate: str) -> StoredRequest:
         """The request with these sides and absolute paths: it may be resumed from another folder."""
         paths = {name: path.resolve() for name in _PATHS if (path := getattr(self, name))}
-        workloads = tuple(str(Path(each).resolve()) for each in self.workloads)
-        return self.model_copy(update=paths | {"workloads": workloads, "base": base, "candidate": candidate})
-
-    def resumed_by(self, request: CompareRequest) -> CompareRequest:
-        """This request, of a comparison that has begun, with what ``request`` says of its execution."""
-        changed = {name: getattr(request, name) for name in OF_AN_EXECUTION}
-        return self.model_copy(update=changed | {"force": self.force or request.force})
+        workloads = tuple(str(Path(workload).resolve()) for workload in self.workloads)
+        return StoredRequest(**self.fields() | paths | {"workloads": workloads, "base": base, "candidate": candidate})
 
     def words(self, subcommand: str, sides: Sequence[str]) -> list[str]:
-        """The command that asks for it, with ``sides`` as its arguments."""
         words = ["kvbench", subcommand, *sides]
         for name in _REPEATED:
             value, flag = getattr(self, name), _FLAGS.get(name, f"--{name.replace('_', '-')}")
@@ -80,6 +78,17 @@ class CompareRequest(Record):
                 for each in value if isinstance(value, tuple) else (value,):
                     words += [flag, str(each)]
         return words
+
+
+class StoredRequest(CompareRequest):
+    """The request as a manifest keeps it; options that only older versions had stay in it."""
+
+    model_config = ConfigDict(extra="allow")
+
+    def resumed_by(self, request: CompareRequest) -> StoredRequest:
+        """The request of a comparison that has begun, with what ``request`` says of its execution."""
+        changed = {name: getattr(request, name) for name in OF_AN_EXECUTION}
+        return self.model_copy(update=changed | {"force": self.force or request.force})
 
 
 _PATHS = ("policy", "repo", "noise", "store", "tokenizer", "tls_ca_file")

@@ -25,7 +25,7 @@ from kvbench.common.files import utc_now
 from kvbench.common.git import git_state
 from kvbench.common.text import clock, plural
 from kvbench.gate.compare.builds import Builds
-from kvbench.gate.compare.clock import Clock, OutOfTimeError, longest
+from kvbench.gate.compare.clock import Clock, DeadlineError, longest
 from kvbench.gate.compare.conclude import conclude, finished_verdict, look_points, pair_line, write_pairs
 from kvbench.gate.compare.folder import (
     KIND,
@@ -41,11 +41,11 @@ from kvbench.gate.compare.folder import (
 )
 from kvbench.gate.compare.lockstep_pairs import LockstepPairs, why_not_lockstep
 from kvbench.gate.compare.manifest import new_comparison, record_server, require_same_requests, resume
-from kvbench.gate.compare.pair_runner import LaunchedPairs, MeasurePair, PairRunner
+from kvbench.gate.compare.pair_runner import MeasurePair, PairRunner, measure_launched
 from kvbench.gate.compare.request import CompareRequest
 from kvbench.gate.compare.runner_noise import noise_notes, store_noise
 from kvbench.gate.compare.served_check import ServedCheck
-from kvbench.gate.compare.sides import RUN, PairedWorkload, Side, open_workloads, parse_side
+from kvbench.gate.compare.sides import RUN, PairedWorkload, PairSide, open_workloads, parse_side
 from kvbench.gate.policy import Policy, load_policy
 from kvbench.gate.timing.noise import FEWEST_PAIRS
 from kvbench.gate.timing.plan import BASE, SIDES, Match, Turn, turns
@@ -79,7 +79,7 @@ class _Plan:
     subcommand: str
     request: CompareRequest
     policy: Policy
-    sides: Mapping[str, Side]
+    sides: Mapping[str, PairSide]
     workloads: Sequence[Workload]
     folder: CompareFolder | None = None
 
@@ -118,8 +118,17 @@ def _make_plan(request: CompareRequest, subcommand: str, held: ExitStack) -> _Pl
     if request.resume is None:
         if not request.base or not request.candidate:
             raise UsageError("two sides are needed: write for example `kvbench compare main HEAD --workload FILE`")
-        sides = _sides(request)
-        return _Plan(subcommand, request, load_policy(request.policy), sides, _workloads(request, sides[BASE]))
+        policy, sides = load_policy(request.policy), _sides(request)
+        if sides[BASE].kind == RUN:
+            if request.workloads:
+                raise UsageError("--workload does not go with stored runs, which have their own: leave it out")
+            workloads = [stored_workload(RunFolder(Path(sides[BASE].text).expanduser()).manifest())]
+        elif request.workloads:
+            given = {"profile": request.profile, "overrides": request.overrides, "seed": request.seed}
+            workloads = [load_workload(path, **given) for path in request.workloads]
+        else:
+            raise UsageError("--workload is missing: write for example --workload workloads/mixed.yaml")
+        return _Plan(subcommand, request, policy, sides, workloads)
     folder = CompareFolder.open(request.resume)
     held.enter_context(folder.locked())
     manifest = folder.manifest()
@@ -130,20 +139,8 @@ def _make_plan(request: CompareRequest, subcommand: str, held: ExitStack) -> _Pl
     return _Plan(subcommand, begun, Policy.of(manifest.policy), _sides(begun), workloads, folder)
 
 
-def _sides(request: CompareRequest) -> dict[str, Side]:
+def _sides(request: CompareRequest) -> dict[str, PairSide]:
     return {side: parse_side(getattr(request, side), request.repository) for side in SIDES}
-
-
-def _workloads(request: CompareRequest, base: Side) -> list[Workload]:
-    """The files of --workload, or the workload of a stored run. Raises UsageError."""
-    if base.kind == RUN:
-        if request.workloads:
-            raise UsageError("--workload does not go with stored runs, which have their own: leave it out")
-        return [stored_workload(RunFolder(Path(base.text).expanduser()).manifest())]
-    if not request.workloads:
-        raise UsageError("--workload is missing: write for example --workload workloads/mixed.yaml")
-    given = {"profile": request.profile, "overrides": request.overrides, "seed": request.seed}
-    return [load_workload(path, **given) for path in request.workloads]
 
 
 def _run(plan: _Plan, console: Console, held: ExitStack) -> tuple[CompareFolder, Verdict | None]:
@@ -168,7 +165,12 @@ def _run(plan: _Plan, console: Console, held: ExitStack) -> tuple[CompareFolder,
         raise
     time = Clock.of(request.max_minutes)
     if folder is None:
-        folder = _begin(plan, workloads)
+        method, why = choose_method(request.method, workloads)
+        notes = [why] if why else []
+        if plan.subcommand == COMPARE:
+            names = [workload.name for workload in workloads]
+            notes = [*noise_notes(request, names, method, plan.policy.timing), *notes]
+        folder = new_comparison(request, plan.subcommand, method, plan.workloads, workloads, plan.policy, notes)
         held.enter_context(folder.locked())
     manifest = folder.manifest()
     if plan.folder is not None and not folder.stored:
@@ -189,19 +191,9 @@ def _run(plan: _Plan, console: Console, held: ExitStack) -> tuple[CompareFolder,
         raise
 
 
-def _begin(plan: _Plan, workloads: Sequence[PairedWorkload]) -> CompareFolder:
-    """The folder of a new comparison."""
-    method, why = choose_method(plan.request.method, workloads)
-    notes = [why] if why else []
-    if plan.subcommand == COMPARE:
-        names = [each.name for each in workloads]
-        notes = [*noise_notes(plan.request, names, method, plan.policy.timing), *notes]
-    return new_comparison(plan.request, plan.subcommand, method, plan.workloads, workloads, plan.policy, notes)
-
-
 def choose_method(wanted: str, workloads: Sequence[PairedWorkload]) -> tuple[str, str | None]:
     """Chooses how pairs are measured, with a note on its clock, or on why it is not the sharpest way. UsageError."""
-    if any(opened.stored for each in workloads for opened in each.sides.values()):
+    if any(opened.stored for workload in workloads for opened in workload.sides.values()):
         if wanted != AUTO:
             raise UsageError(f"--method {wanted} goes with what is measured, and stored runs are already: leave it out")
         return STORED_RUNS, None
@@ -296,7 +288,7 @@ class ComparisonRun:
 
     @property
     def matches(self) -> list[Match]:
-        return [match for each in self.workloads for match in each.matches]
+        return [match for workload in self.workloads for match in workload.matches]
 
     def execute(self) -> Verdict | None:
         """Measures what is missing and returns the verdict, None when it was interrupted."""
@@ -306,27 +298,27 @@ class ComparisonRun:
         with orderly_end(self.folder.path, next_step, self._say) as work:
             with status_line(self.console, "starting") as status:
                 self.check, self.show = work.check, _Elapsed(status)
-                stopped = self._compile() or self._measure()
-                if self.manifest.method == LOCKSTEP and self.stop_early:
-                    stopped = self._check_served() or stopped
+                if self.manifest.method == LOCKSTEP:
+                    stopped = self._measure()
+                    stopped = (self._check_served() if self.stop_early else None) or stopped
+                else:
+                    stopped = self._compile() or self._measure()
             return self.finish(stopped)
         return None
 
     def _compile(self) -> str | None:
         """The launches that may compile; why measuring cannot begin after them, None if it can."""
-        if self.manifest.method == LOCKSTEP:
-            return None
         try:
-            for each in self.workloads:
-                each.compile(self.folder.path, self._say, self.show, self._check_time, self.clock)
-        except OutOfTimeError:
+            for workload in self.workloads:
+                workload.compile(self.folder.path, self._say, self.show, self._check_time, self.clock)
+        except DeadlineError:
             pair = self.folder.whole_pairs(self.manifest.cells) + 1
             return f"{self._over(pair)}: servers were still being launched for the first time"
         return None
 
     def _check_time(self) -> None:
         self.check()
-        self.clock.check()
+        self.clock.require()
 
     def _over(self, pair: int) -> str:
         most = f"{'up to ' if self.stop_early else ''}{plural(self.pairs, 'pair')}"
@@ -385,15 +377,9 @@ class ComparisonRun:
         """Measures pair after pair; returns why it ended early, None if a look decided or the last one was taken."""
         manifest, measured = self.manifest, 0
         looks = look_points(self.policy.timing, manifest.early_looks)
-        runner = PairRunner(
-            self.folder,
-            self._way_to_measure(),
-            self.policy.timing.metrics,
-            self._on_measured,
-            self._on_failed,
-            len(manifest.resumed),
-            self.clock,
-        )
+        on_events, metrics = (self._on_measured, self._on_failed), self.policy.timing.metrics
+        way, resumed = self._way_to_measure(), len(manifest.resumed)
+        runner = PairRunner(self.folder, way, metrics, *on_events, resumed, self.clock)
         for pair in range(1, self.pairs + 1):
             if not self.folder.is_whole(manifest.cells, pair):
                 if stopped := self._measure_pair(runner, pair, measured):
@@ -413,11 +399,11 @@ class ComparisonRun:
             self._require_time_for_a_verdict(pair - 1, known_s)
         try:
             self.clock.require(self._pair_s())
-        except OutOfTimeError:
+        except DeadlineError:
             return self._over(pair)
         try:
             given_up = runner.run(turns(self.matches, pair, manifest.order_seed), pair)
-        except OutOfTimeError:
+        except DeadlineError:
             return f"{self._over(pair)}: pair {pair} was cut"
         if given_up:
             manifest.void = GivenUp(pair, given_up.turn)
@@ -478,9 +464,9 @@ class ComparisonRun:
 
     def _way_to_measure(self) -> MeasurePair:
         if self.manifest.method != LOCKSTEP:
-            return LaunchedPairs(self._runners(), self.clock).measure
+            return partial(measure_launched, self._runners(), self.clock)
         facts = self.manifest.lockstep = self.manifest.lockstep or LockstepFacts()
-        workloads = {each.name: each for each in self.workloads}
+        workloads = {workload.name: workload for workload in self.workloads}
         limit, seed = self.request.start_timeout or OPEN_LIMIT_S, self.manifest.order_seed
         pairs = LockstepPairs(self.folder, workloads, facts, seed, self._on_engine, limit, self.show, self._check_time)
         return pairs.measure
@@ -490,17 +476,10 @@ class ComparisonRun:
         for each, side in itertools.product(self.workloads, SIDES):
             run, choice = self.folder.run(side, each.name), each.sides[side].choice
             run.path.mkdir(parents=True, exist_ok=True)
-            job = Job(
-                choice.workload,
-                run,
-                choice.new_target,
-                LoadsShown(self.show),
-                self._check_time,
-                on_server=partial(self._on_server, each, side),
-                capacity=each.capacity[side],
-                calibrate=calibrator,
-                poll_s=POLL_S,
-            )
+            given = {"capacity": each.capacity[side], "calibrate": calibrator, "poll_s": POLL_S}
+            given["on_server"] = partial(self._on_server, each, side)
+            listener = LoadsShown(self.show)
+            job = Job(choice.workload, run, choice.new_target, listener, self._check_time, **given)
             runners[side, each.name] = BlockRunner(HttpInstrument(job))
         return runners
 
@@ -512,13 +491,12 @@ class ComparisonRun:
         for note in new:
             self._say(f"note: {note}")
         served = ModelInfo(**dataclasses.asdict(target.model))
-        self._record(match, side, info.model_copy(update={"served_model": served}), alone=block.alone)
+        info, force = info.model_copy(update={"served_model": served}), self.request.force
+        record_server(self.manifest, match, side, info, alone=block.alone, force=force)
 
     def _on_engine(self, workload: PairedWorkload, side: str, match: Match, info: Mapping[str, Any]) -> None:
         """Does what ``_on_server`` does, for an engine without a server."""
-        said = ServerInfo.read(info)
-        served = ModelInfo(**{name: said.fact("model", name) for name in ("name", "vocab_size", "max_model_len")})
-        self._record(match, side, said.model_copy(update={"served_model": served}), alone=False)
-
-    def _record(self, match: Match, side: str, info: ServerInfo, *, alone: bool) -> None:
-        record_server(self.manifest, match, side, info, alone=alone, force=self.request.force)
+        engine = ServerInfo.read(info)
+        served = ModelInfo(**{name: engine.fact("model", name) for name in ("name", "vocab_size", "max_model_len")})
+        engine = engine.model_copy(update={"served_model": served})
+        record_server(self.manifest, match, side, engine, alone=False, force=self.request.force)

@@ -69,6 +69,8 @@ def noise_notes(request: CompareRequest, workloads: Collection[str], method: str
         return []
     try:
         noise = RunnerNoise.parse(read_json(path))
+        if not noise.workloads:
+            raise ValueError("it names no workload")
     except ValueError as error:
         raise UsageError(f"{path} is no noise of a runner ({error}): write one with `kvbench calibrate`") from None
     if set(noise.workloads) != set(workloads):

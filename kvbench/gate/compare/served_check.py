@@ -33,9 +33,9 @@ from kvbench.gate.compare.pair_runner import OnFailed, Reasons, measure_again
 from kvbench.gate.compare.sides import PairedWorkload
 from kvbench.gate.timing.plan import SIDES, Match
 from kvbench.gate.timing.rules import OVERALL
-from kvbench.gate.timing.served import LAUNCHES, SERVED_RULES, ServedJudgement, ServedRules, judge_served
+from kvbench.gate.timing.served import LAUNCHES, ServedJudgement, judge_served
 from kvbench.gate.verdict import wording
-from kvbench.gate.verdict.verdict import FAIL, PASS, Finding, worst
+from kvbench.gate.verdict.verdict import FAIL, PASS, Finding
 from kvbench.measure.single_request import SingleLatencies, send_single
 from kvbench.metrics.definitions import METRICS
 from kvbench.requests.request import RequestSpec
@@ -94,29 +94,23 @@ class ServedCheck:
     show: Callable[[str], None]
     on_failed: OnFailed
     resume: int = 0
-    rules: ServedRules = SERVED_RULES
     rounds: int = ROUNDS
 
     def run(self, workloads: Sequence[PairedWorkload]) -> FailedAttempt | None:
         """Measures what is missing; returns the last attempt at a workload that it gave up."""
         checks = {key: list(launches) for key, launches in read_served(self.folder).items()}
-        keys = [each.matches[0].key for each in workloads if each.matches]
-        for each in workloads:
-            if not each.matches:
-                continue
-            match = each.matches[0]
+        matched = [(workload, workload.matches[0]) for workload in workloads if workload.matches]
+        for workload, match in matched:
             launches = checks.setdefault(match.key, [])
-            while len(launches) < LAUNCHES and not (launches and self._passes(launches, len(keys))):
-                found = self._measure(each, match, len(launches))
-                if isinstance(found, FailedAttempt):
-                    return found
-                launches.append(found)
+            while len(launches) < LAUNCHES:
+                if launches and all(j.outcome == PASS for j in _judge(launches, len(matched)).values()):
+                    break
+                launch = self._measure(workload, match, len(launches))
+                if isinstance(launch, FailedAttempt):
+                    return launch
+                launches.append(launch)
                 write_record(self.folder.path / FILE, ServedRounds(checks=checks))
         return None
-
-    def _passes(self, launches: Sequence[Launch], workloads: int) -> bool:
-        judged = _judge(launches, workloads, self.rules)
-        return worst([each.outcome for each in judged.values()]) == PASS
 
     def _measure(self, workload: PairedWorkload, match: Match, launch: int) -> Launch | FailedAttempt:
         """Measures the rounds of one launch of both servers; attempts in which one fails are repeated."""
@@ -196,9 +190,7 @@ def read_served(folder: CompareFolder) -> Mapping[str, tuple[Launch, ...]]:
     return read_record(ServedRounds, path, "use the kvbench that measured it").checks if path.is_file() else {}
 
 
-def served_findings(
-    folder: CompareFolder, engine: Sequence[Finding], rules: ServedRules = SERVED_RULES
-) -> tuple[Finding, ...]:
+def served_findings(folder: CompareFolder, engine: Sequence[Finding]) -> tuple[Finding, ...]:
     """Judges the rounds of the served check, if there was one.
 
     ``engine``: the comparison's findings in engine time, which tell how much of a difference lies outside of it.
@@ -207,7 +199,7 @@ def served_findings(
     return tuple(
         _finding(key, name, judged, engine)
         for key, launches in checks.items()
-        for name, judged in _judge(launches, len(checks), rules).items()
+        for name, judged in _judge(launches, len(checks)).items()
     )
 
 
@@ -221,22 +213,20 @@ def served_notes(findings: Sequence[Finding]) -> list[str]:
     ]
 
 
-def _judge(launches: Sequence[Launch], workloads: int, rules: ServedRules) -> dict[str, ServedJudgement]:
+def _judge(launches: Sequence[Launch], workloads: int) -> dict[str, ServedJudgement]:
     """Judges each latency; all tests of the comparison share one alpha."""
-    return {
-        name: judge_served(
-            *([[getattr(getattr(each, side), name) for each in rounds] for rounds in launches] for side in SIDES),
-            workloads * len(JUDGED),
-            rules,
-        )
-        for name in JUDGED
-    }
+    judged = {}
+    for name in JUDGED:
+        base = [[getattr(each.base, name) for each in rounds] for rounds in launches]
+        candidate = [[getattr(each.candidate, name) for each in rounds] for rounds in launches]
+        judged[name] = judge_served(base, candidate, workloads * len(JUDGED))
+    return judged
 
 
 def _finding(key: str, name: str, judged: ServedJudgement, engine: Sequence[Finding]) -> Finding:
     title = f"{JUDGED[name]} of single requests to the server of {key}"
     low, high = judged.interval
-    said = wording.sentence(
+    sentence = wording.sentence(
         f"served {judged.outcome}",
         title=title,
         difference=f"{judged.difference:.3g} ms",
@@ -249,12 +239,15 @@ def _finding(key: str, name: str, judged: ServedJudgement, engine: Sequence[Find
         margin=f"{judged.margin:.3g} ms",
         where=_where(judged, engine) if judged.outcome == FAIL else "",
     )
+    figures = {"floor": judged.floor / judged.base, "margin": judged.margin / judged.base}
+    figures |= {"difference_ms": judged.difference, "most_ms": judged.most}
+    figures |= {"rounds": len(judged.differences), "launches": judged.launches}
     return Finding(
         id=f"{SUITE}/{key}/{name}",
         suite=SUITE,
         title=title,
         outcome=judged.outcome,
-        sentence=said,
+        sentence=sentence,
         metric=f"served_{name}",
         unit="ms",
         higher_is_better=False,
@@ -263,15 +256,8 @@ def _finding(key: str, name: str, judged: ServedJudgement, engine: Sequence[Find
         change=judged.difference / judged.base,
         interval=(low / judged.base, high / judged.base),
         p=judged.p,
-        figures={
-            "floor": judged.floor / judged.base,
-            "margin": judged.margin / judged.base,
-            "difference_ms": judged.difference,
-            "most_ms": judged.most,
-            "rounds": len(judged.differences),
-            "launches": judged.launches,
-        },
-        series=tuple(each / judged.base for each in judged.differences),
+        figures=figures,
+        series=tuple(difference / judged.base for difference in judged.differences),
     )
 
 
@@ -283,5 +269,5 @@ def _where(judged: ServedJudgement, engine: Sequence[Finding]) -> str:
         return ""
     worse = max(0.0, *(end * wording.worse_sign(f) for f in compared for end in f.interval or (f.change,)))
     where = "inside" if worse * judged.base >= judged.difference / 2 else "outside"
-    words = {"difference": f"{judged.difference:.3g} ms", "engine": wording.percent(worse, signed=False)}
-    return wording.sentence(where, **words)
+    engine_words = wording.percent(worse, signed=False)
+    return wording.sentence(where, difference=f"{judged.difference:.3g} ms", engine=engine_words)

@@ -78,7 +78,7 @@ _FREE = ("engine", "sweep", "description")  # of the workload: what two stored r
 
 
 @dataclass(frozen=True)
-class Side:
+class PairSide:
     """BASE or CANDIDATE as it was given: ``kind``, ``text`` without its prefix, ``given`` with it."""
 
     kind: str
@@ -99,29 +99,16 @@ class Side:
         return parse_settings(self.text) if self.kind == SET else {}
 
     def facts(self, **more: Any) -> SideFacts:
-        """The facts for a manifest, with ``more`` that is known of it."""
         return SideFacts(kind=self.kind, text=self.text, name=self.name, settings=self.settings, **more)
 
 
-def parse_side(text: str, repo: Path = REPOSITORY) -> Side:
+def parse_side(text: str, repo: Path = REPOSITORY) -> PairSide:
     """The side that ``text`` names; refs are looked for in ``repo``. Raises UsageError if it names none, or two."""
     if not text.strip():
         raise UsageError(f"a side of the comparison is empty: {_CHOICES}")
     prefix, _, rest = text.partition(":")
     if prefix in _TITLES:
-        return _checked(Side(prefix, rest.strip(), text), repo)
-    kinds = _possible_kinds(text, repo)
-    if not kinds:
-        raise UsageError(f"{text!r} is {_why_nothing(text, repo)}: {_CHOICES}")
-    if len(kinds) > 1:
-        titles = " and ".join(_TITLES[kind] for kind in kinds)
-        raise UsageError(f"{text!r} could be {titles}: write {' or '.join(f'{kind}:{text}' for kind in kinds)}")
-    return _checked(Side(kinds[0], text, text), repo)
-
-
-def _possible_kinds(text: str, repo: Path) -> list[str]:
-    if re.match(r"https?://\S+$", text, re.IGNORECASE):
-        return [URL]
+        return _checked(PairSide(prefix, rest.strip(), text), repo)
     program = _program(text) if re.search(r"\s", text.strip()) else None
     possible = {
         REF: _is_ref(text, repo),
@@ -129,10 +116,17 @@ def _possible_kinds(text: str, repo: Path) -> list[str]:
         SET: re.match(_SETTING, text.strip()),
         CMD: "{port}" in text or (program and shutil.which(program)),
     }
-    return [kind for kind, fits in possible.items() if fits]
+    is_url = re.match(r"https?://\S+$", text, re.IGNORECASE)
+    kinds = [URL] if is_url else [kind for kind, fits in possible.items() if fits]
+    if not kinds:
+        raise UsageError(f"{text!r} is {_why_nothing(text, repo)}: {_CHOICES}")
+    if len(kinds) > 1:
+        titles = " and ".join(_TITLES[kind] for kind in kinds)
+        raise UsageError(f"{text!r} could be {titles}: write {' or '.join(f'{kind}:{text}' for kind in kinds)}")
+    return _checked(PairSide(kinds[0], text, text), repo)
 
 
-def _checked(side: Side, repo: Path) -> Side:
+def _checked(side: PairSide, repo: Path) -> PairSide:
     """The side, checked to be what its kind says. Raises UsageError."""
     text = side.text
     if not text:
@@ -177,8 +171,7 @@ def _why_nothing(text: str, repo: Path) -> str:
     if (top := top_folder(repo)) is None:
         return f"not a git ref, since {repo} is no git repository (--repo PATH names one)"
     refs = git(top, "for-each-ref", "--format=%(refname:short)", "refs/heads", "refs/remotes", "refs/tags").split()
-    near = nearest(text, refs)
-    return f"no git ref of {top}" + (f" (did you mean {near[0]}?)" if near else "")
+    return f"no git ref of {top}" + "".join(f" (did you mean {near}?)" for near in nearest(text, refs)[:1])
 
 
 def parse_settings(text: str) -> Settings:
@@ -201,12 +194,9 @@ def parse_settings(text: str) -> Settings:
 
 @dataclass(frozen=True)
 class OpenSide:
-    """A side with what is launched for it.
+    """A side with what is launched for it; ``build``: of a ref; ``stored``: the folder of a stored run."""
 
-    ``facts``: for the manifest. ``build``: of a ref. ``stored``: the folder of a stored run.
-    """
-
-    side: Side
+    side: PairSide
     choice: ChosenTarget
     facts: SideFacts
     build: Build | None = None
@@ -231,15 +221,17 @@ class OpenSide:
         return f"{self.side.name} ({commit.sha[:7]}{' with changes' if commit.changes else ''})"
 
 
-def open_side(side: Side, workload: Workload, request: CompareRequest, builds: Builds | None = None) -> OpenSide:
+def open_side(side: PairSide, workload: Workload, request: CompareRequest, builds: Builds | None = None) -> OpenSide:
     """Chooses or builds what is launched. Raises UsageError, and MeasurementError where a build fails.
 
     Options that do not apply to this side are ignored; ``require_used`` refuses those that apply to neither.
     """
     if side.kind == RUN:
         return _open_run(side, workload)
-    options = _target_options(side, request)
-    build = None
+    kind = _target_kind(side, request)
+    names = [name for name, kinds in KINDS_OF.items() if kind in kinds and name in CompareRequest.model_fields]
+    names += [name for name in ("target", "serve_cmd") if side.kind in _KINDS_OF[name]]
+    options, build = TargetOptions(**{name: getattr(request, name) for name in names}), None
     if side.kind == REF:
         build = (builds or Builds()).build(find_commit(request.repository, side.text))
         choice = _of_build(build, workload, options)
@@ -248,22 +240,15 @@ def open_side(side: Side, workload: Workload, request: CompareRequest, builds: B
     else:
         named = {"target" if side.kind == URL else "serve_cmd": side.text}
         choice = choose_target(workload, dataclasses.replace(options, **named))
-    more = build.facts() if build else {}
-    more |= {"command": _command(choice, build), "target": choice.manifest.to_json()}
-    if build is None and _is_builtin(choice):
+    more = {"command": _command(choice, build), "target": choice.manifest.to_json()}
+    if build is not None:
+        more |= build.facts()
+    elif _is_builtin(choice):
         more |= {"git": git_state(REPOSITORY), "versions": versions()}
     return OpenSide(side, choice, side.facts(**more), build)
 
 
-def _target_options(side: Side, request: CompareRequest) -> TargetOptions:
-    """The options that apply to a side."""
-    kind = _target_kind(side, request)
-    names = [name for name, kinds in KINDS_OF.items() if kind in kinds and name in CompareRequest.model_fields]
-    names += [name for name in ("target", "serve_cmd") if side.kind in _KINDS_OF[name]]
-    return TargetOptions(**{name: getattr(request, name) for name in names})
-
-
-def require_used(sides: Sequence[Side], request: CompareRequest) -> None:
+def require_used(sides: Sequence[PairSide], request: CompareRequest) -> None:
     """Raises UsageError for an option that applies to neither side, and for sides that cannot be measured in pairs."""
     kinds = {side.kind for side in sides}
     if RUN in kinds and len(kinds) > 1:
@@ -273,7 +258,7 @@ def require_used(sides: Sequence[Side], request: CompareRequest) -> None:
         )
     commands = [side.text for side in sides if side.kind == CMD]
     bare = [text for text in commands if not is_template(text) and _SERVER[-1] not in text.split()]
-    if bare and any(is_template(text) for text in commands):
+    if bare and any(map(is_template, commands)):
         raise UsageError(f"{bare[0]!r} has no {{port}}, which must be in it. {_NO_PORT}")
     targets = [_target_kind(side, request) for side in sides]
     check_target_options(targets, [name for name in KINDS_OF if getattr(request, name, None)])
@@ -283,7 +268,7 @@ def require_used(sides: Sequence[Side], request: CompareRequest) -> None:
             raise UsageError(f"--{name.replace('_', '-')} goes with a side that is {what}: leave it out")
 
 
-def _target_kind(side: Side, request: CompareRequest) -> str:
+def _target_kind(side: PairSide, request: CompareRequest) -> str:
     if side.kind == RUN:
         return _TITLES[RUN]
     if side.kind == URL:
@@ -294,7 +279,7 @@ def _target_kind(side: Side, request: CompareRequest) -> str:
     return kind_of(request.target if side.kind == SET else None, command)
 
 
-def _with_settings(side: Side, workload: Workload, options: TargetOptions) -> ChosenTarget:
+def _with_settings(side: PairSide, workload: Workload, options: TargetOptions) -> ChosenTarget:
     """The target for the workload with the side's settings.
 
     Raises UsageError for a setting that is swept, unknown, or that the target does not have.
@@ -331,14 +316,12 @@ def _of_build(build: Build, workload: Workload, options: TargetOptions) -> Chose
             f"{build.commit.repo} is not kvbench's own engine, so how it is launched has to be said: --serve-cmd with "
             "{python} or {worktree} for what was built, and {port}"
         )
-    launched = (str(build.python), *_SERVER)
-    limit_s = options.start_timeout or _START_S
-    return ChosenTarget(
-        workload,
-        lambda: BuiltinTarget(command=launched, start_timeout_s=limit_s, env=build.env, form=workload.load.form),
-        check_configuration,
-        TargetOptions().manifest("kvbench", shared=True),
-    )
+    launched, limit_s = (str(build.python), *_SERVER), options.start_timeout or _START_S
+
+    def make() -> Target:
+        return BuiltinTarget(command=launched, start_timeout_s=limit_s, env=build.env, form=workload.load.form)
+
+    return ChosenTarget(workload, make, check_configuration, TargetOptions().manifest("kvbench", shared=True))
 
 
 def _is_builtin(choice: ChosenTarget) -> bool:
@@ -362,12 +345,11 @@ def built_command(text: str, build: Build) -> str:
 
 
 def _env_words(build: Build) -> str:
-    """The ``env`` command that sets the build's variables."""
     gone = [word for name, value in build.env.items() if value is None for word in ("-u", name)]
     return shlex.join(["env", *gone, *(f"{name}={value}" for name, value in build.env.items() if value is not None)])
 
 
-def _command(choice: ChosenTarget, build: Build | None = None) -> str | None:
+def _command(choice: ChosenTarget, build: Build | None) -> str | None:
     """The launch command without the engine's flags, for the manifest."""
     if command := choice.manifest.serve_cmd:
         return str(command)
@@ -378,24 +360,22 @@ def _command(choice: ChosenTarget, build: Build | None = None) -> str | None:
     return choice.manifest.target
 
 
-def _open_run(side: Side, workload: Workload) -> OpenSide:
+def _open_run(side: PairSide, workload: Workload) -> OpenSide:
     """A stored run. Raises UsageError if it is incomplete or of another workload."""
     run = RunFolder(Path(side.text).expanduser())
-    manifest = run.manifest()
-    if not manifest.complete:
+    if not (manifest := run.manifest()).complete:
         raise UsageError(f"{side.text} is not complete: go on with it first (kvbench sweep --resume {side.text})")
     now = as_stored(workload.resolved)
     if keys := [key for key in differing_keys(manifest.workload, now) if key.split(".")[0] not in _FREE]:
         raise UsageError(f"{side.text} was measured with another workload: it differs in {', '.join(keys[:5])}")
-    stored = stored_workload(manifest)
+
+    def no_target() -> Target:
+        raise UsageError("a stored run cannot be measured again: give the ref or the command that it was made with")
+
     kept = {key: value for key, value in manifest.to_json().items() if key in _FACTS_OF_A_RUN and value is not None}
-    target = {key: getattr(manifest, key) for key in STORED}
-    choice = ChosenTarget(stored, _no_target, lambda settings: Capacity(), MeasuredTarget(**target))
+    target = MeasuredTarget(**{key: getattr(manifest, key) for key in STORED})
+    choice = ChosenTarget(stored_workload(manifest), no_target, lambda settings: Capacity(), target)
     return OpenSide(side, choice, side.facts(folder=str(run.path), **kept), stored=run.path)
-
-
-def _no_target() -> Target:
-    raise UsageError("a stored run cannot be measured again: give the ref or the command that it was made with")
 
 
 @dataclass(frozen=True)
@@ -409,25 +389,20 @@ class PairedWorkload:
 
     @property
     def notes(self) -> list[str]:
-        found = [f"{self.name}, {side}: {note}" for side in SIDES for note in self.sides[side].choice.notes]
-        same = same_sides(*(self.sides[side] for side in SIDES))
-        simulated = all(self.sides[side].facts.simulated for side in SIDES)
-        found += [f"{self.name}: both sides are simulated, nothing was measured"] if simulated else []
-        return [*found, same] if same else found
+        sides = [self.sides[side] for side in SIDES]
+        notes = [f"{self.name}, {name}: {note}" for name in SIDES for note in self.sides[name].choice.notes]
+        if all(side.facts.simulated for side in sides):
+            notes.append(f"{self.name}: both sides are simulated, nothing was measured")
+        return [*notes, *filter(None, [same_sides(*sides)])]
 
     def compile(
-        self,
-        folder: Path,
-        say: Callable[[str], None],
-        show: Callable[[str], None],
-        check: Callable[[], None],
-        clock: Clock,
+        self, folder: Path, say: Callable[..., None], show: Callable[..., None], check: Callable[[], None], clock: Clock
     ) -> None:
         """Launches each configuration of a side that may compile at its first launch, so that no pair includes that.
 
         A launch that fails is only reported: the pairs show whether the server ever starts. ``show``: gets what is
         being done; ``check``: may raise to end it. Raises UsageError for a command that does not take the settings, and
-        OutOfTimeError.
+        DeadlineError.
         """
         for side, opened in self.sides.items():
             if opened.choice.runs_already or (opened.build is not None and not opened.build.fresh):
@@ -465,58 +440,46 @@ def same_sides(base: OpenSide, candidate: OpenSide) -> str | None:
     return f"{what}: this is an A/A comparison, and any difference is noise" if same else None
 
 
-def require_same_clock(base: OpenSide, candidate: OpenSide) -> None:
-    """Raises UsageError where only one of two stored runs is simulated: a prediction is no baseline."""
-    simulated = [side.name for side in (base, candidate) if side.facts.simulated]
-    if len(simulated) == 1:
-        raise UsageError(
-            f"{simulated[0]} is simulated and the other run was measured: compare two simulated runs or two measured "
-            "ones (`kvbench report A B` puts a prediction beside a measurement)"
-        )
-
-
 def open_workloads(
-    sides: Mapping[str, Side],
-    workloads: Sequence[Workload],
-    request: CompareRequest,
-    builds: Builds,
-    held: ExitStack,
+    sides: Mapping[str, PairSide], given: Sequence[Workload], request: CompareRequest, builds: Builds, held: ExitStack
 ) -> tuple[PairedWorkload, ...]:
     """Opens both sides of every workload and pairs their cells; ``held`` closes them.
 
     Raises UsageError, and MeasurementError where a build fails.
     """
     require_used(list(sides.values()), request)
-    names = [workload.name for workload in workloads]
+    names = [workload.name for workload in given]
     if doubled := sorted({name for name in names if names.count(name) > 1}):
         raise UsageError(
             f"two workloads are called {doubled[0]!r}: they need different names, so change `name:` in one"
         )
     paired = []
-    for workload in workloads:
+    for workload in given:
         opened, designs, capacity = {}, {}, {}
         for name in SIDES:
             # Its own copy: what one side's target settles must not reach the other's.
             own = dataclasses.replace(workload, resolved=copy.deepcopy(dict(workload.resolved)))
             opened[name] = open_side(sides[name], own, request, builds)
             held.callback(opened[name].choice.close)
-        require_same_clock(*(opened[name] for name in SIDES))
+        simulated = [side.name for side in opened.values() if side.facts.simulated]
+        if len(simulated) == 1:  # a prediction is no baseline
+            raise UsageError(
+                f"{simulated[0]} is simulated and the other run was measured: compare two simulated runs or two "
+                "measured ones (`kvbench report A B` puts a prediction beside a measurement)"
+            )
         for name, side in opened.items():
-            designs[name], capacity[name] = _design(side, request.only)
+            choice = side.choice
+            if side.stored is not None:
+                measured = measured_design(RunFolder(side.stored), choice.workload)
+                designs[name], capacity[name] = select(measured, request.only), {}
+            else:
+                designs[name], _ = choice.plan(request.only)
+                capacity[name] = preflight(choice.workload, designs[name], choice.check).capacity
         matches = match_designs(workload.name, designs[BASE], designs[CANDIDATE])
         paired.append(PairedWorkload(workload.name, opened, matches, capacity))
     if not any(each.matches for each in paired):
         raise UsageError(f"{' and '.join(names)}: there is no cell to compare")
     return tuple(paired)
-
-
-def _design(side: OpenSide, only: Sequence[str]) -> tuple[Design, Mapping[str, Capacity]]:
-    """The side's cells, and the capacity of each configuration. Raises UsageError for one that cannot be launched."""
-    choice = side.choice
-    if side.stored is not None:
-        return select(measured_design(RunFolder(side.stored), choice.workload), only), {}
-    design, _ = choice.plan(only)
-    return design, preflight(choice.workload, design, choice.check).capacity
 
 
 def measured_design(run: RunFolder, workload: Workload) -> Design:
@@ -532,10 +495,9 @@ def measured_design(run: RunFolder, workload: Workload) -> Design:
     cells: list[Cell] = []
     for config_id in sorted(planned, key=lambda each: ids.index(each) if each in ids else len(ids)):
         path = run.cell(min(planned[config_id])) / "summary.json"
-        summary = read_record(CellSummary, path, "measure the run again") if path.is_file() else CellSummary()
-        configuration = Configuration(
-            config_id, summary.label or config_id, summary.settings, summary.varied, summary.is_baseline
-        )
+        stored = read_record(CellSummary, path, "measure the run again") if path.is_file() else CellSummary()
+        label = stored.label or config_id
+        configuration = Configuration(config_id, label, stored.settings, stored.varied, stored.is_baseline)
         made = [Cell(f"{config_id}-{load.load_id}", configuration, load) for load in workload.load_points]
         cells += [cell for cell in made if cell.cell_id in planned[config_id]]
     return Design(tuple({cell.configuration.config_id: cell.configuration for cell in cells}.values()), tuple(cells))

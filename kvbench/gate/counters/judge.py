@@ -28,13 +28,13 @@ _CAUSES = (
     "prefix_evictions", "prefix_hits", "prefix_queries", "refused_fragmented", "forks", "finished", "allocated_pages",
     "freed_pages", "prefill_tokens", "decode_tokens", "recomputed_tokens", "running", "waiting",
 )  # fmt: skip
-_SUMS = ("slot_steps_", "shared_slot_steps", "running_steps", "waiting_steps")
+SUMS = ("slot_steps_", "shared_slot_steps", "running_steps", "waiting_steps")  # which almost any change moves
 _UNITS = ("bytes", "tokens", "pages", "slots", "steps")
 _NOTES = 5
 
 
 @dataclass(frozen=True)
-class Commands:
+class GateCommands:
     """The commands that a verdict names, without files that are the default."""
 
     workload: Path = WORKLOAD
@@ -67,7 +67,6 @@ class Change:
 
     @property
     def ratio(self) -> float | None:
-        """now / was - 1; None when it was 0."""
         return self.now / self.was - 1 if self.was else None
 
     @property
@@ -116,12 +115,7 @@ def changed_counters(was: Mapping[str, int], now: Mapping[str, int]) -> list[Cha
 
 def _by_size(change: Change) -> tuple[bool, float]:
     """Sorts the largest relative change first, sums over steps last; what was 0 has changed most."""
-    return is_sum(change.name), -math.inf if change.ratio is None else -abs(change.ratio)
-
-
-def is_sum(counter: str) -> bool:
-    """Tests whether it is a sum over steps, which almost any change moves."""
-    return counter.startswith(_SUMS)
+    return change.name.startswith(SUMS), -math.inf if change.ratio is None else -abs(change.ratio)
 
 
 def first_difference(was: Mapping[str, Sequence[int]], now: Mapping[str, Sequence[int]]) -> FirstDifference | None:
@@ -132,14 +126,13 @@ def first_difference(was: Mapping[str, Sequence[int]], now: Mapping[str, Sequenc
     def at(history: Mapping[str, Sequence[int]], index: int) -> dict[str, int]:
         return {name: history[name][index] if name in history else 0 for name in names} if index >= 0 else {}
 
-    for index in range(min(old, new)):
+    both = min(old, new)
+    for index in range(both):
         left, right = at(was, index), at(now, index)
         if left != right:
             changes = tuple(Change(name, left[name], right[name]) for name in names if left[name] != right[name])
             return FirstDifference(index + 1, changes, at(now, index - 1))
-    if old == new:
-        return None
-    return FirstDifference(min(old, new) + 1, (), at(now, min(old, new) - 1), longer=new > old)
+    return None if old == new else FirstDifference(both + 1, (), at(now, both - 1), longer=new > old)
 
 
 @dataclass(frozen=True)
@@ -161,7 +154,7 @@ def judge(
     lock: CounterLock | None,
     first: Mapping[str, Replayed],
     second: Mapping[str, Replayed],
-    commands: Commands,
+    commands: GateCommands,
     candidate: Mapping[str, object],
 ) -> Verdict:
     """The verdict on all scenarios of ``workload`` and those that only the lock has.
@@ -177,11 +170,16 @@ def judge(
     common["base"] = {"name": str(commands.lock), "sha": last.git, "accepted": last.date, "reason": last.reason}
     present = {scenario.name for scenario in workload.scenarios}
     if not present & set(lock.scenarios) and not (commands.only and present | set(lock.scenarios)):
-        return Verdict(SUITE, EMPTY, f"nothing was compared: {_no_scenario(workload, commands)}", **common)
+        why = f"no scenario of {commands.workload} is in {commands.lock}"
+        if commands.only:
+            groups = Counter(name.partition("/")[0] for name in workload.names)
+            choices = and_more([f"'{group}/*' ({count})" for group, count in groups.items()], 20)
+            why = f"--only {' '.join(commands.only)} matches no scenario, there are {choices}"
+        return Verdict(SUITE, EMPTY, f"nothing was compared: {why}", **common)
     results = [_result(scenario, lock, first[scenario.name], second[scenario.name]) for scenario in workload.scenarios]
     gone = "accepted, and no longer in the workload file: nothing guards it any more"
     results += [ScenarioResult(_finding(name, FAIL, gone), gone) for name in lock.scenarios if name not in present]
-    outcomes = [each.finding.outcome for each in results]
+    outcomes = [result.finding.outcome for result in results]
     outcome = INVALID if INVALID in outcomes else worst(outcomes)
     steps = sum(run.steps for run in first.values())
     moved = _moved(results)
@@ -197,25 +195,11 @@ def judge(
         if moved:
             most = [f"{m.title} {m.base:,} -> {m.candidate:,} in {m.where}" for m in moved]
             sentence += f"; moved most: {and_more(most)}"
-    return Verdict(
-        SUITE,
-        outcome,
-        sentence,
-        tuple(_with_commands(each, commands) for each in results),
-        accept=commands.accept() if outcome == FAIL and not any(each.error for each in results) else None,
-        moved=moved,
-        notes=tuple(notes),
-        facts={"scenarios": len(present), "steps": steps, "counters": len(COUNTERS)},
-        **common,
-    )
-
-
-def _no_scenario(workload: CounterWorkload, commands: Commands) -> str:
-    if not commands.only:
-        return f"no scenario of {commands.workload} is in {commands.lock}"
-    groups = Counter(name.partition("/")[0] for name in workload.names)
-    known = and_more([f"'{group}/*' ({count})" for group, count in groups.items()], 20)
-    return f"--only {' '.join(commands.only)} matches no scenario, there are {known}"
+    if outcome == FAIL and not any(each.error for each in results):
+        common["accept"] = commands.accept()
+    facts = {"scenarios": len(present), "steps": steps, "counters": len(COUNTERS)}
+    findings = tuple(_with_commands(each, commands) for each in results)
+    return Verdict(SUITE, outcome, sentence, findings, moved=moved, notes=tuple(notes), facts=facts, **common)
 
 
 def _result(scenario: Scenario, lock: CounterLock, run: Replayed, second: Replayed) -> ScenarioResult:
@@ -236,7 +220,11 @@ def _result(scenario: Scenario, lock: CounterLock, run: Replayed, second: Replay
     reasons.append(f"{len(changes)} of {len(COUNTERS)} counters differ: {and_more(changes)}".removesuffix(": "))
     reasons += ["the output tokens differ"] if other_tokens else []
     finding = _finding(name, FAIL, *reasons, *([f"first difference at {difference}"] if difference else []))
-    details = [f"{change}{_unknown(change.name, lock)}" for change in changes]
+    details = []
+    for change in changes:
+        gone = "" if change.name in COUNTERS else ", which is not counted any more"
+        new = "" if change.name in lock.counters else ", which was not counted when this was accepted"
+        details.append(f"{change}{new or gone}")
     step, before = 0, []
     if difference:
         step, cause = difference.step, cause or difference.cause
@@ -251,24 +239,16 @@ def _result(scenario: Scenario, lock: CounterLock, run: Replayed, second: Replay
 
 
 def _finding(name: str, outcome: str, *reasons: str) -> Finding:
-    """Makes a finding of clauses."""
     return Finding(f"{SUITE}/{name}", SUITE, name, outcome, f"{name}: {'; '.join(reasons)}")
 
 
-def _with_commands(result: ScenarioResult, commands: Commands) -> Finding:
+def _with_commands(result: ScenarioResult, commands: GateCommands) -> Finding:
     finding = result.finding
     if finding.outcome == PASS:
         return finding
     again = [f"reproduce: {commands.gate(finding.id.partition('/')[2])}"]
     again += [f"accept, if it is meant: {commands.accept()}"] if finding.outcome == FAIL and not result.error else []
     return replace(finding, details=(*finding.details, *again))
-
-
-def _unknown(name: str, lock: CounterLock) -> str:
-    """A remark on a counter that only one side has: the engine's behaviour did not change."""
-    if name not in lock.counters:
-        return ", which was not counted when this was accepted"
-    return "" if name in COUNTERS else ", which is not counted any more"
 
 
 def nondeterminism(first: Replayed, second: Replayed) -> str | None:
@@ -288,28 +268,26 @@ def _causes(results: Sequence[ScenarioResult]) -> list[str]:
     groups: dict[str, list[ScenarioResult]] = {}
     for each in sorted(results, key=lambda each: each.step):
         groups.setdefault(each.cause, []).append(each)
-    found = []
+    sentences = []
     for cause, group in sorted(groups.items(), key=lambda item: -len(item[1])):
         steps = f", at steps {group[0].step} to {group[-1].step}" if group[0].step else ""
         alike = f"{len(group)} begin with {cause}{steps}; the earliest: " if len(group) > 1 else ""
-        found.append(f"{alike}{group[0].finding.sentence}")
-    rest = [f"{len(found) - _NOTES} more causes: see the findings"] if len(found) > _NOTES else []
-    return found[:_NOTES] + rest
+        sentences.append(f"{alike}{group[0].finding.sentence}")
+    rest = [f"{len(sentences) - _NOTES} more causes: see the findings"] if len(sentences) > _NOTES else []
+    return sentences[:_NOTES] + rest
 
 
 def _moved(results: Sequence[ScenarioResult]) -> tuple[Moved, ...]:
     """Counters that differ, summed over the scenarios in which they do: the largest relative change first."""
-    changed = [change for each in results for change in each.changes]
+    changed = [change for result in results for change in result.changes]
     scenarios = Counter(change.name for change in changed)
     was, now = Counter(), Counter()
     for change in changed:
         was[change.name] += change.was
         now[change.name] += change.now
     totals = sorted((Change(name, was[name], now[name]) for name in scenarios), key=_by_size)
-    return tuple(
-        Moved(t.name, t.words, f"{scenarios[t.name]} of {len(results)} scenarios", t.unit, t.was, t.now, t.ratio)
-        for t in totals
-    )
+    where = {name: f"{count} of {len(results)} scenarios" for name, count in scenarios.items()}
+    return tuple(Moved(t.name, t.words, where[t.name], t.unit, t.was, t.now, t.ratio) for t in totals)
 
 
 def accept(workload: CounterWorkload, runs: Mapping[str, Replayed], path: Path, reason: str) -> list[str]:
@@ -317,17 +295,17 @@ def accept(workload: CounterWorkload, runs: Mapping[str, Replayed], path: Path, 
 
     Raises UsageError for a lock file that cannot be read: overwriting it would lose its log of reasons.
     """
-    known = read_lock(path)
-    verdict = judge(workload, known, runs, runs, Commands(workload.path, path), {})
+    lock = read_lock(path)
+    verdict = judge(workload, lock, runs, runs, GateCommands(workload.path, path), {})
     same = (workload.name, workload.digest, list(COUNTERS))
-    if known and verdict.outcome == PASS and (known.workload, known.workload_digest, known.counters) == same:
+    if lock and verdict.outcome == PASS and (lock.workload, lock.workload_digest, lock.counters) == same:
         return [f"nothing to accept: {path} says what this code counts"]
-    changed = _changed(known, workload, verdict)
+    changed = _changed(lock, workload, verdict)
     state = git_state()
     commit = f"{state['sha'] or state['short_sha']}{'-dirty' if state['dirty'] else ''}"
     entry = Accepted(reason=reason, git=commit, date=utc_now(), changed=changed)
     try:
-        write_lock(path, workload, runs, [*(known.accepted if known else ()), entry])
+        write_lock(path, workload, runs, [*(lock.accepted if lock else ()), entry])
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror or error}") from None
     moved = and_more([f"{m.title} {m.base:,} -> {m.candidate:,} ({m.where})" for m in verdict.moved], 10)
@@ -336,7 +314,6 @@ def accept(workload: CounterWorkload, runs: Mapping[str, Replayed], path: Path, 
 
 
 def _changed(known: CounterLock | None, workload: CounterWorkload, verdict: Verdict) -> str:
-    """The scenarios that are new, removed or different, and the counters that moved."""
     if known is None:
         return f"the first lock file, {len(workload.scenarios)} scenarios"
     if not (failed := [finding.id.partition("/")[2] for finding in verdict.of(FAIL)]):

@@ -140,7 +140,6 @@ class _Replay:
         return Replayed(self._totals(), history, hashlib.sha256(text.encode()).hexdigest()[:16], error)
 
     def _play(self) -> str | None:
-        """Runs all steps; returns why it stopped before the end."""
         requests = [arrival.request for arrival in self.scenario.arrivals]
         work = sum(len(r.prompt_token_ids) + r.params.max_tokens * r.params.width for r in requests)
         limit = _STEPS_A_TOKEN * work + (self._arrivals[0].step if self._arrivals else 0)
@@ -202,7 +201,6 @@ class _Replay:
         return row
 
     def _add(self, row: Mapping[str, int], kv: KVStats, stats: EngineStats) -> None:
-        """Sums and peaks over the steps."""
         counters = self.counters
         prefill, decode = bool(row["prefill_tokens"]), bool(row["decode_tokens"])
         kind = "mixed" if prefill and decode else "prefill" if prefill else "decode" if decode else "empty"
@@ -223,7 +221,6 @@ class _Replay:
             counters[name] = max(counters[name], value)
 
     def _totals(self) -> dict[str, int]:
-        """Every counter by name, 0 for what did not happen."""
         stats = self.engine.stats()
         totals = dict.fromkeys(COUNTERS, 0) | _growing(stats) | self.counters
         totals |= {f"finished_{reason}": count for reason, count in stats.finished.items()}

@@ -88,10 +88,8 @@ class ScenarioGroup(StrictModel):
     @field_validator("matrix")
     @classmethod
     def _filled(cls, rows: list[dict[str, list[Any]]]) -> list[dict[str, list[Any]]]:
-        for row in rows:
-            for key, values in row.items():
-                if not values:
-                    raise ValueError(f"{key} is an empty list; give at least one value or remove the line.")
+        if empty := [key for row in rows for key, values in row.items() if not values]:
+            raise ValueError(f"{empty[0]} is an empty list; give at least one value or remove the line.")
         return rows
 
 
@@ -187,13 +185,12 @@ def _scenarios(path: Path, file: CounterFile) -> Iterator[Scenario]:
                 config, capacity = _engine(settings)
             except ValueError as error:
                 raise UsageError(f"{path}: scenario {name}: {error}") from None
-            digest = _digest([settings, waves, file.seed, file.vocab_size, file.num_eos])[:16]
-            arrivals = streams[group.stream]
-            yield Scenario(name, config, capacity, arrivals, file.seed, file.vocab_size, file.num_eos, digest)
+            drawn = (file.seed, file.vocab_size, file.num_eos)
+            digest = _digest([settings, waves, *drawn])[:16]
+            yield Scenario(name, config, capacity, streams[group.stream], *drawn, digest)
 
 
 def _engine(settings: Mapping[str, Any]) -> tuple[EngineConfig, KVCapacity]:
-    """Raises ValueError."""
     config = EngineConfig.from_mapping(settings)
     spec = find_model(config.model, "dummy")
     config = config.check_against_model(spec.max_positions)
@@ -220,14 +217,8 @@ def _arrival(file: CounterFile, wave: Wave, number: int, index: int) -> Arrival:
         prompt = tuple(mixed(file.seed, _SHARED, *member, at) % file.vocab_size for at in range(shared.tokens))
     own = range(length(wave.prompt, _PROMPT))
     prompt += tuple(mixed(file.seed, number, index, _OWN, at) % file.vocab_size for at in own)
-    params = SamplingParams(
-        max_tokens=length(wave.output, _OUTPUT),
-        temperature=0.0,
-        ignore_eos=wave.ignore_eos,
-        n=wave.n,
-        best_of=wave.best_of,
-        beam_width=wave.beam_width,
-    )
+    answers = {"n": wave.n, "best_of": wave.best_of, "beam_width": wave.beam_width, "ignore_eos": wave.ignore_eos}
+    params = SamplingParams(max_tokens=length(wave.output, _OUTPUT), temperature=0.0, **answers)
     request = Request(f"w{number}-{index}", prompt, params, priority=wave.priority, cache_salt=wave.cache_salt)
     step = wave.start + index * wave.every
     return Arrival(step, request, wave.abort_after and step + wave.abort_after, wave.abort_index)

@@ -147,20 +147,20 @@ def moved_between(counters: ByCell, findings: Sequence[Finding] = ()) -> tuple[M
     What differs in every pair comes first, then what explains most of the latency's difference. Empty for fewer than
     two pairs.
     """
-    found = []
-    judged = _judged(findings)
+    rows, judged = [], _judged(findings)
     for cell in _cells(counters, findings):
         paired = _paired(counters[cell])
         differences = {p.figure.name: p.difference for p in paired if p.figure.name in judged and p.moved(0.0)}
         for p in paired:
             if p.always or p.moved(FLOOR):
-                whole, figure = differences.get(p.figure.part_of or ""), p.figure
-                share = p.difference / whole if whole else None
-                row = Moved(
-                    figure.name, figure.title, cell, figure.unit, p.base, p.candidate, p.change, p.interval, share
+                whole, what = (
+                    differences.get(p.figure.part_of or ""),
+                    (p.figure.name, p.figure.title, cell, p.figure.unit),
                 )
-                found.append((not p.always, -(share or 0.0), -_size(row), cell, figure.name, row))
-    return tuple(row for *_, row in sorted(found, key=lambda each: each[:-1]))
+                share = p.difference / whole if whole else None
+                row = Moved(*what, p.base, p.candidate, p.change, p.interval, share)
+                rows.append((not p.always, -(share or 0.0), -_size(row), cell, p.figure.name, row))
+    return tuple(row for *_, row in sorted(rows, key=lambda entry: entry[:-1]))
 
 
 def where_it_went(moved: Sequence[Moved], findings: Sequence[Finding], counters: ByCell) -> str:
@@ -170,12 +170,12 @@ def where_it_went(moved: Sequence[Moved], findings: Sequence[Finding], counters:
         words.append(f"new in the candidate: {', '.join(new[:_MOST_NAMED])}")
     if words:
         return "; ".join(words)
-    known = {p.figure.name for cell in _cells(counters, findings) for p in _paired(counters[cell])}
-    return wording.sentence("means the same" if known & {*_LATENCIES, *_STEP_PARTS} else "no times")
+    reported = {p.figure.name for cell in _cells(counters, findings) for p in _paired(counters[cell])}
+    return wording.sentence("means the same" if reported & {*_LATENCIES, *_STEP_PARTS} else "no times")
 
 
 def _latency_words(name: str, moved: Sequence[Moved], counters: ByCell) -> str:
-    """Such as ``of the +2.1 ms between tokens (mean), 98 % in execute``, for the cell where it changed most."""
+    """Writes ``of the +2.1 ms between tokens (mean), 98 % in execute`` of the cell where it changed most."""
     rows = [m for m in moved if m.name == name]
     if not rows:
         return ""
@@ -183,18 +183,18 @@ def _latency_words(name: str, moved: Sequence[Moved], counters: ByCell) -> str:
     shares = {_PARTS[name][m.name]: m.share or 0.0 for m in moved if m.where == row.where and m.name in _PARTS[name]}
     named = sorted(((s, p) for p, s in shares.items() if p not in _INSIDE and s >= _NAMED_FROM), reverse=True)
     swapping = 2 * shares.get("swap", 0.0) >= shares.get("prepare", 0.0)  # copies and swaps are a part of prepare
-    said = {"prepare": "prepare (copies and swaps)"} if swapping else {}
+    names = {"prepare": "prepare (copies and swaps)"} if swapping else {}
     text = wording.sentence(
         "explained" if named else "unexplained",
         difference=row.candidate - row.base,
         latency=_LATENCIES[name],
         cell=f" in {row.where}" if len({m.where for m in moved}) > 1 else "",
-        shares=" and ".join(f"{100 * s:.0f} % in {said.get(p, p)}" for s, p in named[:_MOST_NAMED]),
+        shares=" and ".join(f"{100 * s:.0f} % in {names.get(p, p)}" for s, p in named[:_MOST_NAMED]),
     )
     suspects = {**_REQUEST_PARTS, **_STEP_PARTS, "num_preemptions_total": "preemption"}
     changed = {m.name for m in moved if m.where == row.where}
-    known = {p.figure.name for p in _paired(counters[row.where])}
-    still = [p for n, p in suspects.items() if n in known and n not in changed and p != "page hashes"]
+    reported = {p.figure.name for p in _paired(counters[row.where])}
+    still = [p for n, p in suspects.items() if n in reported and n not in changed and p != "page hashes"]
     return f"{text}; {listing(still)} did not move" if still else text
 
 
@@ -206,21 +206,19 @@ def _cells(counters: ByCell, findings: Sequence[Finding]) -> list[str]:
 
 def _judged(findings: Sequence[Finding]) -> list[str]:
     """The latencies to explain: those that failed, both for a throughput."""
-    failed = [f.metric or "" for f in findings if f.outcome == FAIL] or ["itl", "ttft"]
-    found = [ITL] if any("itl" in m or "tpot" in m for m in failed) else []
-    found += [TTFT] if any("ttft" in m for m in failed) else []
-    return found or [ITL, TTFT]
+    failed = " ".join(f.metric or "" for f in findings if f.outcome == FAIL)
+    judged = [ITL] if "itl" in failed or "tpot" in failed else []
+    return judged + ([TTFT] if "ttft" in failed else []) or [ITL, TTFT]
 
 
 def _paired(loads: Mapping[str, Sequence[Counters]]) -> list[_Paired]:
-    """Every figure that both sides report in at least two pairs."""
-    found = []
+    paired = []
     for figure in _FIGURES:
         values = [(figure.value(b), figure.value(c)) for b, c in zip(loads[BASE], loads[CANDIDATE], strict=True)]
-        known = [pair for pair in values if None not in pair]
-        if len(known) >= 2:
-            found.append(_Paired(figure, *np.array(known, dtype=np.float64).T))
-    return found
+        pairs = [pair for pair in values if None not in pair]
+        if len(pairs) >= 2:
+            paired.append(_Paired(figure, *np.array(pairs, dtype=np.float64).T))
+    return paired
 
 
 def _size(moved: Moved) -> float:

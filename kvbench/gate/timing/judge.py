@@ -30,7 +30,7 @@ import numpy as np
 
 from kvbench.common.stats import t_interval
 from kvbench.common.text import plural
-from kvbench.gate.timing.pairs import Hypotheses, Hypothesis, OneSided, PairTable, hypotheses
+from kvbench.gate.timing.pairs import HarmHypothesis, Hypotheses, OneSided, PairTable, hypotheses
 from kvbench.gate.timing.plan import BASE, CANDIDATE
 from kvbench.gate.timing.power import MOST_USEFUL, pairs_to_settle, seen_by
 from kvbench.gate.timing.rules import CELL, Look, TimingRules
@@ -59,6 +59,7 @@ class Judgement:
         return [finding for finding in self.findings if finding.change is not None]
 
 
+@np.errstate(over="ignore")  # a change beyond e^709 is infinite
 def judge(table: PairTable, rules: TimingRules, look_index: int) -> Judgement:
     """The verdict at look ``look_index`` (from 0). Raises ValueError for the pairs of another look."""
     look = rules.looks[look_index]
@@ -79,23 +80,14 @@ def _lost(one_sided: OneSided, table: PairTable, look: Look) -> Finding:
     having = CANDIDATE if lacking == BASE else BASE
     lost = f"{lacking} has no {metric.title} of {where}, {having} has"
     text = wording.sentence("lost", lost=lost, pairs="the one pair" if table.pairs == 1 else f"all {table.pairs} pairs")
-    hypothesis = Hypothesis(CELL, where, metric, one_sided.metric, (one_sided.cell,), (CELL,))
+    hypothesis = HarmHypothesis(CELL, where, metric, one_sided.metric, (one_sided.cell,), (CELL,))
     return replace(_finding(hypothesis, outcome, table), sentence=text)
 
 
-def _finding(hypothesis: Hypothesis, outcome: str, table: PairTable) -> Finding:
-    metric = hypothesis.metric
-    return Finding(
-        id=hypothesis.id,
-        suite=hypothesis.level,
-        title=hypothesis.title,
-        outcome=outcome,
-        sentence="",
-        metric=metric.name,
-        unit=metric.unit,
-        higher_is_better=metric.higher_is_better,
-        **table.means(hypothesis.cells, hypothesis.metric_index),
-    )
+def _finding(hypothesis: HarmHypothesis, outcome: str, table: PairTable) -> Finding:
+    h, metric, means = hypothesis, hypothesis.metric, table.means(hypothesis.cells, hypothesis.metric_index)
+    of_metric = (metric.name, metric.unit, metric.higher_is_better)
+    return Finding(h.id, h.level, h.title, outcome, "", *of_metric, **means)
 
 
 def _findings(tested: Hypotheses, table: PairTable, look: Look, rules: TimingRules) -> list[Finding]:
@@ -178,7 +170,9 @@ def sentence(judgement: Judgement) -> str:
         key, alone, first = "some fail", len(chosen) == 1, min(chosen, key=_surest)
     else:
         key, alone = "some undecided", len(compared) == 1
-        first = max(chosen, key=_least_known)
+        detectable = [finding.figures["smallest_detectable"] for finding in chosen]
+        least_known = max(range(len(chosen)), key=lambda i: np.inf if detectable[i] is None else detectable[i])
+        first = chosen[least_known]
     if alone:
         return first.sentence
     return wording.sentence(key, worst=first.sentence, count=len(chosen), tests=len(compared))
@@ -189,8 +183,3 @@ def _surest(finding: Finding) -> tuple[float, float]:
     y = np.log1p(finding.series)
     sd = y.std(ddof=1)
     return finding.p, -abs(y.mean()) / sd if sd else -np.inf
-
-
-def _least_known(finding: Finding) -> float:
-    detectable = finding.figures["smallest_detectable"]
-    return np.inf if detectable is None else detectable

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import numpy as np
+from pydantic import Field
 from scipy import stats
 
 from kvbench.common.records import Record
@@ -30,6 +31,7 @@ FEWEST_PAIRS = 4
 _SURE = 0.01  # a bias this improbable, over all hypotheses of the table, is one
 _LEVELS = {OVERALL: "over all cells", CLASS: "of a class", CELL: "of a cell"}
 
+Level = Literal["overall", "class", "cell"]
 ByLook = Mapping[int, float | None]
 """Pairs of a look -> a relative change for the worse; None where so few pairs show nothing."""
 
@@ -46,8 +48,8 @@ class Noise:
     """
 
     metric: str
-    level: str
-    stands_for: tuple[str, ...]
+    level: Level
+    stands_for: tuple[Level, ...]
     hypotheses: int
     sd: float
     worst: float
@@ -60,6 +62,11 @@ class Noise:
     margin: ByLook
     worst_margin: ByLook
 
+    def __post_init__(self) -> None:
+        looks = (self.detectable, self.worst_detectable, self.margin, self.worst_margin)
+        if not self.stands_for or any(look.keys() != self.detectable.keys() for look in looks):
+            raise ValueError("it has no level, or not the same looks for detectable and margin")
+
 
 class RunnerNoise(Record):
     """The noise of a runner, from ``pairs`` A/A pairs of ``cells`` cells, and how it was measured.
@@ -69,7 +76,7 @@ class RunnerNoise(Record):
 
     FORMAT: ClassVar[str] = "kvbench-noise/2"
 
-    pairs: int
+    pairs: int = Field(ge=1)
     cells: int
     each: tuple[Noise, ...]
     runner_class: str = ""
@@ -80,7 +87,6 @@ class RunnerNoise(Record):
     method: str = "launched"
 
     def of(self, metric: str, level: str | None = None) -> tuple[Noise, ...]:
-        """The lines of a metric, at one level or all."""
         return tuple(each for each in self.each if each.metric == metric and level in (None, each.level))
 
 
@@ -100,12 +106,12 @@ def noise_of(table: PairTable, rules: TimingRules) -> RunnerNoise:
 
 def _critical_t(harm: np.ndarray, pairs: int, alpha: float) -> float:
     """Takes it from the flips of the first ``pairs``; of fewer it is extrapolated by the effective number of tests."""
-    known = min(len(harm), pairs)
-    first = harm[:known] - harm[:known].mean(axis=0)
-    if known == pairs:
+    there = min(len(harm), pairs)
+    first = harm[:there] - harm[:there].mean(axis=0)
+    if there == pairs:
         return critical_t(first, alpha)
-    at = max(alpha, 2.0**-known)
-    tests = effective_tests(critical_t(first, at), known, at, harm.shape[1])
+    at = max(alpha, 2.0**-there)
+    tests = effective_tests(critical_t(first, at), there, at, harm.shape[1])
     return critical_t_of(tests, pairs, alpha)
 
 
@@ -149,25 +155,25 @@ def _noise(tested: Hypotheses, columns: Sequence[int], t_criticals: Mapping[int,
 def warnings_of(noise: RunnerNoise, rules: TimingRules) -> tuple[str, ...]:
     """Says where ``rules`` ask for more than this runner shows at their last look, and what is wrong with its pairs."""
     last = rules.looks[-1].pairs
-    found = []
+    notes = []
     if noise.pairs < ENOUGH_PAIRS:
-        found.append(sentence("few pairs", pairs=noise.pairs, enough=ENOUGH_PAIRS))
+        notes.append(sentence("few pairs", pairs=noise.pairs, enough=ENOUGH_PAIRS))
     if known := [sorted(line.detectable) for line in noise.each if last not in line.detectable]:
-        return (*found, sentence("other looks", known=known[0], last=last))
+        return (*notes, sentence("other looks", known=known[0], last=last))
     for metric in rules.metrics:
-        found += _limit_warnings(metric, noise.of(metric.name), last)
+        notes += _limit_warnings(metric, noise.of(metric.name), last)
         for line in noise.of(metric.name):
             level = _LEVELS[line.level]
             if line.bias_p <= _SURE:
-                found.append(sentence("bias", metric=metric.name, level=level, bias=line.bias * 100, p=line.bias_p))
+                notes.append(sentence("bias", metric=metric.name, level=level, bias=line.bias * 100, p=line.bias_p))
             elif line.level == OVERALL and abs(line.autocorrelation) > 3 / np.sqrt(noise.pairs):
-                found.append(sentence("autocorrelation", metric=metric.name, level=level, value=line.autocorrelation))
-    return tuple(found)
+                notes.append(sentence("autocorrelation", metric=metric.name, level=level, value=line.autocorrelation))
+    return tuple(notes)
 
 
 def _limit_warnings(metric: MetricRule, lines: Sequence[Noise], last: int) -> list[str]:
     """Warnings of a floor or margins below what the worst of this runner's hypotheses can show."""
-    low, narrow, found = [], [], []
+    low, narrow, notes = [], [], []
     for line in lines:
         where, margin = in_words(line.level, line.where), metric.margin_at(line.stands_for)
         detectable, least = line.worst_detectable[last], line.worst_margin[last]
@@ -176,7 +182,7 @@ def _limit_warnings(metric: MetricRule, lines: Sequence[Noise], last: int) -> li
         if least is None or least > margin:
             narrow.append(f"{share(margin)} {where}, where {share(least)} is the least")
     if low:
-        found.append(sentence("floor", metric=metric.name, floor=share(metric.floor), last=last, lines=", ".join(low)))
+        notes.append(sentence("floor", metric=metric.name, floor=share(metric.floor), last=last, lines=", ".join(low)))
     if narrow:
-        found.append(sentence("margin", metric=metric.name, last=last, lines="; ".join(narrow)))
-    return found
+        notes.append(sentence("margin", metric=metric.name, last=last, lines="; ".join(narrow)))
+    return notes

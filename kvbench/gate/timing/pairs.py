@@ -89,12 +89,11 @@ class PairTable:
         return len(self.log_ratio)
 
     def first(self, pairs: int) -> PairTable:
-        """The table of the first so many pairs."""
         base, candidate = (None if x is None else x[:pairs] for x in (self.base, self.candidate))
         return replace(self, log_ratio=self.log_ratio[:pairs], base=base, candidate=candidate)
 
     def means(self, cells: Sequence[int], metric: int) -> dict[str, float]:
-        """By side, the geometric mean over the pairs and ``cells``; empty without values."""
+        """The geometric mean over the pairs and ``cells`` by side; empty without values."""
         if self.base is None or self.candidate is None:
             return {}
         values = {BASE: self.base, CANDIDATE: self.candidate}
@@ -103,7 +102,7 @@ class PairTable:
 
 
 @dataclass(frozen=True)
-class Hypothesis:
+class HarmHypothesis:
     """The hypothesis that a metric became worse at a level, over ``cells`` (indices in the table).
 
     where: the name of the cell or the class, empty for overall
@@ -133,7 +132,6 @@ class Hypothesis:
 
     @property
     def floor(self) -> float:
-        """The floor as a log ratio."""
         return self.metric.harm_of(self.metric.floor)
 
     @property
@@ -143,12 +141,10 @@ class Hypothesis:
 
     @property
     def margin(self) -> float:
-        """The margin as a log ratio."""
         return self.metric.harm_of(self.margin_share)
 
 
 def in_words(level: str, where: str) -> str:
-    """The place of a hypothesis in words: ``over all cells``, ``of class mixed``."""
     return {CELL: f"of {where}", CLASS: f"of class {where}", OVERALL: "over all cells"}[level]
 
 
@@ -159,7 +155,7 @@ class Hypotheses:
     notes: what was left out
     """
 
-    each: tuple[Hypothesis, ...]
+    each: tuple[HarmHypothesis, ...]
     harm: np.ndarray
     notes: tuple[str, ...] = ()
 
@@ -175,7 +171,7 @@ def hypotheses(table: PairTable) -> Hypotheses:
     The hypothesis that remains then has the tightest of their margins, so that one cell is judged as strictly as the
     whole.
     """
-    made: list[Hypothesis] = []
+    made: list[HarmHypothesis] = []
     notes: list[str] = []
     one_sided = {(each.cell, each.metric) for each in table.one_sided}
     for index, metric in enumerate(table.metrics):
@@ -188,12 +184,12 @@ def hypotheses(table: PairTable) -> Hypotheses:
         cells = tuple(sorted(c for group in groups.values() for c in group))
         if len(cells) > 1:
             stands_for = (OVERALL, CLASS) if len(groups) == 1 else (OVERALL,)
-            made.append(Hypothesis(OVERALL, "", metric, index, cells, stands_for))
+            made.append(HarmHypothesis(OVERALL, "", metric, index, cells, stands_for))
         for name, group in groups.items():
             if len(groups) > 1 and len(group) > 1:
-                made.append(Hypothesis(CLASS, name, metric, index, tuple(group), (CLASS,)))
+                made.append(HarmHypothesis(CLASS, name, metric, index, tuple(group), (CLASS,)))
             stands_for = LEVELS if len(cells) == 1 else (CLASS, CELL) if len(group) == 1 else (CELL,)
-            made += [Hypothesis(CELL, table.cells[c], metric, index, (c,), stands_for) for c in group]
+            made += [HarmHypothesis(CELL, table.cells[c], metric, index, (c,), stands_for) for c in group]
     made.sort(key=lambda h: (LEVELS.index(h.level), h.metric_index, h.cells))
     harm = np.empty((table.pairs, len(made)))
     for i, h in enumerate(made):

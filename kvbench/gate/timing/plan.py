@@ -30,7 +30,6 @@ class PairedCell:
     candidate: str
 
     def on(self, side: str) -> str:
-        """Its id on a side."""
         return self.base if side == BASE else self.candidate
 
 
@@ -50,7 +49,6 @@ class Match:
 
     @property
     def key(self) -> str:
-        """Its name in a manifest."""
         return f"{self.workload}/{self.base.config_id}"
 
     def of(self, side: str) -> Configuration:
@@ -113,13 +111,11 @@ def _name(base: Cell, candidate: Cell) -> str:
 
 def turns(matches: Sequence[Match], pair: int, seed: int) -> tuple[Turn, ...]:
     """The order of pair ``pair``, drawn from ``seed``: of the configurations, of the sides, and of the loads."""
-    rng = random.Random(f"kvbench-pair/{seed}/{pair}")
+    rng, drawn = random.Random(f"kvbench-pair/{seed}/{pair}"), []
     shuffled = list(matches)
     rng.shuffle(shuffled)
-    drawn = []
     for match in shuffled:
-        first = rng.choice(SIDES)
-        order = list(range(len(match.names)))
+        first, order = rng.choice(SIDES), list(range(len(match.names)))
         rng.shuffle(order)
         drawn.append(Turn(pair, match, first, tuple(order)))
     return tuple(drawn)

@@ -79,7 +79,7 @@ def smallest_margin(sd: np.ndarray, pairs: int, alpha_pass: float) -> np.ndarray
 
 
 def unbiased(pairs: int) -> float:
-    """Mean sd of so many normal values over the true sd (c4 of control charts): 0.965 for 8."""
+    """The mean sd of so many normal values over the true sd (c4 of control charts): 0.965 for 8."""
     half = pairs / 2
     return float(np.sqrt(1 / (half - 0.5)) * np.exp(special.gammaln(half) - special.gammaln(half - 0.5)))
 
@@ -112,7 +112,7 @@ def pairs_to_settle(
     needed: list[int | None] = [None] * len(mean)
     sd = np.maximum(sd, 1e-12)  # a constant harm just below its margin is settled by one pair more
     for more in range(pairs + 1, MOST_USEFUL + 1) if pairs > 1 else ():
-        if not (open_ := [i for i, known in enumerate(needed) if known is None]):
+        if not (open_ := [i for i, settled_at in enumerate(needed) if settled_at is None]):
             break
         look = rules.look_for(more)
         to_pass = power((margins - mean)[open_], sd[open_], more, critical_t_of(1, more, look.alpha_pass))

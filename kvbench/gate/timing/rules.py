@@ -44,13 +44,11 @@ class MetricRule:
 
     @classmethod
     def of(cls, name: str, floor: float, margins: Mapping[str, float]) -> MetricRule:
-        """The rule of a figure of METRICS."""
         judged = figure(name)
         title = judged.title if judged.statistic else judged.metric.title
         return cls(name, title, judged.unit, judged.higher_is_better, floor, margins)
 
     def margin_at(self, levels: Iterable[str]) -> float:
-        """The tightest margin of these levels."""
         return min(self.margins[level] for level in levels)
 
     def harm_of(self, relative: float) -> float:

@@ -22,26 +22,10 @@ from scipy.stats import binom
 from kvbench.gate.verdict.verdict import FAIL, INCONCLUSIVE, PASS
 
 LAUNCHES = 2  # a second one only where the first does not pass
-
-
-@dataclass(frozen=True)
-class ServedRules:
-    """The rules of the served check.
-
-    alpha: the chance of a FAIL without any difference, of all tests of a comparison together
-    alpha_pass: that of a PASS at each launch although a median difference is at its margin
-    floor, margin: shares of the base's median, and at least floor_ms, margin_ms
-    """
-
-    alpha: float = 0.001
-    alpha_pass: float = 0.01
-    floor: float = 0.15
-    floor_ms: float = 2.0
-    margin: float = 0.40
-    margin_ms: float = 5.0
-
-
-SERVED_RULES = ServedRules()
+ALPHA = 0.001  # the chance of a FAIL without any difference, of all tests of a comparison together
+ALPHA_PASS = 0.01  # that of a PASS at each launch although a median difference is at its margin
+FLOOR, FLOOR_MS = 0.15, 2.0  # a share of the base's median, and at least so much
+MARGIN, MARGIN_MS = 0.40, 5.0
 
 
 @dataclass(frozen=True)
@@ -65,9 +49,7 @@ class ServedJudgement:
     differences: tuple[float, ...]
 
 
-def judge_served(
-    base: Sequence[Sequence[float]], candidate: Sequence[Sequence[float]], tests: int, rules: ServedRules = SERVED_RULES
-) -> ServedJudgement:
+def judge_served(base: Sequence[Sequence[float]], candidate: Sequence[Sequence[float]], tests: int) -> ServedJudgement:
     """Judges one latency. ``base``, ``candidate``: its ms by launch and round; ``tests``: latencies that are judged.
 
     Slower: every launch is beyond the floor, and the sign test excludes chance. FAIL: slower in two launches. PASS: the
@@ -75,11 +57,11 @@ def judge_served(
     """
     by_launch = [np.subtract(c, b) for b, c in zip(base, candidate, strict=True)]
     differences, of_base = np.concatenate(by_launch), float(np.median(np.concatenate(base)))
-    floor, margin = max(rules.floor * of_base, rules.floor_ms), max(rules.margin * of_base, rules.margin_ms)
+    floor, margin = max(FLOOR * of_base, FLOOR_MS), max(MARGIN * of_base, MARGIN_MS)
     p = min(1.0, tests * sign_p(differences))
-    slower = p <= rules.alpha and all(np.median(each) >= floor for each in by_launch)
+    slower = p <= ALPHA and all(np.median(each) >= floor for each in by_launch)
     low, high = median_bounds(differences, 0.025)
-    most = median_bounds(differences, rules.alpha_pass)[1]
+    most = median_bounds(differences, ALPHA_PASS)[1]
     passes = most < margin and not slower
     return ServedJudgement(
         outcome=FAIL if slower and len(by_launch) >= LAUNCHES else PASS if passes else INCONCLUSIVE,

@@ -27,29 +27,24 @@ MESSAGE = 1_000
 def junit(verdict: Verdict) -> str:
     """The whole file. A verdict that is not a pass always has a failure, an error or a skipped case."""
     suites: dict[str, list[Finding]] = {}
-    for finding in (*verdict.findings, *_whole(verdict)):
+    outcome, findings = verdict.outcome, list(verdict.findings)
+    if outcome == PASS and not findings:
+        outcome = EMPTY
+    if outcome != PASS and not verdict.of(outcome):  # of none of its findings, such as an empty comparison
+        shown, text = INVALID if outcome == EMPTY else outcome, verdict.sentence or "nothing was compared"
+        findings.append(Finding("verdict", "verdict", "The verdict", shown, text, details=verdict.notes))
+    for finding in findings:
         suites.setdefault(wording.line(finding.suite) or "findings", []).append(finding)
     root = ElementTree.Element("testsuites", name=f"kvbench {verdict.kind}", time="0")
-    for name, findings in suites.items():
-        _suite(root, f"kvbench.{verdict.kind}.{name}", findings, verdict)
+    for name, of_suite in suites.items():
+        _suite(root, f"kvbench.{verdict.kind}.{name}", of_suite, verdict)
     for key, tag in (("tests", "testcase"), ("failures", "failure"), ("errors", "error")):  # junit-10 has no skipped
         root.set(key, str(len(root.findall(f".//{tag}"))))
     ElementTree.indent(root, " ")
     return '<?xml version="1.0" encoding="UTF-8"?>\n' + ElementTree.tostring(root, encoding="unicode") + "\n"
 
 
-def _whole(verdict: Verdict) -> list[Finding]:
-    """A finding for a verdict whose outcome none of its findings has, such as an empty comparison."""
-    outcome = EMPTY if verdict.outcome == PASS and not verdict.findings else verdict.outcome
-    if outcome == PASS or verdict.of(outcome):
-        return []
-    shown = INVALID if outcome == EMPTY else outcome
-    sentence = verdict.sentence or "nothing was compared"
-    return [Finding("verdict", "verdict", "The verdict", shown, sentence, details=verdict.notes)]
-
-
 def _suite(root: ElementTree.Element, name: str, findings: list[Finding], verdict: Verdict) -> None:
-    """The test suite with its counts, properties and cases."""
     suite = ElementTree.SubElement(root, "testsuite", name=name, tests=str(len(findings)), time="0")
     for outcome, (_, _, count) in _ELEMENTS.items():
         suite.set(count, str(sum(finding.outcome == outcome for finding in findings)))
@@ -71,17 +66,17 @@ def _suite(root: ElementTree.Element, name: str, findings: list[Finding], verdic
 
 
 def _fill(case: ElementTree.Element, finding: Finding, numbers: list[str], verdict: Verdict) -> None:
-    said = [wording.line(finding.title), *numbers]
+    lines = [wording.line(finding.title), *numbers]
     if finding.outcome == PASS:
-        said.insert(1, wording.line(finding.sentence))
+        lines.insert(1, wording.line(finding.sentence))
     else:
         tag, kind, _ = _ELEMENTS[finding.outcome]
         message = wording.line(finding.sentence, MESSAGE) or wording.LABELS[finding.outcome]
         element = ElementTree.SubElement(case, tag, message=message, type=kind)
         element.text = _text([wording.clean(finding.sentence) or message, *map(wording.clean, finding.details)])
-        said += ["reproduce:", wording.clean(verdict.reproduce)] if verdict.reproduce else []
-        said += ["accept:", wording.clean(verdict.accept)] if verdict.accept and finding.outcome == FAIL else []
-    ElementTree.SubElement(case, "system-out").text = _text(said)
+        lines += ["reproduce:", wording.clean(verdict.reproduce)] if verdict.reproduce else []
+        lines += ["accept:", wording.clean(verdict.accept)] if verdict.accept and finding.outcome == FAIL else []
+    ElementTree.SubElement(case, "system-out").text = _text(lines)
 
 
 def _numbers(finding: Finding) -> list[tuple[str, float | None, str]]:
@@ -99,5 +94,5 @@ def _numbers(finding: Finding) -> list[tuple[str, float | None, str]]:
 
 
 def _text(lines: list[str]) -> str:
-    text = "\n".join(each for each in lines if each)
+    text = "\n".join(line for line in lines if line)
     return text if len(text) <= TEXT else text[:TEXT] + f"\n… cut: {len(text) - TEXT:,} more characters in verdict.json"

@@ -28,7 +28,6 @@ def summary(verdict: Verdict, limit: int = SUMMARY_BYTES) -> str:
 
 
 def first_line(verdict: Verdict) -> str:
-    """**FAIL** - what was found"""
     return f"**{wording.LABELS[verdict.outcome]}** - {escape(verdict.sentence, _SENTENCE)}"
 
 
@@ -39,7 +38,6 @@ def escape(text: object, limit: int | None = None) -> str:
 
 
 def _summary(verdict: Verdict, rows: int) -> str:
-    """The whole of it with at most ``rows`` rows a table."""
     about = [escape(wording.sides(verdict)), wording.counted(verdict)]
     about_line = ". ".join(upper_first(part) for part in about if part)
     lines = [first_line(verdict), "", *([f"{about_line}.", ""] if about_line else [])]
@@ -53,14 +51,17 @@ def _summary(verdict: Verdict, rows: int) -> str:
     if verdict.notes:
         notes = [f"- {escape(note, _SENTENCE)}" for note in verdict.notes[:rows]]
         lines += ["### Notes", "", *notes, *_more(len(verdict.notes) - rows, "notes"), ""]
-    lines += [*_command("Reproduce", verdict.reproduce), *_command("Accept an intended change", verdict.accept)]
+    for title, command in (("Reproduce", verdict.reproduce), ("Accept an intended change", verdict.accept)):
+        if command:
+            ticks = "`" * max([3, *(len(run) + 1 for run in re.findall("`+", command))])  # no line of it ends the block
+            lines += [f"### {title}", "", f"{ticks}sh", *wording.clean(command).split("\n"), ticks, ""]
     if passed := wording.worst_first(verdict.of(PASS)):
         table = _table(wording.FINDING_HEADS, [wording.finding_row(f) for f in passed[:rows]])
         lines += _folded(f"{len(passed):,} passed", [*table, *_more(len(passed) - rows, "that passed")])
     facts = [
         (f"{role} {wording.spaced(key)}".strip(), wording.line(wording.fact(value, key), _DETAIL))
-        for role, known in (("", verdict.facts), ("base", verdict.base), ("candidate", verdict.candidate))
-        for key, value in known.items()
+        for role, facts_of_role in (("", verdict.facts), ("base", verdict.base), ("candidate", verdict.candidate))
+        for key, value in facts_of_role.items()
         if value not in (None, "", [], {}, ())
     ]
     lines += _folded("The run", _table(("fact", "value"), facts[:60], 2)) if facts else []
@@ -91,14 +92,6 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], numbers_from: in
         return []
     used, entries = wording.used_columns(heads, rows)
     return [*markdown_table(used, [list(map(escape, row)) for row in entries], numbers_from), ""]
-
-
-def _command(title: str, command: str | None) -> list[str]:
-    if not command:
-        return []
-    ticks = "`" * max([3, *(len(run) + 1 for run in re.findall("`+", command))])  # no line of it ends the block
-    shown = [f"{ticks}sh", *wording.clean(command).split("\n"), ticks]
-    return [f"### {title}", "", *shown, ""]
 
 
 def _folded(title: str, lines: Sequence[str]) -> list[str]:

@@ -82,18 +82,16 @@ class Benchmark:
 
 def verdict_benchmarks(verdict: Verdict) -> list[Benchmark]:
     """The candidate's values of a comparison, named by the findings' ids; the other gates have no timings to chart."""
-    found = []
-    for finding in verdict.findings if verdict.kind == "compare" else ():
-        if not wording.is_number(finding.candidate) or finding.higher_is_better is None:
+    benchmarks = []
+    for f in verdict.findings if verdict.kind == "compare" else ():
+        if not wording.is_number(f.candidate) or f.higher_is_better is None:
             continue
-        low, high = finding.interval or (None, None)
-        known = all(map(wording.is_number, (finding.base, low, high)))
-        half = abs(finding.base) * (high - low) / 2 if known else None
-        extra = f"{wording.LABELS[finding.outcome]}\n{wording.line(finding.sentence)}"
-        found.append(
-            Benchmark(finding.id, finding.unit or "", finding.candidate, half, extra, finding.higher_is_better)
-        )
-    return found
+        low, high = f.interval or (None, None)
+        known = all(map(wording.is_number, (f.base, low, high)))
+        half = abs(f.base) * (high - low) / 2 if known else None
+        extra = f"{wording.LABELS[f.outcome]}\n{wording.line(f.sentence)}"
+        benchmarks.append(Benchmark(f.id, f.unit or "", f.candidate, half, extra, f.higher_is_better))
+    return benchmarks
 
 
 def write_benchmarks(benchmarks: Sequence[Benchmark], folder: Path) -> list[Path]:
@@ -103,7 +101,7 @@ def write_benchmarks(benchmarks: Sequence[Benchmark], folder: Path) -> list[Path
     """
     written = []
     for path, bigger in ((folder / BIGGER, True), (folder / SMALLER, False)):
-        if entries := [each.to_json() for each in benchmarks if each.higher_is_better == bigger]:
+        if entries := [benchmark.to_json() for benchmark in benchmarks if benchmark.higher_is_better == bigger]:
             write_json(path, entries)
             written.append(path)
         else:
@@ -120,25 +118,20 @@ def publish(verdict: Verdict, folder: Path | None, environ: Mapping[str, str] = 
     ``folder``: where the verdict's files are, for the first annotation. If the summary cannot be written, that is a
     warning on stderr.
     """
-    if path := environ.get("GITHUB_STEP_SUMMARY"):
+    if named := environ.get("GITHUB_STEP_SUMMARY"):
+        path = Path(named)
         try:
-            _append_summary(verdict, Path(path))
+            used = path.stat().st_size if path.exists() else 0  # by earlier commands of the step
+            gap = "\n\n" if used else ""
+            if text := summary(verdict, max(0, SUMMARY_BYTES - used - len(gap) - 1)):
+                with path.open("a", encoding="utf-8") as file:
+                    file.write(gap + hide_keys(text))
+            else:
+                say(f"warning: {path} has {used:,} bytes and no room for the verdict: GitHub takes {SUMMARY_BYTES:,}")
         except OSError as error:
             say(f"warning: the step summary {path} could not be written: {error.strerror}")
     if environ.get("GITHUB_ACTIONS", "").lower() in ("true", "1"):
         print("\n".join(annotations(verdict, folder)), flush=True)
-
-
-def _append_summary(verdict: Verdict, path: Path) -> None:
-    """Appends as much of the summary as fits below what earlier commands of the step wrote. Raises OSError."""
-    used = path.stat().st_size if path.exists() else 0
-    gap = "\n\n" if used else ""
-    text = summary(verdict, max(0, SUMMARY_BYTES - used - len(gap) - 1))
-    if not text:
-        say(f"warning: {path} has {used:,} bytes and no room for the verdict: GitHub takes {SUMMARY_BYTES:,}")
-        return
-    with path.open("a", encoding="utf-8") as file:
-        file.write(gap + hide_keys(text))
 
 
 def annotations(verdict: Verdict, folder: Path | None) -> list[str]:

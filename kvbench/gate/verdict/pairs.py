@@ -17,6 +17,7 @@ from kvbench.gate.verdict.wording import is_number
 
 ROWS = 80  # of one panel, the worst
 _LABELS, _PLOT, _NUMBERS, _ROW, _HEAD, _FOOT = 300, 640, 230, 34, 26, 30  # px
+_FARTHEST = 1e12  # the largest change that has a place of its own
 _NAME, _LINES, _LINE = 42, 5, 16  # of a row's name: characters a line, lines at most, px a line
 _DOTS = {
     "pair": "A dot is one pair of fresh servers: the candidate against the base.",
@@ -52,13 +53,13 @@ class _Axis:
         for finding in findings:
             limits = (at for _, at in _thresholds(finding))
             values += filter(is_number, (*finding.series, *(finding.interval or ()), finding.change, *limits))
-        low, high = min(values), max(values)
+        low, high = (min(max(end, -_FARTHEST), _FARTHEST) for end in (min(values), max(values)))
         low, high = (low, high) if high - low > 1e-9 else (-0.001, 0.001)
         room = (high - low) * 0.04
         self.low, self.high, self.worse = low - room, high + room, wording.worse_sign(findings[0])
 
     def x(self, change: float) -> float:
-        share = (change - self.low) / (self.high - self.low)
+        share = (min(max(change, self.low), self.high) - self.low) / (self.high - self.low)
         return round(_LABELS + _PLOT * (share if self.worse > 0 else 1 - share), 1)
 
     def ticks(self) -> list[float]:
@@ -69,7 +70,6 @@ class _Axis:
 
 
 def pair_page(verdict: Verdict) -> str | None:
-    """The page; None where no finding has pairs."""
     drawn = [finding for finding in wording.worst_first(verdict.findings) if any(map(is_number, finding.series))]
     if not drawn:
         return None
@@ -78,7 +78,9 @@ def pair_page(verdict: Verdict) -> str | None:
     panels: dict[tuple[str, bool | None], list[Finding]] = {}
     for finding in drawn:
         panels.setdefault((finding.metric or finding.title, finding.higher_is_better), []).append(finding)
-    dots = {metric: _dot(verdict, findings) for (metric, _), findings in panels.items()}
+    dots = {metric: "round" if findings[0].suite == "served" else "pair" for (metric, _), findings in panels.items()}
+    if verdict.kind == "limits":
+        dots = dict.fromkeys(dots, "repeat")
     marks = {name for finding in drawn for name, _ in _thresholds(finding)}
     effect = "The diamond is what is judged: their median, or the worst of them where each is held."
     if any(finding.interval for finding in drawn):
@@ -100,24 +102,17 @@ def pair_page(verdict: Verdict) -> str | None:
     )
 
 
-def _dot(verdict: Verdict, findings: Sequence[Finding]) -> str:
-    """Names what a dot of these findings is."""
-    return "repeat" if verdict.kind == "limits" else "round" if findings[0].suite == "served" else "pair"
-
-
 def _panel(metric: str, findings: Sequence[Finding], dot: str) -> dict[str, Any]:
-    """One metric's rows on one scale, in px."""
     shown = findings[:ROWS]
     axis = _Axis(shown)
-    x = axis.x
-    names = [_name(finding) for finding in shown]
+    x, names = axis.x, [_name(finding) for finding in shown]
     height = max(_ROW, max(map(len, names)) * _LINE + 8)
     rows = []
     for i, (finding, name) in enumerate(zip(shown, names, strict=True)):
         middle = _HEAD + height * (i + 0.5)
         first = middle + 4.5 - (len(name) - 1) * _LINE / 2
         ends = [end for end in finding.interval or () if is_number(end)]
-        numbers = wording.change(finding)
+        numbers = f"{wording.percent(finding.change)} {wording.interval(finding.interval)}".strip()
         if bounds := wording.bounds(finding):
             numbers = f"{wording.number(finding.candidate)} ({numbers}), {bounds}"
         rows.append({

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from kvbench.common.console import make_table, print_table
 from kvbench.gate.verdict import wording
-from kvbench.gate.verdict.verdict import EMPTY, FAIL, INCONCLUSIVE, INVALID, PASS, Finding, Verdict
+from kvbench.gate.verdict.verdict import EMPTY, FAIL, INCONCLUSIVE, INVALID, PASS, Verdict
 
 ROWS = 20
 MOVED_ROWS = 12
@@ -29,7 +29,14 @@ def print_verdict(verdict: Verdict, console: Console) -> None:
     for about in filter(None, (wording.sides(verdict), wording.counted(verdict))):
         console.print(Text(about, style="dim"))
     findings = wording.worst_first(verdict.findings)
-    _print_findings(findings, console)
+    # What did not pass, and what passed with numbers; other passes are only counted.
+    shown = [f for f in findings if f.outcome != PASS or f.candidate is not None or f.change is not None][:ROWS]
+    if shown:
+        rows = [[wording.LABELS[f.outcome], *_plain(wording.finding_row(f), f.unit, (1, 2))[:5]] for f in shown]
+        print_table(console, _table(("outcome", *wording.FINDING_HEADS[:5]), rows, 2), drop_first=_DROP_FIRST)
+        if left := Counter(f.outcome for f in findings) - Counter(f.outcome for f in shown):
+            more = ", ".join(f"{left[o]:,} more {name}" for o, name in wording.NAMES.items() if left[o])
+            console.print(Text(f"… and {more}"))
     failed = [finding for finding in findings if finding.outcome != PASS]
     for text, finding in wording.explained(failed, _REASONS, verdict.sentence):
         console.print(Text(f"- {wording.line(text, _SENTENCE)}"))
@@ -47,19 +54,6 @@ def print_verdict(verdict: Verdict, console: Console) -> None:
             console.print(Text(f"{title}: {wording.clean(command)}"), soft_wrap=True)
 
 
-def _print_findings(findings: Sequence[Finding], console: Console) -> None:
-    """Prints what did not pass, and what passed with numbers; other passes are only counted."""
-    shown = [f for f in findings if f.outcome != PASS or f.candidate is not None or f.change is not None][:ROWS]
-    if not shown:
-        return
-    rows = [[wording.LABELS[f.outcome], *_plain(wording.finding_row(f), f.unit, (1, 2))[:5]] for f in shown]
-    print_table(console, _table(("outcome", *wording.FINDING_HEADS[:5]), rows, 2), drop_first=_DROP_FIRST)
-    left = Counter(f.outcome for f in findings) - Counter(f.outcome for f in shown)
-    if left:
-        more = ", ".join(f"{left[outcome]:,} more {name}" for outcome, name in wording.NAMES.items() if left[outcome])
-        console.print(Text(f"… and {more}"))
-
-
 def _print_more(count: int, what: str, console: Console, indent: str = "") -> None:
     if count > 0:
         console.print(Text(f"{indent}… and {count:,} more {what}"))
@@ -70,8 +64,8 @@ def _plain(row: Sequence[str], unit: str | None, values: tuple[int, int]) -> lis
     unit = wording.line(unit or "", 24)
     if not unit or unit in ("bytes", "share", "count"):
         return list(row)
-    found = [entry.removesuffix(f" {unit}") if i in values else entry for i, entry in enumerate(row)]
-    return [found[0] if unit in found[0] else f"{found[0]} ({unit})", *found[1:]]
+    entries = [entry.removesuffix(f" {unit}") if i in values else entry for i, entry in enumerate(row)]
+    return [entries[0] if unit in entries[0] else f"{entries[0]} ({unit})", *entries[1:]]
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], numbers_from: int) -> Table:

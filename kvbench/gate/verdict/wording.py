@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Iterable, Sequence
 
 from kvbench.common.text import data_size
@@ -68,6 +69,7 @@ SENTENCES = {
 }  # fmt: skip
 """Every sentence of the timing gate, as a template."""
 
+_IN_DIGITS, _LARGEST = 1e15, sys.float_info.max  # larger numbers are written with an exponent
 _SUITES = ("overall", "class", "cell")  # the wider first; others after them, as they came
 # What XML 1.0 cannot hold, escaped or not (https://www.w3.org/TR/xml/#charsets): control characters, lone surrogates.
 # C1 controls are left out too: a terminal may act on them.
@@ -106,9 +108,9 @@ def number(value: float | None) -> str:
     """Three significant figures, and all figures of a whole number: 0.00123, 12.3, 1,235."""
     if not is_number(value):
         return NONE
-    if float(value).is_integer() and abs(value) < 1e15:
+    if float(value).is_integer() and abs(value) < _IN_DIGITS:
         return f"{value:,.0f}"
-    if not 1e-4 <= abs(value) < 1e15:
+    if not 1e-4 <= abs(value) < _IN_DIGITS:
         return f"{value:.2e}"
     decimals = 2 - math.floor(math.log10(float(f"{abs(value):.2e}")))
     return f"{value:,.{max(0, decimals)}f}"
@@ -129,7 +131,9 @@ def percent(fraction: float | None, signed: bool = True, sign: str = " %") -> st
     """0.1012 -> +10.1 %: at most three significant figures, two decimals."""
     if not is_number(fraction):
         return NONE
-    hundredths = fraction * 100
+    hundredths = max(-_LARGEST, min(fraction * 100, _LARGEST))
+    if abs(hundredths) >= _IN_DIGITS:
+        return f"{hundredths:{'+' if signed else ''}.2e}{sign}"
     decimals = 0 if abs(hundredths) >= 99.95 else 1 if abs(hundredths) >= 9.995 else 2
     words = f"{hundredths:{'+' if signed else ''},.{decimals}f}"
     return (words.lstrip("+-") if float(words.replace(",", "")) == 0 else words) + sign
@@ -143,11 +147,6 @@ def share(fraction: float | None) -> str:
 def interval(ends: tuple[float, float] | None) -> str:
     """[+9.20, +11.0] in percent; empty without one."""
     return "" if ends is None else "[" + ", ".join(percent(end, sign="") for end in ends) + "]"
-
-
-def change(found: Finding | Moved) -> str:
-    """+10.1 % [+9.20, +11.0]"""
-    return f"{percent(found.change)} {interval(found.interval)}".strip()
 
 
 def probability(p: float | None) -> str:
@@ -170,7 +169,7 @@ def figure(name: str, finding: Finding) -> str:
 
 
 def bounds(finding: Finding) -> str:
-    """Its limits: ``>= 0.9``, ``<= 2 GiB``; empty without one."""
+    """Writes its limits: ``>= 0.9``, ``<= 2 GiB``; empty without one."""
     ends = (("min", ">="), ("min_ratio", ">="), ("max", "<="), ("max_ratio", "<="))
     return " and ".join(f"{s} {figure(name, finding)}" for name, s in ends if finding.figure(name) is not None)
 
@@ -180,7 +179,6 @@ def spaced(name: str) -> str:
 
 
 def finding_row(finding: Finding) -> tuple[str, ...]:
-    """The entries of a table with `FINDING_HEADS`."""
     return (
         line(finding.title or finding.id, 200),
         *(quantity(value, finding.unit) for value in (finding.base, finding.candidate)),
@@ -193,7 +191,6 @@ def finding_row(finding: Finding) -> tuple[str, ...]:
 
 
 def moved_row(moved: Moved) -> tuple[str, ...]:
-    """The entries of a table with `MOVED_HEADS`."""
     return (
         line(moved.title or moved.name, 200),
         line(moved.where, 200),
@@ -205,13 +202,11 @@ def moved_row(moved: Moved) -> tuple[str, ...]:
 
 
 def used_columns(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[list[str], list[list[str]]]:
-    """Heads and rows without the columns that are empty throughout."""
     used = [i for i in range(len(heads)) if any(row[i] not in ("", NONE) for row in rows)]
     return [heads[i] for i in used], [[row[i] for i in used] for row in rows]
 
 
 def worse_sign(finding: Finding) -> int:
-    """+1 where more is worse, -1 where less is."""
     return -1 if finding.higher_is_better else 1
 
 
@@ -236,12 +231,12 @@ def explained(findings: Sequence[Finding], most: int, said: str) -> list[tuple[s
     Sentences that ``said`` (the verdict's) contains are left out, and those of failures after the first, whose rows say
     the same. A finding with details is always included, by its title if its sentence is left out.
     """
-    found = []
+    sentences = []
     for i, finding in enumerate(findings):
-        known = line(finding.sentence) in line(said)
-        if finding.details or (not known and (i == 0 or finding.change is None or finding.outcome != FAIL)):
-            found.append(((finding.title or finding.id) if known else finding.sentence, finding))
-    return found[:most]
+        is_said = line(finding.sentence) in line(said)
+        if finding.details or (not is_said and (i == 0 or finding.change is None or finding.outcome != FAIL)):
+            sentences.append(((finding.title or finding.id) if is_said else finding.sentence, finding))
+    return sentences[:most]
 
 
 def counted(verdict: Verdict) -> str:
@@ -252,14 +247,14 @@ def counted(verdict: Verdict) -> str:
 
 def sides(verdict: Verdict) -> str:
     """Names both sides as far as known: ``base main (0123456789ab), candidate HEAD (...)``."""
-    found = []
+    names = []
     for role, side in (("base", verdict.base), ("candidate", verdict.candidate)):
         name, sha = (line(side.get(key) or "", 200) for key in ("name", "sha"))
         if name and sha and sha[:7] not in name and not sha.startswith(name):
             name = f"{name} ({sha[:12]})"
         if name or sha:
-            found.append(f"{role} {name or sha[:12]}")
-    return ", ".join(found)
+            names.append(f"{role} {name or sha[:12]}")
+    return ", ".join(names)
 
 
 def fact(value: object, name: str = "") -> str:

@@ -10,7 +10,7 @@ import pytest
 from kvbench.cli.gate import gate
 from kvbench.cli.run_guarded import guarded
 from kvbench.gate.limits import judge_canaries, judge_limits
-from kvbench.gate.policy import Limit
+from kvbench.gate.policy import GateLimit
 from kvbench.gate.verdict.verdict import FAIL, INVALID, PASS
 from kvbench.metrics.model import CanaryCounts
 from kvbench.runs.quality import QualityResult
@@ -36,7 +36,7 @@ def offline(of, asked: int | None = 100, right: int = 100, **changes) -> Quality
 
 
 def judge(of, quality=None, doubt=None):
-    return judge_canaries(run(of, workload={"name": "mixed"}), quality, doubt)
+    return (judge_canaries(run(of, workload={"name": "mixed"}), of, quality, doubt),) if of.canaries.sent else ()
 
 
 def test_one_wrong_answer_in_full_precision_fails_whatever_is_known_of_its_quality():
@@ -93,7 +93,7 @@ def test_a_quantised_kv_whose_offline_rate_is_not_known_cannot_be_judged(quality
 
 def test_a_cell_without_canaries_has_no_finding_and_other_limits_on_a_wrong_one_say_why():
     assert judge(cell()) == ()
-    (finding,) = judge_limits(run(wrong(), workload={"name": "m"}), [Limit("metric", "p95_ttft_ms", high=1e6)])
+    (finding,) = judge_limits(run(wrong(), workload={"name": "m"}), [GateLimit("metric", "p95_ttft_ms", high=1e6)])
     assert finding.outcome == INVALID and "passkey-7" in finding.sentence
 
 

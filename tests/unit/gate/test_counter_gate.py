@@ -15,7 +15,7 @@ from engine.kv.page_pool import PagePool
 from engine.kv.paged import PagedKVManager
 from engine.scheduling.scheduler import Scheduler
 from kvbench.common.errors import UsageError
-from kvbench.gate.counters.judge import Change, accept, changed_counters, first_difference, is_sum
+from kvbench.gate.counters.judge import SUMS, Change, accept, changed_counters, first_difference
 from kvbench.gate.counters.lock import LockedScenario, changes_of, digest, read_lock
 from kvbench.gate.counters.replay import Replayed, replay_all
 from kvbench.gate.verdict.verdict import FAIL, PASS, Finding, Verdict
@@ -106,7 +106,7 @@ def test_one_preemption_more(gate, monkeypatch, steps):
     assert f"kvbench gate counters {gate.workload_path} --lock {gate.lock_path}" in verdict.reproduce
     assert '--reason "..."' in verdict.accept and verdict.accept.startswith("kvbench accept counters")
     assert {m.name for m in verdict.moved} >= {"preempted", "recomputed_tokens", "swapped_out_slots"}
-    order = [(is_sum(m.name), -math.inf if m.change is None else -abs(m.change)) for m in verdict.moved]
+    order = [(m.name.startswith(SUMS), -math.inf if m.change is None else -abs(m.change)) for m in verdict.moved]
     assert order == sorted(order) and {m.where for m in verdict.moved} >= {"5 of 5 scenarios"}
     assert len({change for _, change in order}) > 2
 

@@ -9,7 +9,7 @@ import pytest
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.step_plan import StepPlan
 from kvbench.common.errors import UsageError
-from kvbench.gate.counters.judge import Commands, judge
+from kvbench.gate.counters.judge import GateCommands, judge
 from kvbench.gate.counters.lock import read_lock
 from kvbench.gate.counters.replay import COUNTERS, replay, replay_all
 from kvbench.gate.counters.workload import read_counter_workload
@@ -95,7 +95,7 @@ def committed():
 def test_the_engine_counts_what_was_accepted(committed):
     """If this is red and the change is meant: kvbench accept counters --reason "..."."""
     workload, runs = committed
-    verdict = judge(workload, read_lock(LOCK), runs, runs, Commands(), {})
+    verdict = judge(workload, read_lock(LOCK), runs, runs, GateCommands(), {})
     assert verdict.exit_code == 0, "\n".join((verdict.sentence, *verdict.notes))
     assert not verdict.notes and len(verdict.findings) == len(workload.scenarios) >= 90
     assert LOCK.stat().st_size < 450_000  # readable in a diff

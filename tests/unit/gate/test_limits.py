@@ -9,7 +9,7 @@ import pytest
 
 from kvbench.common.packages import REPOSITORY
 from kvbench.gate.limits import judge_limits
-from kvbench.gate.policy import Limit, load_policy
+from kvbench.gate.policy import GateLimit, load_policy
 from kvbench.gate.verdict.junit import junit
 from kvbench.gate.verdict.markdown import summary
 from kvbench.gate.verdict.outputs import annotations
@@ -24,12 +24,12 @@ from tests.support.records import put
 from tests.support.report_cells import cell, refused, run
 
 
-def judge(limits: Limit | list[Limit], *cells, quality: QualityResult | None = None, doubt: str | None = None):
-    limits = [limits] if isinstance(limits, Limit) else limits
+def judge(limits: GateLimit | list[GateLimit], *cells, quality: QualityResult | None = None, doubt: str | None = None):
+    limits = [limits] if isinstance(limits, GateLimit) else limits
     return judge_limits(run(*cells, workload={"name": "mixed"}), limits, quality, doubt)
 
 
-def only(limit: Limit, *cells, **more):
+def only(limit: GateLimit, *cells, **more):
     (finding,) = judge(limit, *cells, **more)
     return finding
 
@@ -40,15 +40,19 @@ TTFT = cell(ttft=(300.0, 500.0, 900.0))  # median 500
 @pytest.mark.parametrize(
     ("limit", "outcome", "judged"),
     [
-        (Limit("metric", "p95_ttft_ms", high=500), PASS, 500),  # a limit may be reached
-        (Limit("metric", "p95_ttft_ms", high=499.9), FAIL, 500),
-        (Limit("metric", "p95_ttft_ms", high=899, every=True), FAIL, 900),
-        (Limit("metric", "p95_ttft_ms", high=900, every=True), PASS, 900),
-        (Limit("metric", "p95_ttft_ms", low=301, every=True), FAIL, 300),
-        (Limit("metric", "p95_ttft_ms", low=500), PASS, 500),
-        (Limit("metric", "ttft_ms.p95", low=501), FAIL, 500),
-        (Limit("metric", "ttft_ms.p95", low=400, high=600), PASS, 500),
-        (Limit("metric", "p95_ttft_ms", low=310, high=890, every=True), FAIL, 300),  # both ends by 10: the first
+        (GateLimit("metric", "p95_ttft_ms", high=500), PASS, 500),  # a limit may be reached
+        (GateLimit("metric", "p95_ttft_ms", high=499.9), FAIL, 500),
+        (GateLimit("metric", "p95_ttft_ms", high=899, every=True), FAIL, 900),
+        (GateLimit("metric", "p95_ttft_ms", high=900, every=True), PASS, 900),
+        (GateLimit("metric", "p95_ttft_ms", low=301, every=True), FAIL, 300),
+        (GateLimit("metric", "p95_ttft_ms", low=500), PASS, 500),
+        (GateLimit("metric", "ttft_ms.p95", low=501), FAIL, 500),
+        (GateLimit("metric", "ttft_ms.p95", low=400, high=600), PASS, 500),
+        (
+            GateLimit("metric", "p95_ttft_ms", low=310, high=890, every=True),
+            FAIL,
+            300,
+        ),  # both ends by 10: the first
     ],
 )
 def test_the_median_or_every_repeat(limit, outcome, judged):
@@ -62,14 +66,16 @@ def test_the_median_or_every_repeat(limit, outcome, judged):
 
 def test_globs_choose_cells_and_ids_are_of_cell_and_metric():
     cells = (cell(load=3), cell(load=24), cell("contiguous", load=24))
-    found = judge(Limit("metric", "p95_ttft_ms", high=500, cells=("paged*-24",)), *cells)
+    found = judge(GateLimit("metric", "p95_ttft_ms", high=500, cells=("paged*-24",)), *cells)
     assert [f.id for f in found] == ["limit/mixed/paged (page 16)-24/p95_ttft_ms"]
-    found = judge([Limit("metric", "p95_ttft_ms", high=h, cells=("mixed/contig*",)) for h in (500, 400, 300)], *cells)
+    found = judge(
+        [GateLimit("metric", "p95_ttft_ms", high=h, cells=("mixed/contig*",)) for h in (500, 400, 300)], *cells
+    )
     assert [f.id.removeprefix("limit/mixed/contiguous-24/") for f in found] == [
         "p95_ttft_ms", "p95_ttft_ms (2)", "p95_ttft_ms (3)"
     ]  # fmt: skip
     assert [f.outcome for f in found] == [PASS, FAIL, FAIL]
-    named = only(Limit("metric", "p95_ttft_ms", high=1, name="what users feel"), TTFT)
+    named = only(GateLimit("metric", "p95_ttft_ms", high=1, name="what users feel"), TTFT)
     assert named.id.endswith("/what users feel")
 
 
@@ -79,13 +85,21 @@ LATE = cell(ttft=(9.0, 9.0, 9.0), reasons=tuple(f"repeat {n}: late" for n in ran
 @pytest.mark.parametrize(
     ("limit", "of", "said"),
     [
-        (Limit("metric", "p95_ttft_ms", high=500, cells=("pagde-*",)), TTFT, "pagde-*"),
-        (Limit("metric", "server.copied_pages_totl", high=0), cell(server={"copied_pages_total": 0}), "pages_total?"),
-        (Limit("metric", "server.copied", high=0), cell(), "remove the limit"),
-        (Limit("metric", "goodput_share", low=0.5), TTFT, "load.slo"),
-        (Limit("metric", "p95_ttft_ms", high=500), cell(ttft=(300.0, float("nan"), 300.0)), "in 1 of 3 repeats"),
-        (Limit("metric", "p95_ttft_ms", high=1000), LATE, "repeat 3: late and 2 more"),
-        (Limit("metric", "p95_ttft_ms", high=1), LATE, "repeat 3: late and 2 more"),
+        (GateLimit("metric", "p95_ttft_ms", high=500, cells=("pagde-*",)), TTFT, "pagde-*"),
+        (
+            GateLimit("metric", "server.copied_pages_totl", high=0),
+            cell(server={"copied_pages_total": 0}),
+            "pages_total?",
+        ),
+        (GateLimit("metric", "server.copied", high=0), cell(), "remove the limit"),
+        (GateLimit("metric", "goodput_share", low=0.5), TTFT, "load.slo"),
+        (
+            GateLimit("metric", "p95_ttft_ms", high=500),
+            cell(ttft=(300.0, float("nan"), 300.0)),
+            "in 1 of 3 repeats",
+        ),
+        (GateLimit("metric", "p95_ttft_ms", high=1000), LATE, "repeat 3: late and 2 more"),
+        (GateLimit("metric", "p95_ttft_ms", high=1), LATE, "repeat 3: late and 2 more"),
     ],
 )
 def test_what_nobody_measured_is_no_pass(limit, of, said):
@@ -103,15 +117,15 @@ LEAKY = cell(server={"pages_owned_after": 1}, reasons=("1 page is still owned",)
 @pytest.mark.parametrize(
     ("of", "limit", "outcome"),
     [
-        (FAILED, Limit("metric", "failure_rate", high=0.05), FAIL),
-        (FAILED, Limit("metric", "failure_rate", high=0.0625), INVALID),
-        (cell(failed=3), Limit("metric", "failure_rate", high=0.0625), PASS),
-        (REFUSED, Limit("metric", "failure_rate", high=0.05), FAIL),
-        (REFUSED, Limit("metric", "failure_rate", high=0.7), PASS),  # it was measured
-        (REFUSED, Limit("metric", "p95_ttft_ms", high=1e6), INVALID),  # of a server that did less work
-        (LEAKY, Limit("metric", "pages_owned_after", high=0), FAIL),
-        (LEAKY, Limit("metric", "pages_owned_after", high=1), INVALID),
-        (LEAKY, Limit("metric", "num_preemptions", high=-1), INVALID),
+        (FAILED, GateLimit("metric", "failure_rate", high=0.05), FAIL),
+        (FAILED, GateLimit("metric", "failure_rate", high=0.0625), INVALID),
+        (cell(failed=3), GateLimit("metric", "failure_rate", high=0.0625), PASS),
+        (REFUSED, GateLimit("metric", "failure_rate", high=0.05), FAIL),
+        (REFUSED, GateLimit("metric", "failure_rate", high=0.7), PASS),  # it was measured
+        (REFUSED, GateLimit("metric", "p95_ttft_ms", high=1e6), INVALID),  # of a server that did less work
+        (LEAKY, GateLimit("metric", "pages_owned_after", high=0), FAIL),
+        (LEAKY, GateLimit("metric", "pages_owned_after", high=1), INVALID),
+        (LEAKY, GateLimit("metric", "num_preemptions", high=-1), INVALID),
     ],
 )
 def test_what_makes_a_cell_invalid_breaks_its_own_limit_all_the_same(of, limit, outcome):
@@ -121,7 +135,7 @@ def test_what_makes_a_cell_invalid_breaks_its_own_limit_all_the_same(of, limit, 
 def test_what_a_server_said_of_failed_requests_is_in_every_file_of_the_verdict():
     hostile = "<b>full</b> | `x`"
     of = refused(20, hostile)
-    finding = only(Limit("metric", "failure_rate", high=0.05), of)
+    finding = only(GateLimit("metric", "failure_rate", high=0.05), of)
     assert finding.outcome == FAIL and f'28 of 48: "{hostile}"' in finding.sentence
     verdict = Verdict("limits", FAIL, finding.sentence, (finding,))
     case = ElementTree.fromstring(junit(verdict)).find(".//failure")
@@ -129,12 +143,12 @@ def test_what_a_server_said_of_failed_requests_is_in_every_file_of_the_verdict()
     for text in (summary(verdict), *annotations(verdict, None)):
         assert "28 of 48" in text and "full" in text
     assert "<b>" not in summary(verdict)
-    without = only(Limit("metric", "failure_rate", high=0.05), cell(failed=3))
+    without = only(GateLimit("metric", "failure_rate", high=0.05), cell(failed=3))
     assert "of 48" not in without.sentence
 
 
 def test_a_refused_cell_says_what_its_server_refused():
-    assert '32 of 48: "full"' in only(Limit("metric", "p95_ttft_ms", high=1e6), REFUSED).sentence
+    assert '32 of 48: "full"' in only(GateLimit("metric", "p95_ttft_ms", high=1e6), REFUSED).sentence
 
 
 def test_goodput_share_counts_those_that_failed_and_a_percentile_of_few_samples_says_so():
@@ -143,7 +157,7 @@ def test_goodput_share_counts_those_that_failed_and_a_percentile_of_few_samples_
         put(repeat.metrics, goodput=2.0, duration_s=18.0, completed=40, failed=8)
         put(repeat.metrics.steady_latency.ttft_ms, uncertain=["p95"])
     assert measured(there, "goodput_share").values == {0: 0.75, 1: 0.75, 2: 0.75}  # 36 of 48
-    few, enough = (only(Limit("metric", name, high=500), there) for name in ("p95_ttft_ms", "p95_itl_ms"))
+    few, enough = (only(GateLimit("metric", name, high=500), there) for name in ("p95_ttft_ms", "p95_itl_ms"))
     assert len(few.details) == len(enough.details) + 1
 
 
@@ -154,9 +168,9 @@ def test_limits_on_reasoning_and_the_first_output():
         put(repeat.metrics, without_output=2, steady_non_reasoning_output_throughput=12.0)
     names = {"p95_ttfo_ms": 900.0, "p95_reasoning_ms": 700.0, "without_output": 2}
     for name, most in (names | {"steady_non_reasoning_output_throughput": 12.0}).items():
-        assert name in definitions.names() and only(Limit("metric", name, high=most), there).outcome == PASS
-        assert only(Limit("metric", name, high=most * 0.99), there).outcome == FAIL
-    assert only(Limit("metric", "p95_reasoning_ms", high=9), cell()).outcome == INVALID
+        assert name in definitions.names() and only(GateLimit("metric", name, high=most), there).outcome == PASS
+        assert only(GateLimit("metric", name, high=most * 0.99), there).outcome == FAIL
+    assert only(GateLimit("metric", "p95_reasoning_ms", high=9), cell()).outcome == INVALID
 
 
 def test_shares_and_server_counters():
@@ -174,7 +188,7 @@ def test_shares_and_server_counters():
         "pooled.ttft_ms.p95": 500, "failure_rate": 0.0,
     }  # fmt: skip
     for name, value in values.items():
-        assert only(Limit("metric", name, low=value, high=value), there).outcome == PASS, name
+        assert only(GateLimit("metric", name, low=value, high=value), there).outcome == PASS, name
 
 
 PAGED, CONTIGUOUS = cell(throughput=(90.0, 200.0, 330.0)), cell("contiguous", throughput=(100.0, 100.0, 300.0))
@@ -190,7 +204,7 @@ PAGED, CONTIGUOUS = cell(throughput=(90.0, 200.0, 330.0)), cell("contiguous", th
     ],
 )
 def test_a_ratio_is_paired_by_repeat_and_all_repeats_are_shown(low, every, judged, outcome):
-    finding = only(Limit("ratio", "steady_output_throughput", low=low, every=every), CONTIGUOUS, PAGED)
+    finding = only(GateLimit("ratio", "steady_output_throughput", low=low, every=every), CONTIGUOUS, PAGED)
     assert (finding.outcome, finding.base, finding.unit) == (outcome, None, None)
     assert number(finding.candidate) == judged and judged in finding.sentence
     assert finding.change == pytest.approx(finding.candidate - 1)
@@ -220,8 +234,8 @@ def two_windows(steady, whole, **more):
 )
 def test_the_throughput_is_of_the_steady_window_and_one_of_the_whole_run_says_so(steady, what, metric, ratio, whole):
     paged, contiguous = two_windows(steady, 150.0), two_windows(100.0, 60.0, layout="contiguous")
-    alone = only(Limit("metric", what, low=1, cells=("paged*",)), paged, contiguous)
-    paired = only(Limit("ratio", what, low=1, name="what paging buys"), paged, contiguous)
+    alone = only(GateLimit("metric", what, low=1, cells=("paged*",)), paged, contiguous)
+    paired = only(GateLimit("ratio", what, low=1, name="what paging buys"), paged, contiguous)
     assert (alone.candidate, paired.candidate) == pytest.approx((metric, ratio)) and alone.unit == "tokens/s"
     for finding in (alone, paired):
         assert ("whole run" in finding.sentence, "whole run" in finding.title) == (whole, whole)
@@ -243,8 +257,8 @@ def test_a_latency_is_of_the_steady_window_and_one_of_the_whole_run_says_so(stea
         put(one.repeats[0].metrics, ttft_ms={"p95": ttft})
         if not steady and one is not contiguous:
             put(one.repeats[0].metrics.steady_latency.ttft_ms, n=28)
-    alone = only(Limit("metric", what, high=1, cells=("paged*",)), paged, contiguous)
-    paired = only(Limit("ratio", what, high=0.1), paged, contiguous)
+    alone = only(GateLimit("metric", what, high=1, cells=("paged*",)), paged, contiguous)
+    paired = only(GateLimit("ratio", what, high=0.1), paged, contiguous)
     assert (alone.candidate, paired.candidate) == pytest.approx((metric, ratio)) and alone.unit == "ms"
     assert {"whole run" in finding.sentence for finding in (alone, paired)} == {whole}
     if what == "p95_ttft_ms":
@@ -264,7 +278,7 @@ def test_the_shipped_limits_judge_the_ratio_that_the_report_shows():
 def test_a_ratio_of_named_configurations_at_each_load():
     prefix = [cell(load=load, enable_prefix_caching=True, throughput=(50.0, 50.0, 50.0)) for load in (3, 24)]
     base = [cell(load=load) for load in (3, 24)]
-    limit = Limit("ratio", "steady_output_throughput", low=0.6, of=("*prefix*",), to=("paged (page 16)",))
+    limit = GateLimit("ratio", "steady_output_throughput", low=0.6, of=("*prefix*",), to=("paged (page 16)",))
     found = judge(limit, *prefix, *base)
     assert [f.outcome for f in found] == [FAIL, FAIL] and len({f.id for f in found}) == 2
     found = judge(dataclasses.replace(limit, low=0.5, cells=("*-24",)), *prefix, *base)
@@ -284,7 +298,7 @@ def test_a_ratio_of_named_configurations_at_each_load():
     ],
 )
 def test_a_ratio_that_cannot_be_had_is_no_pass(other, said):
-    finding = only(Limit("ratio", "steady_output_throughput", low=0.1), PAGED, *([other] if other else []))
+    finding = only(GateLimit("ratio", "steady_output_throughput", low=0.1), PAGED, *([other] if other else []))
     assert finding.outcome == INVALID and said in finding.sentence
 
 
@@ -298,23 +312,23 @@ def quality(*outside: str, note: str = "", **known: float) -> QualityResult:
 @pytest.mark.parametrize(
     ("limit", "outcome"),
     [
-        (Limit("kld", "mean", high=0.01), PASS),
-        (Limit("kld", "mean", high=0.009), FAIL),
-        (Limit("kld", "p99", high=0.02), FAIL),
-        (Limit("kld", "same_argmax", low=0.98), PASS),
-        (Limit("kld", "same_argmax", low=0.99), FAIL),
-        (Limit("kld", "p95", high=1), INVALID),  # not among the figures
-        (Limit("quality", "perplexity_change", high=0.004), PASS),
-        (Limit("quality", "perplexity_change", high=0.003), FAIL),
-        (Limit("quality", "rms_dp", high=0.09), FAIL),
-        (Limit("quality", "rms_dp", high=0.1), PASS),
-        (Limit("quality", "greedy", low=0.83), PASS),  # 40 of 48
-        (Limit("quality", "greedy", low=0.84), FAIL),
-        (Limit("quality", "passkey", low=0.98), PASS),  # 63 of 64
-        (Limit("quality", "passkey", low=0.99), FAIL),
-        (Limit("quality", "full_pool_wrong", high=2), PASS),
-        (Limit("quality", "full_pool_wrong", high=1), FAIL),
-        (Limit("quality", "within"), PASS),
+        (GateLimit("kld", "mean", high=0.01), PASS),
+        (GateLimit("kld", "mean", high=0.009), FAIL),
+        (GateLimit("kld", "p99", high=0.02), FAIL),
+        (GateLimit("kld", "same_argmax", low=0.98), PASS),
+        (GateLimit("kld", "same_argmax", low=0.99), FAIL),
+        (GateLimit("kld", "p95", high=1), INVALID),  # not among the figures
+        (GateLimit("quality", "perplexity_change", high=0.004), PASS),
+        (GateLimit("quality", "perplexity_change", high=0.003), FAIL),
+        (GateLimit("quality", "rms_dp", high=0.09), FAIL),
+        (GateLimit("quality", "rms_dp", high=0.1), PASS),
+        (GateLimit("quality", "greedy", low=0.83), PASS),  # 40 of 48
+        (GateLimit("quality", "greedy", low=0.84), FAIL),
+        (GateLimit("quality", "passkey", low=0.98), PASS),  # 63 of 64
+        (GateLimit("quality", "passkey", low=0.99), FAIL),
+        (GateLimit("quality", "full_pool_wrong", high=2), PASS),
+        (GateLimit("quality", "full_pool_wrong", high=1), FAIL),
+        (GateLimit("quality", "within"), PASS),
     ],
 )
 def test_the_quality_of_a_configuration(limit, outcome):
@@ -325,7 +339,7 @@ def test_the_quality_of_a_configuration(limit, outcome):
 
 
 def test_within_holds_every_configuration_to_the_limits_of_the_measurement():
-    limit = Limit("quality", "within")
+    limit = GateLimit("quality", "within")
     outside = only(limit, INT8, quality=quality(KLD_OUTSIDE, "more"))
     assert (outside.outcome, outside.candidate) == (FAIL, 2) and KLD_OUTSIDE in outside.sentence
     full_precision, int8 = judge(limit, TTFT, INT8, quality=quality())
@@ -346,7 +360,11 @@ def test_within_holds_every_configuration_to_the_limits_of_the_measurement():
     ],
 )
 def test_a_quality_that_was_not_measured_for_this_run_is_no_pass(of, told, said):
-    for limit in (Limit("kld", "mean", high=1), Limit("quality", "passkey", low=0.1), Limit("quality", "within")):
+    for limit in (
+        GateLimit("kld", "mean", high=1),
+        GateLimit("quality", "passkey", low=0.1),
+        GateLimit("quality", "within"),
+    ):
         finding = only(limit, of, **told)
         assert finding.outcome == INVALID and said in finding.sentence
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import re
 from xml.etree import ElementTree
 
 import pytest
 
 from kvbench.gate.limits import judge_limits
-from kvbench.gate.policy import Limit
+from kvbench.gate.policy import GateLimit
 from kvbench.gate.verdict.pairs import pair_page
-from kvbench.gate.verdict.verdict import PASS, Finding, Verdict
+from kvbench.gate.verdict.verdict import FAIL, PASS, Finding, Verdict
 from tests.support import report_cells, verdicts
 
 
@@ -63,6 +64,14 @@ def test_hundreds_of_findings_stay_one_small_page_and_equal_pairs_can_be_drawn()
     assert [pair_page(verdicts.EVERY[name]()) for name in ("counters", "empty", "invalid")] == [None] * 3
 
 
+@pytest.mark.parametrize("change", [math.expm1(101), math.expm1(709.7)])
+def test_a_change_beyond_any_scale_leaves_the_page_as_wide_as_it_was(change: float) -> None:
+    page = Page(verdicts.timing("a", FAIL, change, series=(0.0, change, change)))
+    places = page.all("circle", "pair", "cx")
+    assert all(300 <= x <= 940 for x in places) and places[1] == places[2] > places[0]
+    assert all(len(words) < 60 for words in page.texts("text")) and "e+" in page.text
+
+
 def ratio(cell: str, low: float, high: float | None = None) -> Finding:
     """As the limits gate makes it, of three repeats: 0.9, 1.0 and 1.1 of another configuration."""
     load = cell.rpartition("-")[2]
@@ -70,7 +79,7 @@ def ratio(cell: str, low: float, high: float | None = None) -> Finding:
         report_cells.cell(kind, load=int(load), throughput=throughput)
         for kind, throughput in (("paged", (90.0, 100.0, 110.0)), ("contiguous", (100.0, 100.0, 100.0)))
     ]
-    limit = Limit("ratio", "steady_output_throughput", low=low, high=high, name=f"of {cell}")
+    limit = GateLimit("ratio", "steady_output_throughput", low=low, high=high, name=f"of {cell}")
     (finding,) = judge_limits(report_cells.run(*cells, workload={"name": "mixed"}), [limit])
     return finding
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 
+from kvbench.gate.compare.clock import Clock
 from kvbench.gate.compare.folder import CompareFolder
-from kvbench.gate.compare.pair_runner import ATTEMPTS, ATTEMPTS_TO_BLAME, LaunchedPairs, PairRunner
+from kvbench.gate.compare.pair_runner import ATTEMPTS, ATTEMPTS_TO_BLAME, PairRunner, measure_launched
 from kvbench.gate.timing.plan import SIDES, match_designs, turns
 from kvbench.gate.timing.rules import DEFAULT_RULES
 from kvbench.sweep.block import Failure
@@ -67,7 +69,7 @@ def run(tmp_path, matches, **told):
     sides.kept, sides.failed, sides.most = [], [], []
     sides.runner = PairRunner(
         folder,
-        LaunchedPairs(sides.runners).measure,
+        partial(measure_launched, sides.runners, Clock()),
         DEFAULT_RULES.metrics,
         lambda turn, first: sides.kept.append((turn.match.key, first)),
         lambda attempt, most: (sides.failed.append(attempt), sides.most.append(most)),

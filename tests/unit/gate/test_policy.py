@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from kvbench.common.errors import UsageError
-from kvbench.gate.policy import Limit, Policy, StoredPolicy, load_policy, matches
+from kvbench.gate.policy import GateLimit, Policy, StoredPolicy, load_policy, matches
 from kvbench.gate.timing.rules import DEFAULT_RULES
-from kvbench.gate.timing.served import SERVED_RULES
+from kvbench.gate.timing.served import ALPHA
 from kvbench.workload.design import design_of
 from kvbench.workload.file import load_workload
 
@@ -30,7 +30,7 @@ def read(tmp_path: Path):
 def test_the_shipped_policy_writes_out_the_default_rules():
     policy = load_policy(SHIPPED)
     assert (policy.timing, policy.source) == (DEFAULT_RULES, SHIPPED)
-    assert DEFAULT_RULES.alpha + SERVED_RULES.alpha == pytest.approx(0.01)
+    assert DEFAULT_RULES.alpha + ALPHA == pytest.approx(0.01)
     assert sum(look.alpha_pass for look in DEFAULT_RULES.looks) == pytest.approx(0.05)
     assert {limit.kind for limit in policy.limits} == {"metric", "ratio", "quality"}
 
@@ -95,13 +95,13 @@ limits:
   - {quality: within, cells: "*-c3"}
 """).limits
     assert limits == (
-        Limit("metric", "p95_ttft_ms", None, 250.0, ("paged-*",)),
-        Limit("metric", "peak_rss_bytes", None, 1.5 * 2**30, ("*",), True, name="memory"),
-        Limit("metric", "goodput_share", 0.95, None, ("a/*", "*-c3")),
-        Limit("ratio", "output_throughput", 0.9, 3.0, ("*",), False, ("paged-p16",), ("contiguous", "other")),
-        Limit("kld", "p99", None, 0.01),
-        Limit("quality", "passkey", 0.98, None),
-        Limit("quality", "within", None, None, ("*-c3",)),
+        GateLimit("metric", "p95_ttft_ms", None, 250.0, ("paged-*",)),
+        GateLimit("metric", "peak_rss_bytes", None, 1.5 * 2**30, ("*",), True, name="memory"),
+        GateLimit("metric", "goodput_share", 0.95, None, ("a/*", "*-c3")),
+        GateLimit("ratio", "output_throughput", 0.9, 3.0, ("*",), False, ("paged-p16",), ("contiguous", "other")),
+        GateLimit("kld", "p99", None, 0.01),
+        GateLimit("quality", "passkey", 0.98, None),
+        GateLimit("quality", "within", None, None, ("*-c3",)),
     )
 
 

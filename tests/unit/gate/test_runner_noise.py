@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from kvbench.cli.compare import calibrate, compare
 from kvbench.common.errors import EXIT_INVALID, EXIT_OK, UsageError
 from kvbench.common.files import read_json, write_json
 from kvbench.gate.compare.folder import GivenUp
-from kvbench.gate.compare.request import CompareRequest
+from kvbench.gate.compare.request import CompareRequest, StoredRequest
 from kvbench.gate.compare.runner_noise import noise_notes, store_noise
 from kvbench.gate.policy import load_policy
 from tests.support.compare_folders import noisy_pairs, stored_comparison
@@ -50,3 +51,32 @@ def test_too_few_pairs_are_not_stored_and_a_file_that_is_no_noise_is_refused(tmp
     write_json(tmp_path / "x.json", {"format": "kvbench-noise/1"})
     with pytest.raises(UsageError, match=r"x\.json is no noise of a runner .*kvbench-noise/1"):
         notes(tmp_path / "x.json", "mixed")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: data.pop("workloads"),
+        lambda data: data["each"][0].update(level="row"),
+        lambda data: data["each"][0].update(stands_for=[]),
+        lambda data: data["each"][0]["worst_margin"].clear(),
+        lambda data: data.update(pairs=0),
+    ],
+)
+def test_a_damaged_noise_file_gets_one_sentence(tmp_path, damage):
+    _, path = calibrated(tmp_path, 20)
+    data = read_json(path)
+    damage(data)
+    write_json(path, data)
+    with pytest.raises(UsageError, match=r"is no noise of a runner \(.*kvbench calibrate"):
+        notes(path, "mixed")
+
+
+def test_a_misspelt_option_is_refused_and_the_options_of_both_commands_are_known():
+    with pytest.raises(ValueError, match="max_minuets"):
+        CompareRequest(max_minuets=5)
+    for command in (compare, calibrate):
+        assert {each.name for each in command.params} - {"side"} <= CompareRequest.model_fields.keys()
+    stored = StoredRequest.parse({"base": "main", "max_minutes": 5, "twin_processes": 2})  # of an older version
+    resumed = stored.resumed_by(CompareRequest(max_minutes=9))
+    assert (resumed.base, resumed.max_minutes, resumed.to_json()["twin_processes"]) == ("main", 9, 2)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest, quantile_test
 
-from kvbench.gate.timing.served import SERVED_RULES, judge_served, median_bounds, sign_p
+from kvbench.gate.timing.served import FLOOR_MS, MARGIN_MS, judge_served, median_bounds, sign_p
 from kvbench.gate.verdict.verdict import FAIL, INCONCLUSIVE, PASS
 
 
@@ -51,7 +51,7 @@ def test_one_odd_launch_is_no_regression_and_fast_servers_are_held_to_millisecon
     odd = candidate + np.array([[12.0], [0.0]])
     assert judge_served(base, odd, 2).outcome == PASS
     tiny = judge_served(base / 100, candidate / 100 + 1, 2)  # 0.4 ms: 1 ms is 250 %, and below the floor of 2 ms
-    assert (tiny.outcome, tiny.floor, tiny.margin) == (PASS, SERVED_RULES.floor_ms, SERVED_RULES.margin_ms)
+    assert (tiny.outcome, tiny.floor, tiny.margin) == (PASS, FLOOR_MS, MARGIN_MS)
 
 
 def test_p_is_adjusted_for_all_tests():

@@ -22,7 +22,7 @@ from kvbench.gate.compare.manifest import pinned, reproduce_command
 from kvbench.gate.compare.request import CompareRequest
 from kvbench.gate.compare.sides import (
     PairedWorkload,
-    Side,
+    PairSide,
     measured_design,
     open_side,
     parse_settings,
@@ -292,7 +292,7 @@ def test_a_stored_design_keeps_the_order_of_its_workload_and_the_settings_that_w
     ],
 )
 def test_an_option_that_means_nothing_is_refused(tiny, texts, options, says):
-    sides = [Side("run", "a", "a") if text == "run:a" else parse_side(text, tiny) for text in texts]
+    sides = [PairSide("run", "a", "a") if text == "run:a" else parse_side(text, tiny) for text in texts]
     if says is None:
         require_used(sides, CompareRequest(**options))
     else:
@@ -311,7 +311,7 @@ def test_each_configuration_is_launched_once_before_the_pairs_and_a_failure_is_l
     targets, opened, said = [Mock(**{"start.side_effect": error}) for _ in SIDES], {}, []
     for name, target in zip(SIDES, targets, strict=True):
         choice = SimpleNamespace(runs_already=False, new_target=lambda target=target: target)
-        opened[name] = SimpleNamespace(side=Side("cmd", "serve", "serve"), name=name, choice=choice, build=build)
+        opened[name] = SimpleNamespace(side=PairSide("cmd", "serve", "serve"), name=name, choice=choice, build=build)
     paired = PairedWorkload("tiny", opened, matches, {})
     if isinstance(error, ServerRefusedError):
         with pytest.raises(UsageError, match=r"page_size 7.*\{port\}"):
