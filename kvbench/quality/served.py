@@ -204,6 +204,11 @@ class _Reference:
         canaries = tuple(c for c in material.canaries if self.reads(c.prompt_token_ids) == tuple(c.prompt_token_ids))
         return Material(as_read(material.forced), as_read(material.passkeys), canaries, material.left_out)
 
+    def read_alike(self, prompts: Sequence[Prompt], answers: Answers) -> tuple[Prompt, ...]:
+        """The conversations whose whole text has the tokens of its turns, as a server reads it."""
+        whole = ((each, each.last_prompt(answers[each.prompt_id])) for each in prompts)
+        return tuple(each for each, ids in whole if self.reads(ids) == ids)
+
     def answers(self, material: Material) -> Answers:
         return answering.answer_all(measure.engine_with_room(self.config, self.loaded, material), material.everything)
 
@@ -310,10 +315,8 @@ def measure_served(
     material = gathered if manner.token_ids else reference.as_texts(gathered)
     say(f"baseline: {len(material.everything)} prompts")
     expected = reference.answers(material)
-    if not manner.token_ids:  # a conversation whose text, as a server reads it, has other tokens than its turns
-        whole = ((each, each.last_prompt(expected[each.prompt_id])) for each in material.forced)
-        forced = tuple(each for each, ids in whole if reference.reads(ids) == ids)
-        material = dataclasses.replace(material, forced=forced)
+    if not manner.token_ids:
+        material = dataclasses.replace(material, forced=reference.read_alike(material.forced, expected))
     asked = _ServerAnswers(served, manner, reference, expected, say)
     answers = asked.answers(material.everything, _AT_ONCE, "the server's answers")
     again = asked.answers(material.asked[::-1], _AT_ONCE_OF_CONTROL, "control: the server's answers in other order")
