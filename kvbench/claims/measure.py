@@ -43,7 +43,7 @@ _OPEN_LIMIT_S = 120.0
 
 @dataclass
 class WorkloadFacts:
-    """What is known of one workload after ``launches`` launches. Its load is closed loop, of one concurrency.
+    """The facts of one workload after ``launches`` launches. Its load is closed loop, of one concurrency.
 
     A configuration is named by the settings in which it differs from the baseline; none: the baseline.
     early: whether intervals are of ``EARLY_CONFIDENCE`` where launches are too few to stop at 95 %.
@@ -66,7 +66,7 @@ class WorkloadFacts:
         )
 
     def capacity_of(self, **settings: Any) -> Capacity:
-        """What its KV budget holds."""
+        """The capacity of a configuration's KV budget."""
         return self.capacity[self.find(**settings).config_id]
 
     def took_part(self) -> list[Configuration]:
@@ -129,7 +129,7 @@ class WorkloadFacts:
         return self._careful(for_other_requests(ratio, values[0][0], values[1][0], quantile))
 
     def counters(self, **settings: Any) -> Mapping[str, float]:
-        """What the engine counted, the same in every launch."""
+        """The counters of the engine, the same in every launch."""
         return read_json(self.loads(self.find(**settings))[0] / "counters.json")
 
     def slots(self, **settings: Any) -> Mapping[str, float]:

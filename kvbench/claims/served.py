@@ -41,7 +41,7 @@ _VARIANTS = {
 
 @dataclass(frozen=True)
 class Abandoned:
-    """What a server kept of streams that were left after their first token.
+    """The memory that a server kept of streams that were left after their first token.
 
     owned_before: pages; freed_after_s: None if some were still owned after ``_FREED_WITHIN_S``; next_served: whether a
     request for the whole memory then was served.
@@ -72,7 +72,7 @@ class Malformed:
 
 @dataclass(frozen=True)
 class ServedFacts:
-    """What the two claims are judged by. ``abandoned``: by the variant of the server."""
+    """The facts that the two claims are judged by. ``abandoned``: by the variant of the server."""
 
     abandoned: dict[str, Abandoned]
     malformed: Malformed | None

@@ -28,7 +28,7 @@ MARGINS = {ENGINE: 0.02, SERVED: 0.05, SIMULATED: 0.05}
 
 
 class Call(StrEnum):
-    """What a comparison says of the configuration."""
+    """The words of a comparison on the configuration."""
 
     BETTER = "better"
     WORSE = "worse"

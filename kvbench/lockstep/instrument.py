@@ -87,7 +87,7 @@ def begin(engine: TurnTaker, load: LoadConfig, point: LoadPoint, requests: Seque
 
 @dataclass(frozen=True)
 class Repetition:
-    """What an engine did with a load, once.
+    """A load as an engine computed it once.
 
     steps: float64 [steps, 4], see ``STEP_COLUMNS``; turns: how many of them each turn had; clock: engine time [s]
     rows: of each request, as the engine's ``result`` has them; metrics: after the load, as Prometheus text
@@ -190,7 +190,7 @@ class SteppedInstrument(Instrument):
 
     @classmethod
     def why_not(cls, load: LoadConfig, requests: Sequence[RequestSpec]) -> str | None:
-        """Why this load cannot be measured in engine time, None if it can."""
+        """Returns why this load cannot be measured in engine time, None if it can."""
         if any(request.turn for request in requests):
             return "later turns of its conversations wait for the answers before them"
         if any(request.prompt_token_ids is None for request in requests):

@@ -114,7 +114,7 @@ def is_decided(comparison: Comparison) -> bool:
 
 
 def as_it_recurs(seconds: np.ndarray) -> np.ndarray:
-    """``seconds`` [launches, ..., steps] of the same steps, each limited by its median and its neighbours.
+    """Limits each of ``seconds`` [launches, ..., steps] of the same steps by its median and its neighbours.
 
     The limit is ``RECURS`` times its median over the launches, times how much longer than theirs its neighbours took.
     """
@@ -293,7 +293,7 @@ def error_over_launches(log_ratios: np.ndarray, within: np.ndarray) -> np.ndarra
 def _comparison(
     metric: str, log_ratio: float, error: float, freedom: int, launches: int, basis: str = ""
 ) -> Comparison:
-    """``error``: half of the interval over its t quantile; NaN where nothing is known of the scatter."""
+    """Makes a comparison; ``error``: half of its interval over the t quantile, NaN where the scatter is not known."""
     unknown = Comparison(metric, ENGINE, math.exp(log_ratio), None, None, launches, Call.UNDECIDED, basis=basis)
     if math.isnan(error):
         return unknown

@@ -172,7 +172,7 @@ def why_not_stepped(
     env: Mapping[str, str | None] | None = None,
     options: Collection[str] = (),
 ) -> str | None:
-    """Why the engine of ``command`` cannot be stepped with these ``options`` of requests, None if it can; starts it."""
+    """Starts an engine; returns why it cannot be stepped with these ``options`` of requests, None if it can."""
     try:
         with EngineProcess(command, log, env=env) as process:
             process.greet()

@@ -72,7 +72,7 @@ Show = Callable[[str | Callable[[], str]], None]
 
 @dataclass
 class Sitting:
-    """``folder``: of the sweep's run, with /lockstep. ``capacity``: by configuration, as ``preflight`` returns it.
+    """The launches of all configurations. ``capacity``: by configuration; ``run``: of the sweep, with /lockstep.
 
     ``limit_s``: no launch is begun that would not end by then, or by ``_LONGER`` times that while there are too few;
     ``open_limit_s``: until one engine is there. ``check``: called twice a second, may raise. ``is_enough``: whether so
@@ -107,7 +107,7 @@ class Sitting:
         return sorted(points.values(), key=lambda p: -(p.concurrency or p.request_rate or 0))
 
     def why_not(self) -> str | None:
-        """Why these configurations cannot be compared in engine time, None if they can."""
+        """Returns why these configurations cannot be compared in engine time, None if they can."""
         alone = len(self.design.configurations) < 2 and self.is_enough is None
         if self.baseline is None or alone:
             return "there is no second configuration to compare the baseline with"

@@ -105,7 +105,7 @@ class TargetInstrument(Instrument):
         return False
 
     def reason_of(self, error: MeasurementError) -> str:
-        """How the server ended if it has, else the error itself."""
+        """Tells how the server ended if it has, else the error itself."""
         return reason_of(self.target, error) if self.started else str(error)
 
     def run(self, cell: Cell, repeat: int, out: Path) -> LoadResult:

@@ -1,4 +1,4 @@
-"""How a load is run. Every load begins in ``Instrument.measure``, which stores what came of it in the run's folder.
+"""The way a load is run. Every load begins in ``Instrument.measure``, which stores what came of it in the run's folder.
 
 A new clock or backend is one subclass with ``run``. Those that ship: ``HttpInstrument`` (kvbench/measure/http.py),
 ``SteppedInstrument`` (kvbench/lockstep/instrument.py), ``SimulatedInstrument`` (kvbench/simulation/instrument.py).
@@ -38,7 +38,7 @@ class Listener:
     def load_started(self, cell: Cell, repeat: int, total: int) -> None: ...
 
     def load_phase(self, phase: str) -> None:
-        """``phase``: one of PREPARE, "begin", DRAIN (all is sent) and "measured" (all is answered)."""
+        """A ``phase`` begins: PREPARE, "begin", DRAIN (all is sent) or "measured" (all is answered)."""
 
     def load_progress(self, done: int, total: int, failed: int, elapsed_s: float) -> None: ...
 
@@ -63,13 +63,13 @@ class Clients:
 
     @property
     def facts(self) -> dict[str, int | None]:
-        """``sharing`` of a manifest: processes of this machine (None: as the workload says), or workers of others."""
+        """The field ``sharing`` of a manifest: processes here (None: as the workload says), or workers elsewhere."""
         return {"processes": self.spec.get("processes"), "workers": self.workers}
 
 
 @dataclass
 class Job:
-    """What a command wants measured, and whom it tells.
+    """The measurement that a command wants, and the listeners to it.
 
     ``folder``: where results go. ``new_target``: makes the target of a server. ``check``: called often; raises when the
     measurement must end. ``on_server``: called with the block, /server_info and target of each server that is up; may
@@ -93,7 +93,7 @@ class Job:
 
 
 class UnstoredError(OSError):
-    """What was measured cannot be written. ``result``: of the load."""
+    """The result of a load cannot be written. ``result``: of the load."""
 
     def __init__(self, error: OSError, result: LoadResult) -> None:
         super().__init__(error.errno, error.strerror, error.filename)
@@ -115,7 +115,7 @@ class Instrument:
 
     @classmethod
     def why_not(cls, load: LoadConfig, requests: Sequence[RequestSpec]) -> str | None:
-        """Why it cannot measure this load, None if it can."""
+        """Returns why it cannot measure this load, None if it can."""
         return None
 
     @classmethod
@@ -141,7 +141,7 @@ class Instrument:
         return False
 
     def reason_of(self, error: MeasurementError) -> str:
-        """Why a load failed."""
+        """Tells why a load failed."""
         return str(error)
 
     def measure(self, cell: Cell, repeat: int) -> LoadResult:

@@ -1,4 +1,4 @@
-"""What came of a load: what its server counted, and whether it may be compared with others."""
+"""The result of a load: the counts of its server, and whether it may be compared with others."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ServerReadings:
     failures: int = 0
 
     def during(self, outcome: LoadOutcome, metrics: LoadMetrics) -> list[MetricsSample]:
-        """Those from the first request's start to the last one's end."""
+        """The samples from the first request's start to the last one's end."""
         # of a process on this machine, where all share this clock; a simulation's begins at 0
         start = (outcome.zero_perf_counter or 0.0) + metrics.first_request_s
         return [s for s in self.samples if 0.0 <= s.at - start <= (metrics.duration_s or outcome.duration_s or 0.0)]
@@ -89,7 +89,7 @@ def judge(
 
 
 def refusal(metrics: LoadMetrics) -> str | None:
-    """How much of the load the server answered, and with which error it refused the rest; None where it did not."""
+    """Tells how much was served, and with which error the server refused the rest; None where it refused nothing."""
     if not metrics.is_refusal:
         return None
     failures = failure_words(metrics.failure_messages, metrics.sent)

@@ -62,7 +62,7 @@ def wait_release(target: Target) -> MetricsSample | None:
 
 
 def leak_reasons(after: MetricsSample | None) -> list[str]:
-    """Why a load is invalid whose server kept KV; ``after``: the reading that ``wait_release`` returned."""
+    """Tells why a load is invalid whose server kept KV; ``after``: the reading that ``wait_release`` returned."""
     if after is None:
         return []
     kept = (
@@ -133,7 +133,7 @@ def _reset(target: Target) -> bool:
 
 @dataclass(frozen=True)
 class CacheUse:
-    """What the prefix cache did, the bounds of its hits (None: not known), why it was not in the declared state."""
+    """The use of the prefix cache, the bounds of its hits (None: not known), why it was not in the declared state."""
 
     counts: CacheCounts
     bounds: CacheBounds | None
@@ -181,7 +181,7 @@ def hit_bounds(
     before: MetricsSample | None,
     after: MetricsSample | None,
 ) -> HitBounds | None:
-    """What the prefix cache may have served; None when that is not known of this server.
+    """The bounds of what the prefix cache may have served; None when that is not known of this server.
 
     Another engine does not tell its page size: then pages of one token bound it from above, unless it preempted (its
     own pages may count as hits when a sequence comes back).

@@ -1,4 +1,4 @@
-"""How many canaries of a load were answered wrongly, and whether those are more than its KV dtype explains. Pure."""
+"""The canaries of a load that were answered wrongly, and whether those are more than its KV dtype explains. Pure."""
 
 from __future__ import annotations
 

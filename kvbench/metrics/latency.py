@@ -76,7 +76,7 @@ def distribution(values: Sequence[float] | np.ndarray) -> Distribution:
 
 
 def weighted_distribution(values: np.ndarray, counts: np.ndarray) -> Distribution:
-    """``distribution`` of samples of which ``counts`` (int64) are equal to each of ``values`` (float64, ascending)."""
+    """The distribution of samples of which ``counts`` (int64) are equal to each of ``values`` (float64, ascending)."""
     ends = np.cumsum(counts)
     total = int(ends[-1]) if len(ends) else 0
     if total == 0:

@@ -53,7 +53,7 @@ class Figures(Record):
     __pydantic_extra__: dict[str, _Added]
 
     def at(self, path: str) -> Any:
-        """What is stored at a dotted path such as ``steady_latency.ttft_ms.p95``; None where nothing is."""
+        """Returns what is stored at a dotted path such as ``steady_latency.ttft_ms.p95``; None where nothing is."""
         node: Any = self
         for part in path.split("."):
             node = node.get(part) if isinstance(node, dict) else getattr(node, part, None)
@@ -125,7 +125,7 @@ class Rates(Figures):
 
 
 class Plateau(GroupLatencies, Rates):
-    """What one plateau of a changing rate came to, in its steady part. Times [s] since the load's start."""
+    """The figures of one plateau of a changing rate, in its steady part. Times [s] since the load's start."""
 
     start_s: float | None = None
     end_s: float | None = None
@@ -154,7 +154,7 @@ class CanaryCounts(Record):
 
 
 class ProcessClock(Record):
-    """How well the clock of a load process is known on the master's."""
+    """The accuracy with which the clock of a load process is known on the master's."""
 
     same_clock: bool | None = None
     offset_ms: float | None = None
@@ -165,7 +165,7 @@ class ProcessClock(Record):
 
 
 class _ClientFigures(Record):
-    """What a load process and the whole client say of themselves; None where they do not. Times [ms], shares 0 to 1.
+    """The figures of a load process or the whole client by itself; None where not known. Times [ms], shares 0 to 1.
 
     cpu_fraction: of a core, of the busiest process; lag: how late its timestamps were, as lag_source shows
     loop_lag: how late its loop was
@@ -186,7 +186,7 @@ class _ClientFigures(Record):
 
 
 class ProcessFigures(_ClientFigures):
-    """What one of several load processes says of itself."""
+    """The figures of one of several load processes."""
 
     name: str
     host: str | None = None
@@ -198,7 +198,7 @@ class ProcessFigures(_ClientFigures):
 
 
 class ClientFigures(_ClientFigures):
-    """What the load client says of itself, all its processes together.
+    """The figures of the load client, all its processes together.
 
     lag_judged: whether this load's lag was held to the limit; loop_lag_stopped_share: of the time that it stood still
     """
@@ -250,7 +250,7 @@ def _finite(rate: Any) -> Any:
 
 
 class LoadOutcome(Record):
-    """What a load left behind besides its rows: load.json. None where it is not known, or never was.
+    """The facts of a load besides its rows: load.json. None where it is not known, or never was.
 
     clock: of all times, where it is not the machine's; zero_perf_counter: time 0 of the rows on that clock [s]
     request_rate: None for all at once; incomplete: not every request was finished
@@ -371,7 +371,7 @@ class LoadMetrics(PooledLatencies, Rates):
 
 
 def failure_words(messages: Mapping[str, FailureMessage], sent: int, kinds: bool = False) -> str:
-    """``32 of 52: "Context size has been exceeded."``: how many of the requests ``sent`` failed with which sentence.
+    """Tells how many of the requests ``sent`` failed with which sentence: ``32 of 52: "Context size exceeded."``
 
     ``messages``: the most frequent of each kind of failure, as ``most_frequent_failures`` returns them; with ``kinds``
     in front of each.
@@ -380,7 +380,7 @@ def failure_words(messages: Mapping[str, FailureMessage], sent: int, kinds: bool
 
 
 def failed_words(messages: Mapping[str, FailureMessage], failed: int, sent: int, kinds: bool = False) -> str:
-    """``32 of 52 requests failed: "Context size has been exceeded."``; what failed otherwise has counts of its own."""
+    """Tells how many failed and why: ``32 of 52 requests failed: "Context size exceeded."``, kinds with counts."""
     text = f"{failed} of {sent} requests failed"
     if len(messages) == 1 and next(iter(messages.values())).requests == failed:
         return f"{text}: {_quoted(*next(iter(messages.items())), kinds)}"

@@ -1,4 +1,4 @@
-"""What single requests show: columns of requests.parquet as arrays, and the latencies of each row. Pure functions.
+"""The columns of requests.parquet as arrays, and the latencies of each row. Pure functions.
 
 Times are in seconds since the load's start, latencies in ms; NaN: undefined. A request with n > 1 or beams returns
 several sequences, whose chunks share one stream. A gap between two chunks is one only within a sequence.
@@ -20,7 +20,7 @@ Choices = Sequence[int] | np.ndarray | None
 
 
 def by_sequence(values: Sequence[float] | np.ndarray, choices: Choices) -> list[np.ndarray]:
-    """``values`` of a request's chunks [chunks], those of each sequence by themselves, in order of their numbers."""
+    """Splits ``values`` of a request's chunks [chunks] by sequence, in order of their numbers."""
     values = np.asarray(values, dtype=float)
     if choices is None:
         return [values]
@@ -48,12 +48,12 @@ def gaps_within(times: Sequence[float] | np.ndarray, choices: Choices) -> np.nda
 
 
 def chunk_times(requests: pd.DataFrame) -> list[np.ndarray]:
-    """When each request's chunks with tokens arrived [s]. [requests] of float64 [chunks]"""
+    """The arrivals of each request's chunks with tokens [s]. [requests] of float64 [chunks]"""
     return [np.empty(0) if t is None else np.asarray(t, dtype=float) for t in requests["chunk_times"]]
 
 
 def chunk_tokens(requests: pd.DataFrame) -> list[np.ndarray | None]:
-    """How many tokens each of these chunks had; None where the server did not tell. [requests] of float64 [chunks]"""
+    """The tokens of each of these chunks; None where the server did not tell. [requests] of float64 [chunks]"""
     times = chunk_times(requests)
     known = requests["chunk_tokens"] if "chunk_tokens" in requests else [None] * len(requests)
     return [
@@ -63,17 +63,17 @@ def chunk_tokens(requests: pd.DataFrame) -> list[np.ndarray | None]:
 
 
 def choices_of(value: Any) -> Choices:
-    """``chunk_choices`` of a row; missing where rows of older files are beside it."""
+    """The ``chunk_choices`` of a row; missing where rows of older files are beside it."""
     return None if value is None or np.ndim(value) == 0 else value
 
 
 def chunk_choices(requests: pd.DataFrame) -> list[Choices]:
-    """Which sequence each chunk belongs to; None for requests of one sequence. [requests]"""
+    """The sequence of each chunk; None for requests of one sequence. [requests]"""
     return [choices_of(value) for value in requests.get("chunk_choices", [None] * len(requests))]
 
 
 def times_to_end(request: Mapping[str, Any]) -> np.ndarray:
-    """When the chunks of a row's sequence that ended last arrived [s]. float64 [chunks of it]"""
+    """The arrivals of the chunks of a row's sequence that ended last [s]. float64 [chunks of it]"""
     times = request["chunk_times"]
     own = by_sequence(() if times is None else times, choices_of(request.get("chunk_choices")))
     return max(own, key=lambda of_one: of_one[-1] if len(of_one) else -np.inf)
@@ -139,7 +139,7 @@ def times_per_output_token(requests: pd.DataFrame) -> np.ndarray:
 
 
 def sequence_ttfts(requests: pd.DataFrame) -> np.ndarray:
-    """From t0 to the first chunk of each sequence [ms], of the rows with several sequences. float64 [sequences]"""
+    """The time from t0 to the first chunk of each sequence [ms], of rows with several. float64 [sequences]"""
     rows = zip(chunk_times(requests), chunk_choices(requests), requests["t0"], strict=True)
     firsts = [own[0] - t0 for times, choices, t0 in rows if choices is not None for own in by_sequence(times, choices)]
     return np.array(firsts, dtype=float) * MS
@@ -198,7 +198,7 @@ def successful(requests: pd.DataFrame) -> pd.DataFrame:
 
 
 def ends(requests: pd.DataFrame) -> np.ndarray:
-    """When each request ended [s]: its end, or its last chunk where no end is stored."""
+    """The end of each request [s], or its last chunk where no end is stored."""
     end = stored(requests, "end")
     return np.where(np.isfinite(end), end, stored(requests, "last"))
 
@@ -209,6 +209,6 @@ def starts(requests: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
 
 
 def client_queue(requests: pd.DataFrame) -> np.ndarray:
-    """How long each row waited in the client under max_concurrency [ms]; empty where none waited. float64 [requests]"""
+    """The wait of each row in the client under max_concurrency [ms]; empty where none waited. float64 [requests]"""
     waited = stored(requests, "queued_s")
     return waited * MS if (waited > 0).any() else np.empty(0)

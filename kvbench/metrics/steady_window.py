@@ -1,4 +1,4 @@
-"""When a load was in its steady state. Pure functions on plain arrays, for the load process and the metrics.
+"""The steady state of a load. Pure functions on plain arrays, for the load process and the metrics.
 
 Closed loop, and open loop with all requests at once under a cap: while the target number of requests (or, with think
 times, of conversations) was in flight. Open loop: from the moment when the number of requests in the system stops
@@ -82,7 +82,7 @@ def steady_state(
 
 
 def settled(t0: np.ndarray, ends: np.ndarray, begin: float, finish: float) -> tuple[float, float] | None:
-    """From the moment when the number in the system stops climbing, to ``finish``; None where that is past half-time.
+    """The window from when the number in the system stops climbing to ``finish``; None where that is past half-time.
 
     The number is averaged over hundredths of [begin, finish]. It stops climbing at the first hundredth that is at least
     the mean of those after it: the crossing-of-the-mean rule (Fishman, "Concepts and Methods in Discrete Event Digital
@@ -135,7 +135,7 @@ def in_system(starts: np.ndarray, ends: np.ndarray, edges: np.ndarray) -> np.nda
 
 
 def at_target(starts: np.ndarray, ends: np.ndarray, target: int) -> tuple[float, float] | None:
-    """From the first moment with ``target`` in flight to the last one; None when there was none.
+    """The window from the first moment with ``target`` in flight to the last one; None when there was none.
 
     Moments with fewer in between, such as between two requests of one user, do not end it.
     """

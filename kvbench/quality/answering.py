@@ -1,4 +1,4 @@
-"""What engines answer, and what they predict of given answers.
+"""The answers of engines, and their predictions of given answers.
 
 Free running: the greedy answers of an engine that schedules the prompts itself. Teacher forcing: engines predict the
 same tokens, the prompts and the baseline's answers to them, batch by batch.
@@ -100,7 +100,7 @@ def batches(conversations: Sequence[Conversation], vocab_size: int) -> Iterator[
 def logits_of(
     engine: TeacherForced, rows: Sequence[Conversation], steps: Iterator[dict[int, int]]
 ) -> list[torch.Tensor]:
-    """``[fed, vocab]`` of each row, computed in ``steps``."""
+    """Computes the logits ``[fed, vocab]`` of each row in ``steps``."""
     engine.reset()
     tokens = [row.tokens.tolist() for row in rows]
     logits_by_row: list[torch.Tensor] = []
@@ -119,7 +119,7 @@ def logits_of(
 def predictions(
     engine: TeacherForced, conversations: Sequence[Conversation], vocab_size: int, chunk: int
 ) -> Iterator[torch.Tensor]:
-    """``[fed, vocab]`` of each conversation, turn by turn in chunks of at most ``chunk`` tokens."""
+    """Computes ``[fed, vocab]`` of each conversation, turn by turn in chunks of at most ``chunk`` tokens."""
     for picked in batches(conversations, vocab_size):
         rows = [conversations[i] for i in picked]
         yield from logits_of(engine, rows, in_order(rows, chunk))
@@ -141,7 +141,7 @@ def compare_arms(
     vocab_size: int,
     on_batch: Callable[[int], None] = lambda done: None,
 ) -> dict[Key, list[Positions]]:
-    """What each arm predicts beside ``baseline``, conversation by conversation; ``done`` of them before each batch."""
+    """Compares each arm's predictions with ``baseline``'s; ``on_batch`` hears how many conversations are done."""
     positions: dict[Key, list[Positions]] = {name: [] for name in arms}
     for picked in batches(conversations, vocab_size):
         on_batch(picked.start)

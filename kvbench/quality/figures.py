@@ -157,7 +157,7 @@ def full_pool_figures(
     canaries: Sequence[tuple[str, bool]] = (),
     wrong_with_room: Collection[str] = (),
 ) -> FullPoolFigures:
-    """``asked``: answers that are known; ``wrong``: names of those that differ; ``passkeys``: which are right.
+    """The figures of ``asked`` answers, of which those of the prompts ``wrong`` differ; ``passkeys``: which are right.
 
     ``canaries``: the canary of each answer, and whether it is right; ``wrong_with_room``: on an idle engine.
     """
@@ -220,7 +220,7 @@ def counted(labels: Iterable[str], right: Sequence[bool]) -> tuple[Bin, ...]:
 
 @dataclass(frozen=True)
 class Positions:
-    """What two engines predict of the token that follows each position of one prompt, in order. ``[N]`` each.
+    """The predictions of two engines for the token after each position of one prompt, in order. ``[N]`` each.
 
     ``kld``: KL(expected || got) [nats]; ``change``: of the probability of the token that follows;
     ``expected_loss`` and ``loss``: minus its log probability [nats], float64. ``same``: whether the likeliest token is

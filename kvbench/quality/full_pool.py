@@ -150,7 +150,7 @@ class FullPool:
 
 
 def _owned(stats: EngineStats) -> str:
-    """What an idle engine still owns; empty if nothing."""
+    """The pages and slots that an idle engine still owns, in words; empty if none."""
     kv = stats.kv
     left = {
         "pages owned": kv.pages_owned,

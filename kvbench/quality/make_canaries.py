@@ -33,7 +33,7 @@ _LEAST = 8  # tokens of a copy's answer, which ends before the first token that 
 
 @dataclass(frozen=True)
 class _Candidate:
-    """``right``: the tokens of the right answer; ``least``: so many of its first have to be sure."""
+    """A prompt with the tokens of its right answer; ``least``: so many of its first have to be sure."""
 
     prompt: Prompt
     right: tuple[int, ...]

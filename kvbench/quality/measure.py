@@ -76,7 +76,7 @@ RANDOM_NOTE = (
 
 @dataclass(frozen=True)
 class Material:
-    """What one model is asked. ``left_out``: prompts that do not fit its context."""
+    """The prompts that one model is asked. ``left_out``: those that do not fit its context."""
 
     forced: tuple[Prompt, ...]
     passkeys: tuple[Prompt, ...]

@@ -88,7 +88,7 @@ class Prompt:
         return tuple(itertools.chain(*self.conversation(answers)[:-1]))
 
     def is_right(self, text: str) -> bool:
-        """Whether ``text``, the last answer, is the right one."""
+        """Tests whether ``text``, the last answer, is the right one."""
         given = text.strip()
         return self.answer is not None and given.startswith(self.answer) and not given[len(self.answer) :][:1].isdigit()
 
@@ -135,13 +135,13 @@ class PasskeyParts:
         return cls(fact, question, answer, value)
 
     def prompt(self, filler: Sequence[int], length: int, before: int) -> tuple[int, ...]:
-        """``length`` tokens: ``before`` of the filler, the fact, more filler and the question."""
+        """Makes ``length`` tokens: ``before`` of the filler, the fact, more filler and the question."""
         after = length - before - len(self.fact) - len(self.question)
         return (*filler[:before], *self.fact, *filler[before : before + after], *self.question)
 
 
 def spread_lengths(shortest: int, longest: int, count: int, rng: np.random.Generator) -> list[int]:
-    """``count`` lengths from ``shortest`` to ``longest`` in order, most of them short, since the time grows with them.
+    """Draws ``count`` lengths in order, most of them short, since the time grows with them.
 
     Each remainder by RESIDUES occurs equally often; none if ``longest`` leaves no room for them.
     """

@@ -130,7 +130,7 @@ class Served:
 
 
 def manner_of(served: Served, ids: Sequence[int], text: str) -> Manner:
-    """What the server understands, by asking. Raises UsageError where it does not answer, or counts other tokens."""
+    """Finds out by asking what the server takes. UsageError where it does not answer, or counts other tokens."""
     for prompt, fields in ((list(ids), _FIELDS), (list(ids), {}), (text, _FIELDS), (text, {})):
         answer = served.ask(prompt, 2, **fields)
         if (completion := _parsed(_Completion, answer)) is None:
@@ -238,7 +238,7 @@ class _ServerAnswers:
         return {prompt.prompt_id: answers for prompt, answers in zip(prompts, given, strict=True)}
 
     def all(self, ask: Callable[[_Item], _Result], items: Sequence[_Item], at_once: int, what: str) -> list[_Result]:
-        """What ``ask`` returns for each of ``items``, ``at_once`` of them at a time."""
+        """Asks for all ``items``, ``at_once`` of them at a time, and returns their answers."""
         results = []
         with ThreadPoolExecutor(at_once) as threads:
             try:
