@@ -43,10 +43,10 @@ class Claim:
     def rule(self) -> str:
         return self._judge.__doc__ or ""
 
-    def verdict(self, found: Mapping[str, Finding]) -> ClaimVerdict:
+    def verdict(self, findings: Mapping[str, Finding]) -> ClaimVerdict:
         """Judges it by what was found in each measurement; undecided where a configuration took no part."""
         try:
-            return self._judge(*self.published, *(found[name] for name in self.measured))
+            return self._judge(*self.published, *(findings[name] for name in self.measured))
         except MeasurementError as error:
             return ClaimVerdict(UNDECIDED, "", str(error))
 

@@ -58,8 +58,8 @@ class ClaimsRun:
         names = list(dict.fromkeys(name for claim in self.claims for name in claim.measured))
         machine = environment()
         settings = [workload.engine for workload in self.workloads.values()]
-        known = {name: {str(each[name]) for each in settings if name in each} for name in Engines.model_fields}
-        engines = Engines(**{name: tuple(sorted(values - {"None"})) for name, values in known.items()})
+        values = {name: {str(each[name]) for each in settings if name in each} for name in Engines.model_fields}
+        engines = Engines(**{name: tuple(sorted(texts - {"None"})) for name, texts in values.items()})
         for number, name in enumerate(names, 1):
             left_s = 60 * self.minutes - (time.monotonic() - began)
             if left_s > _LEAST_S:  # the first launches may take three times the limit

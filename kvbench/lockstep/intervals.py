@@ -294,12 +294,12 @@ def _comparison(
     metric: str, log_ratio: float, error: float, freedom: int, launches: int, basis: str = ""
 ) -> Comparison:
     """Makes a comparison; ``error``: half of its interval over the t quantile, NaN where the scatter is not known."""
-    unknown = Comparison(metric, ENGINE, math.exp(log_ratio), None, None, launches, Call.UNDECIDED, basis=basis)
+    without = Comparison(metric, ENGINE, math.exp(log_ratio), None, None, launches, Call.UNDECIDED, basis=basis)
     if math.isnan(error):
-        return unknown
+        return without
     half = _quantile(freedom) * error
-    known = _with_interval(unknown, math.exp(log_ratio - half), math.exp(log_ratio + half))
-    return replace(known, smallest=math.expm1(detectable_errors(freedom) * error))
+    comparison = _with_interval(without, math.exp(log_ratio - half), math.exp(log_ratio + half))
+    return replace(comparison, smallest=math.expm1(detectable_errors(freedom) * error))
 
 
 def _with_interval(comparison: Comparison, low: float, high: float) -> Comparison:

@@ -293,9 +293,9 @@ class Sitting:
                 alone = {cell: effect(ratios[cell]) for cell in cells}
             else:
                 by_cell = {cell: [each[metric] for each in launch] for cell, launch in values.items()}
-                known = [cell for cell in cells if all(by_cell[cell]) and all(by_cell[base])]
-                y = {c: np.log(np.divide(by_cell[c], by_cell[base])).tolist() for c in known}
-                alone = {cell: effect_of_values(by_cell[base], by_cell[cell], metric) for cell in known}
+                whole = [cell for cell in cells if all(by_cell[cell]) and all(by_cell[base])]
+                y = {c: np.log(np.divide(by_cell[c], by_cell[base])).tolist() for c in whole}
+                alone = {cell: effect_of_values(by_cell[base], by_cell[cell], metric) for cell in whole}
             for cell, comparison in pooled_effects(alone, y).items():
                 if metric == THROUGHPUT:
                     self._questions.append(comparison)
@@ -358,8 +358,8 @@ def _same_work(launches: Sequence[Steps]) -> bool:
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
+    numbers = [value for value in values if value is not None]
+    return sum(numbers) / len(numbers) if numbers else None
 
 
 def begin_anew(run: RunFolder) -> bool:

@@ -145,14 +145,14 @@ class HealthWatch:
         """Raises MeasurementError when it says twice that it does not serve, or says nothing for ``_SILENT_S``."""
         self._target.check_alive()
         try:
-            said = self._target.why_unhealthy()
+            reason = self._target.why_unhealthy()
         except MeasurementError as error:
             if time.monotonic() - self._answered > _SILENT_S:
                 raise MeasurementError(f"the server stopped answering: {error}") from None
             return
-        self._answered, self._unhealthy = time.monotonic(), self._unhealthy + 1 if said else 0
+        self._answered, self._unhealthy = time.monotonic(), self._unhealthy + 1 if reason else 0
         if self._unhealthy == _UNHEALTHY_LOOKS:
-            raise MeasurementError(f"the server does not serve: {said}")
+            raise MeasurementError(f"the server does not serve: {reason}")
 
 
 def _begin(server: MeasuredServer, requests: Sequence[Any], at_once: int, send: _Send) -> queue.SimpleQueue[Any]:

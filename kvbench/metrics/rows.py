@@ -55,10 +55,10 @@ def chunk_times(requests: pd.DataFrame) -> list[np.ndarray]:
 def chunk_tokens(requests: pd.DataFrame) -> list[np.ndarray | None]:
     """The tokens of each of these chunks; None where the server did not tell. [requests] of float64 [chunks]"""
     times = chunk_times(requests)
-    known = requests["chunk_tokens"] if "chunk_tokens" in requests else [None] * len(requests)
+    stored_tokens = requests["chunk_tokens"] if "chunk_tokens" in requests else [None] * len(requests)
     return [
         np.asarray(tokens, dtype=float) if tokens is not None and len(tokens) == len(t) else None
-        for tokens, t in zip(known, times, strict=True)
+        for tokens, t in zip(stored_tokens, times, strict=True)
     ]
 
 
@@ -76,7 +76,7 @@ def times_to_end(request: Mapping[str, Any]) -> np.ndarray:
     """The arrivals of the chunks of a row's sequence that ended last [s]. float64 [chunks of it]"""
     times = request["chunk_times"]
     own = by_sequence(() if times is None else times, choices_of(request.get("chunk_choices")))
-    return max(own, key=lambda of_one: of_one[-1] if len(of_one) else -np.inf)
+    return max(own, key=lambda arrivals: arrivals[-1] if len(arrivals) else -np.inf)
 
 
 def stored(requests: pd.DataFrame, name: str) -> np.ndarray:
@@ -147,7 +147,7 @@ def sequence_ttfts(requests: pd.DataFrame) -> np.ndarray:
 
 def request_gaps(requests: pd.DataFrame) -> list[np.ndarray]:
     """The gaps [s] between chunks with tokens of each row, within its sequences. [requests] of float64 [gaps]"""
-    return [gaps_within(*of) for of in zip(chunk_times(requests), chunk_choices(requests), strict=True)]
+    return [gaps_within(*row) for row in zip(chunk_times(requests), chunk_choices(requests), strict=True)]
 
 
 def inter_token_latencies(requests: pd.DataFrame) -> np.ndarray:

@@ -53,10 +53,10 @@ def steady_state(
     """
     load = LoadOutcome.model_validate(load)
     t0, ts, ends = (np.asarray(x, dtype=float) for x in (t0, ts, ends))
-    known = np.isfinite(t0) & np.isfinite(ts) & np.isfinite(ends)
-    t0, ts, ends = t0[known], ts[known], ends[known]
+    whole = np.isfinite(t0) & np.isfinite(ts) & np.isfinite(ends)
+    t0, ts, ends = t0[whole], ts[whole], ends[whole]
     if sessions is not None:
-        sessions = [s for s, there in zip(sessions, known, strict=True) if there]
+        sessions = [s for s, there in zip(sessions, whole, strict=True) if there]
     if not len(t0):
         return SteadyState(None, "there were no requests")
     if load.mode != "open":

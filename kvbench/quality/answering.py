@@ -149,9 +149,9 @@ def compare_arms(
         expected = logits_of(baseline.engine, rows, baseline.order(rows, baseline.chunk))
         for name, arm in arms.items():
             got = expected if arm is baseline else logits_of(arm.engine, rows, arm.order(rows, arm.chunk))
-            for row, one, other in zip(rows, expected, got, strict=True):
-                following = torch.from_numpy(row.tokens[1:]).to(one.device)
-                positions[name].append(compare_logits(one, other, following, row.answered[:-1], ~row.answered[1:]))
+            for row, old, new in zip(rows, expected, got, strict=True):
+                following = torch.from_numpy(row.tokens[1:]).to(old.device)
+                positions[name].append(compare_logits(old, new, following, row.answered[:-1], ~row.answered[1:]))
     return positions
 
 

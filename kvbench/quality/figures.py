@@ -85,7 +85,7 @@ def _predictions(prompts: Sequence[Prompt], positions: Sequence[Positions], brie
 
 
 def _divergence(positions: Sequence[Positions], brief: bool) -> dict[str, float | None]:
-    kld, decoded, same = (np.concatenate([getattr(p, of) for p in positions]) for of in ("kld", "decoded", "same"))
+    kld, decoded, same = (np.concatenate([getattr(p, name) for p in positions]) for name in ("kld", "decoded", "same"))
     numbers = {"mean": float(kld.mean()), "p99": float(np.quantile(kld, 0.99)), "same_argmax": float(same.mean())}
     if brief:
         return numbers
