@@ -42,7 +42,7 @@ class FittingGPUs:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What is planned, and what came of it.
+    """A question about a model's memory, and its answer.
 
     fitting: by kind of GPU the fewest that hold the load
     prices: of one GPU, by name
@@ -73,12 +73,12 @@ class MemoryPlan:
 
     @property
     def shows_gpus(self) -> bool:
-        """Whether the table of GPUs helps: not where named ones hold the load."""
+        """Tests whether the table of GPUs helps: not where named ones hold the load."""
         named = None if self.picked else self.memory
         return bool(self.fitting) and not (named and named.fits(self.load))
 
     def converts(self, gpu: GPU) -> bool:
-        """Whether the KV is FP8 and ``gpu`` does not compute in it."""
+        """Tests whether the KV is FP8 and ``gpu`` does not compute in it."""
         return self.settings.kv_cache_dtype.startswith("fp8") and not gpu.fp8
 
     def fitting_gpus(self) -> list[FittingGPUs]:
@@ -190,7 +190,7 @@ def _on_gpus(a: MemoryPlan, memory: GpuMemory, load: str, needed: str) -> str:
 
 
 def model_table(a: MemoryPlan) -> Table:
-    """What the model takes, whatever the GPU."""
+    """Makes the table of what the model takes, whatever the GPU."""
     one = count(a.model.token_bytes(a.settings.kv_cache_dtype))
     rows = [
         ("KV of a token", f"{one} bytes", _attention_words(a)),
@@ -217,7 +217,7 @@ def _attention_words(a: MemoryPlan) -> str:
 
 
 def memory_table(a: MemoryPlan, m: GpuMemory) -> Table:
-    """Where the memory of each GPU goes."""
+    """Makes the table of where the memory of each GPU goes."""
     step = f"a step of {count(m.step.tokens)} tokens and {count(m.step.sequences)} sequences, as vLLM tries at start"
     talk = " and of talking to the others" if m.count > 1 else ""
     rows = [
@@ -246,7 +246,7 @@ def concurrency_table(a: MemoryPlan, memory: GpuMemory) -> Table:
 
 
 def gpus_table(a: MemoryPlan) -> Table:
-    """The GPUs that hold the load, of each kind the fewest of 1, 2, 4 and 8; with prices only those that have one."""
+    """Makes the table of GPUs that hold the load, the fewest of each kind; with prices only those that have one."""
     heads = ["GPUs", "left for KV,\nGiB a GPU", "sequences\nat once", "memory\nGiB", "at best\ntokens/s"]
     entries, fitting = [], a.fitting_gpus()
     for row in [priced for priced in fitting if priced.price] or fitting:
@@ -262,7 +262,7 @@ def gpus_table(a: MemoryPlan) -> Table:
 
 
 def footnote(a: MemoryPlan) -> str:
-    """What the arithmetic stands for, and the words of the table of GPUs."""
+    """Returns what the arithmetic stands for, and the words of the table of GPUs."""
     notes = []
     if a.shows_gpus:
         notes += [f"* {_CONVERTS}."] if any(a.converts(memory.gpu) for memory in a.fitting) else []

@@ -36,7 +36,7 @@ class LargestStep:
 
 @dataclass(frozen=True)
 class PlannedLoad:
-    """``concurrency`` sequences of ``context`` tokens at once; a contiguous cache reserves ``max_model_len`` each."""
+    """A number of sequences at once, each of ``context`` tokens; a contiguous cache reserves ``max_model_len`` each."""
 
     context: int
     concurrency: int
@@ -62,7 +62,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class GpuMemory:
-    """A model on ``count`` GPUs, and the bytes on each of them: the share that the engine takes, and what it goes to.
+    """A model on ``count`` GPUs, and the bytes on each that the engine takes, with what they go to.
 
     read_bytes: of all GPUs' weights, what a decode step reads at least
     """
@@ -80,7 +80,7 @@ class GpuMemory:
 
     @property
     def kv(self) -> int:
-        """What is left for KV; below 0 the weights do not even fit."""
+        """The bytes left for KV; below 0 the weights do not even fit."""
         return self.taken - self.weights - self.activations - self.context
 
     def at_once(self, tokens: int, *, contiguous: bool = False) -> int:
@@ -90,7 +90,7 @@ class GpuMemory:
         return max(0, self.kv) // self.model.sequence_bytes(tokens, dtype, gpus=self.count, page_size=page)
 
     def fits(self, load: PlannedLoad) -> bool:
-        """Whether all sequences of the load are in memory at once."""
+        """Tests whether all sequences of the load are in memory at once."""
         return self.at_once(load.context) >= load.concurrency
 
     def tokens_per_s(self, load: PlannedLoad) -> float:
@@ -134,14 +134,14 @@ def activation_bytes(model: PlannedModel, step: LargestStep, gpus: int) -> int:
 
 
 def usable(gpu: GPU, model: PlannedModel, settings: Settings) -> bool:
-    """Whether an engine takes this model's dtype and KV dtype on ``gpu``."""
+    """Tests whether an engine takes this model's dtype and KV dtype on ``gpu``."""
     return gpu.bfloat16 or (model.spec.default_dtype != "bfloat16" and not settings.kv_cache_dtype.startswith("fp8"))
 
 
 def smallest_fits(
     model: PlannedModel, weights: Weights, gpus: Sequence[GPU], settings: Settings, load: PlannedLoad
 ) -> list[GpuMemory]:
-    """The fewest of 1, 2, 4 and 8 GPUs of each kind that hold the load; kinds that do not are left out."""
+    """Returns the fewest of 1, 2, 4 and 8 GPUs of each kind that hold the load, of kinds that do."""
     smallest = []
     for gpu in gpus:
         for count in GPU_COUNTS if usable(gpu, model, settings) else ():

@@ -19,7 +19,7 @@ _SEVERAL = re.compile(r"(?:(\d+)\s*[x*×]\s*)?(\S.*)", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Performance:
-    """What a simulation needs of a GPU beside its memory; gpus.json has the source of each figure.
+    """The figures of a GPU that a simulation needs beside its memory; gpus.json has the source of each.
 
     bf16_flops, fp8_flops: dense, with FP32 accumulation [1/s]; ``fp8_flops`` is ``bf16_flops`` without FP8 units
     processors: streaming multiprocessors or compute units
@@ -71,7 +71,7 @@ def known_gpus(vendor: str | None = None) -> list[GPU]:
 
 
 def parse_gpus(text: str) -> tuple[int, GPU]:
-    """``4xA100-80GB`` or ``L4``. Raises UsageError, for an unknown GPU with the nearest names."""
+    """Reads ``4xA100-80GB`` or ``L4``. Raises UsageError, for an unknown GPU with the nearest names."""
     match = _SEVERAL.fullmatch(text.strip())
     count = int(match[1] or 1) if match else 0
     if not match or count < 1:
@@ -92,7 +92,7 @@ def find_gpu(name: str) -> GPU:
 
 
 def parse_prices(text: str) -> Mapping[str, float]:
-    """``L4=0.8,H100-80GB=2.9`` as the price of one GPU by name. Raises UsageError."""
+    """Reads ``L4=0.8,H100-80GB=2.9`` as the price of one GPU by name. Raises UsageError."""
     prices: dict[str, float] = {}
     for part in text.split(","):
         name, _, number = part.partition("=")

@@ -14,7 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from engine.kv.budget import KVShape, LayerKV
 from engine.model.spec import DTYPE_BYTES, ModelSpec, find_model, shipped_models
-from kvbench.common.errors import UsageError
+from kvbench.common.errors import UsageError, as_usage_error
 from kvbench.common.schema import explain
 from kvbench.common.text import nearest
 
@@ -43,7 +43,7 @@ class _QuantizedGroup(_Part):
 
 
 class Quantization(_Part):
-    """How a checkpoint says that it is quantised."""
+    """A checkpoint's statement of how it is quantised."""
 
     quant_method: Any = None
     bits: int | float | None = None
@@ -183,7 +183,7 @@ class PlannedModel:
         return DTYPE_BYTES[self.spec.default_dtype]
 
     def sequence_bytes(self, tokens: int, kv_cache_dtype: str = "auto", *, gpus: int = 1, page_size: int = 1) -> int:
-        """Bytes of the KV of one sequence on each of ``gpus``, in whole pages; a window holds no more than itself."""
+        """Returns bytes of one sequence's KV on each of ``gpus``, in whole pages; a window holds only itself."""
         total = 0
         for group in self.layers:
             held = tokens if group.window is None else min(tokens, group.window)
@@ -226,10 +226,8 @@ def plan_model(model: str) -> PlannedModel:
     """
     path = Path(model).expanduser()
     if path.is_dir() or path.suffix == ".json":
-        try:
+        with as_usage_error():
             return _planned(find_model(model, "dummy"))
-        except ValueError as error:
-            raise UsageError(str(error)) from None
     shipped = _by_name(model)
     if shipped is None:
         raise UsageError(
@@ -239,18 +237,18 @@ def plan_model(model: str) -> PlannedModel:
 
 
 def known_models() -> list[PlannedModel]:
-    """All models whose dimensions ship."""
+    """Returns all models whose dimensions ship."""
     return list({model.name: model for model in _shipped().values()}.values())
 
 
 def _by_name(model: str) -> PlannedModel | None:
-    """The shipped model of this very name, else of the name without the words that leave the dimensions as they are."""
+    """Finds the shipped model of this name, else of the name without words that leave the dimensions as they are."""
     name = model.rsplit("/", 1)[-1].lower()
     return _shipped().get(name) or _shipped().get(_SAME_DIMENSIONS.sub("", name))
 
 
 def _known_instead(model: str) -> str:
-    """What to give instead of an unknown name: an unquantised model's dimensions, or the nearest names."""
+    """Says what to give instead of an unknown name: an unquantised model, or the nearest names."""
     name = model.rsplit("/", 1)[-1].lower()
     quantised = _QUANTISED.fullmatch(name)
     if quantised and (plain := _by_name(quantised[1])):
@@ -286,19 +284,14 @@ def _planned(spec: ModelSpec, other_parameters: int = 0) -> PlannedModel:
         row = LayerKV(1, config.kv_lora_rank + config.qk_rope_head_dim, 0)
         layers = (CachedLayers(len(cached), row, latent=True),)
     else:
-        _check_layers(spec, config)
+        others = set(config.layer_types or ()) - _CACHED
+        if others or any(key.startswith(_OTHER_STATES) for key in spec.text_config):
+            raise UsageError(
+                f"model {spec.name!r} has layers ({', '.join(sorted(others)) or config.model_type}) that cache "
+                "something else than K and V of its tokens: kvbench cannot plan their memory"
+            )
         groups = Counter(zip(cached, spec.windows(len(cached)), strict=True))
         layers = tuple(CachedLayers(count, kv, window) for (kv, window), count in groups.items())
     tied = outer.tie_word_embeddings if config.tie_word_embeddings is None else config.tie_word_embeddings
     quantization = outer.quantization_config or config.quantization_config
     return PlannedModel(spec, config, layers, quantization, tied, other_parameters)
-
-
-def _check_layers(spec: ModelSpec, config: DecoderConfig) -> None:
-    """Raises UsageError for layers that cache something else than K and V."""
-    others = set(config.layer_types or ()) - _CACHED
-    if others or any(key.startswith(_OTHER_STATES) for key in spec.text_config):
-        raise UsageError(
-            f"model {spec.name!r} has layers ({', '.join(sorted(others)) or config.model_type}) that cache something "
-            "else than K and V of its tokens: kvbench cannot plan their memory"
-        )

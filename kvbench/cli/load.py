@@ -18,6 +18,7 @@ from kvbench.cli.options import (
     SEED,
     FiniteRange,
     add_options,
+    given_options,
     with_form,
 )
 from kvbench.common.ports import LOCUST_PORT
@@ -158,6 +159,4 @@ def load(**options: Any) -> int:
     """
     from kvbench.sweep.one_load import load_command
 
-    context = click.get_current_context()
-    given = [name for name in options if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE]
-    return load_command(given=given, **with_form(options))
+    return load_command(given=given_options(options), **with_form(options))

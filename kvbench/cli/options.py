@@ -166,6 +166,12 @@ ANSWER_OPTIONS = (
 )  # fmt: skip
 
 
+def given_options(options: Mapping[str, Any]) -> list[str]:
+    """The names of the options that stand on the command line."""
+    context = click.get_current_context()
+    return [name for name in options if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE]
+
+
 def with_form(options: dict[str, Any]) -> dict[str, Any]:
     """The options with those of ``FORM_OPTIONS`` as overrides of the workload. UsageError."""
     endpoint, extra_body = options.pop("endpoint_type"), options.pop("extra_body")

@@ -11,7 +11,7 @@ import click
 
 from kvbench.capacity.gpus import VENDORS
 from kvbench.cli.options import ANSWER_OPTIONS, OVERRIDES, PROFILE, FiniteRange, add_options, workload_of
-from kvbench.common.errors import UsageError
+from kvbench.common.errors import UsageError, as_usage_error
 from kvbench.common.option_rules import flag
 
 
@@ -155,10 +155,8 @@ def _plan_model(name: str, concurrency: tuple[int, ...], options: dict[str, Any]
     settings = {name: options[name] for name in names if options[name]}
     if dtype := settings.get("kv_cache_dtype"):
         settings["kv_cache_dtype"] = KV_CACHE_DTYPE_ALIASES.get(dtype, dtype)
-        try:
+        with as_usage_error():
             find_format(settings["kv_cache_dtype"])
-        except ValueError as error:
-            raise UsageError(str(error)) from None
     planned = shown.answer(
         plan_model(name),
         Settings(**settings),

@@ -30,17 +30,15 @@ def predict(results: Path, no_report: bool) -> int:
 
     from kvbench.cli.report import show_report
     from kvbench.common.console import print_plain
-    from kvbench.common.errors import UsageError
+    from kvbench.common.errors import as_usage_error
     from kvbench.report.predictions import prediction_sentences
     from kvbench.runs.predictions import read_predictions
     from kvbench.runs.read import read_run
     from kvbench.simulation.predict import predict_run
 
     console = Console()
-    try:
+    with as_usage_error():
         run = read_run(results)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
     print_plain(console, f"predictions: {predict_run(run)}")
     if known := read_predictions(results):
         for sentence in prediction_sentences(known):

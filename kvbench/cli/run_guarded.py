@@ -15,7 +15,7 @@ EXIT_UNREAD = 128 + signal.SIGPIPE  # what any program is ended with whose reade
 
 
 def guarded(run: Callable[[], int]) -> int:
-    """``run()``, with every error as one sentence on stderr and its exit code; never a traceback."""
+    """Runs a command; every error is one sentence on stderr and its exit code, never a traceback."""
     import click
 
     try:

@@ -7,7 +7,16 @@ from typing import Any
 
 import click
 
-from kvbench.cli.options import OVERRIDES, PROMPT_OPTIONS, SEED, FiniteRange, NumberList, add_options, ray_options
+from kvbench.cli.options import (
+    OVERRIDES,
+    PROMPT_OPTIONS,
+    SEED,
+    FiniteRange,
+    NumberList,
+    add_options,
+    given_options,
+    ray_options,
+)
 
 _POSITIVE = FiniteRange(min=0, min_open=True)
 _MACHINE_OPTIONS = (
@@ -92,6 +101,4 @@ def simulate(**options: Any) -> int:
     """
     from kvbench.simulation.command import simulate_command
 
-    context = click.get_current_context()
-    given = [name for name in options if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE]
-    return simulate_command(given=given, **options)
+    return simulate_command(given=given_options(options), **options)

@@ -19,6 +19,7 @@ from kvbench.cli.options import (
     SEED,
     FiniteRange,
     add_options,
+    given_options,
     ray_options,
     target_options,
     with_form,
@@ -38,9 +39,52 @@ if TYPE_CHECKING:
 
 
 _MOST_PREDICTED_STEPS = 200_000  # of all loads: about a minute
+_HELP = """Run every cell of a workload and report what it shows.
+
+WORKLOAD is a YAML file; without one, --input-len, --output-len, --concurrency and --vary make it.
+
+A cell is one engine configuration under one load. Each configuration is measured on a fresh server in every
+repeat, in random order, and its prefix cache is reset between loads. A load that other programs disturbed is
+measured again at the end, up to twice. --resume of a finished run measures its invalid loads again. Last, the
+answers of the built-in engine's configurations are compared, in 10 to 15 s each (see `kvbench quality --help`).
+
+\b
+Examples:
+  kvbench sweep workloads/mixed.yaml
+  kvbench sweep --input-len 600 --output-len 150 --concurrency 20 --vary page_size=16,32
+  kvbench sweep workloads/mixed.yaml --only 'paged-p16-c*' --repeats 5
+  kvbench sweep workloads/mixed.yaml -o engine.kv_budget=64MiB -o 'load.concurrency=[2, 8]'
+  kvbench sweep workloads/mixed.yaml --max-minutes 8
+  kvbench sweep workloads/mixed.yaml --resume
+  kvbench sweep --resume results/mixed/20260101T120000Z-1a2b3c4
+  kvbench sweep workloads/mixed.yaml --target http://127.0.0.1:8000
+  kvbench sweep workloads/mixed.yaml --target vllm
+  kvbench sweep workloads/mixed.yaml --executor ray
+  kvbench sweep workloads/mixed.yaml --simulate --device H200 --model llama-3.1-70b --tensor-parallel 4
+  kvbench sweep W.yaml --preset vllm --serve-cmd 'vllm serve {model} --port {port} --dtype {dtype}
+      --block-size {page_size} --kv-cache-memory-bytes {kv_budget}' -o 'sweep={page_size: [16, 32]}'
+              (a {placeholder} for each setting that is varied; -o 'sweep={}' measures the baseline alone)
+
+\b
+Files written, in results/<workload>/<UTC time>-<git sha>/:
+  manifest.json               what was measured, with what, on what
+  cells/<cell>/summary.json   metrics per repeat, aggregated and pooled; requests.parquet: raw samples
+  lockstep/effects.json       each configuration against the baseline in engine time
+  quality.json                what each configuration changes in the model's answers
+  summary.csv                 one row a cell
+  report.html, report.md      the report
+
+\b
+Exit codes:
+  0    every cell was validly measured; a server that refused requests by errors of its own is a finding, and said
+  1    canaries (load.canaries) were answered wrongly
+  2    usage or bad input, or another workload, code or machine at --resume
+  4    a cell has no valid load, or a server failed; the results are kept
+  130  interrupted; go on with the printed --resume command
+"""
 
 
-@click.command()
+@click.command(help=_HELP)
 @click.argument("workload", required=False, type=click.Path())
 @add_options(*ANSWER_OPTIONS)
 @PROFILE
@@ -100,62 +144,15 @@ _MOST_PREDICTED_STEPS = 200_000  # of all loads: about a minute
               help="--executor ray: only machines with this Ray resource, such as accelerator_type:H100 "
                    "(default: GPUs where the workload runs on GPUs, else CPUs).")  # fmt: skip
 def sweep(*, workload: str | None, resume: str | None, dry_run: bool, **options: Any) -> int:
-    """Run every cell of a workload and report what it shows.
-
-    WORKLOAD is a YAML file; without one, --input-len, --output-len, --concurrency and --vary make it.
-
-    A cell is one engine configuration under one load. Each configuration is measured on a fresh server in every
-    repeat, in random order, and its prefix cache is reset between loads. A load that other programs disturbed is
-    measured again at the end, up to twice. --resume of a finished run measures its invalid loads again. Last, the
-    answers of the built-in engine's configurations are compared, in 10 to 15 s each (see `kvbench quality --help`).
-
-    \b
-    Examples:
-      kvbench sweep workloads/mixed.yaml
-      kvbench sweep --input-len 600 --output-len 150 --concurrency 20 --vary page_size=16,32
-      kvbench sweep workloads/mixed.yaml --only 'paged-p16-c*' --repeats 5
-      kvbench sweep workloads/mixed.yaml -o engine.kv_budget=64MiB -o 'load.concurrency=[2, 8]'
-      kvbench sweep workloads/mixed.yaml --max-minutes 8
-      kvbench sweep workloads/mixed.yaml --resume
-      kvbench sweep --resume results/mixed/20260101T120000Z-1a2b3c4
-      kvbench sweep workloads/mixed.yaml --target http://127.0.0.1:8000
-      kvbench sweep workloads/mixed.yaml --target vllm
-      kvbench sweep workloads/mixed.yaml --executor ray
-      kvbench sweep workloads/mixed.yaml --simulate --device H200 --model llama-3.1-70b --tensor-parallel 4
-      kvbench sweep W.yaml --preset vllm --serve-cmd 'vllm serve {model} --port {port} --dtype {dtype}
-          --block-size {page_size} --kv-cache-memory-bytes {kv_budget}' -o 'sweep={page_size: [16, 32]}'
-                  (a {placeholder} for each setting that is varied; -o 'sweep={}' measures the baseline alone)
-
-    \b
-    Files written, in results/<workload>/<UTC time>-<git sha>/:
-      manifest.json               what was measured, with what, on what
-      cells/<cell>/summary.json   metrics per repeat, aggregated and pooled; requests.parquet: raw samples
-      lockstep/effects.json       each configuration against the baseline in engine time
-      quality.json                what each configuration changes in the model's answers
-      summary.csv                 one row a cell
-      report.html, report.md      the report
-
-    \b
-    Exit codes:
-      0    every cell was validly measured; a server that refused requests by errors of its own is a finding, and said
-      1    canaries (load.canaries) were answered wrongly
-      2    usage or bad input, or another workload, code or machine at --resume
-      4    a cell has no valid load, or a server failed; the results are kept
-      130  interrupted; go on with the printed --resume command
-    """
     from rich.console import Console
 
     from kvbench.cli.quality import measure_run
     from kvbench.lockstep.process import OPEN_LIMIT_S
     from kvbench.runs.results import Manifest
     from kvbench.runs.resume import planned_cells
-    from kvbench.sweep.machines import ThisMachine
     from kvbench.sweep.run import Sweep
 
-    console = Console()
-    context = click.get_current_context()
-    given = [name for name in options if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE]
-    options = with_form(options)
+    given, options = given_options(options), with_form(options)
     check_goes_with(given, RAY_OPTIONS, [f"--executor {options['executor']}"])
     if resume and workload is None and Path(resume).suffix in (".yaml", ".yml"):
         workload, resume = resume, "latest"  # `--resume WORKLOAD` reads as one would mean it
@@ -171,20 +168,22 @@ def sweep(*, workload: str | None, resume: str | None, dry_run: bool, **options:
     only = tuple(options["only"])
     if run:
         only = planned_cells(stored, only) if only else stored.only or ()
-    if choice.runs_already:
-        require_answer(choice)
+    if choice.runs_already:  # it must answer before a results folder is made
+        target = choice.new_target()
+        target.start({}, Path())
+        target.stop()
     with contextlib.ExitStack() as stack:
         stack.callback(choice.close)
-        machines = ThisMachine()
+        machines = {}
         if options["executor"] == "ray":
             if not instrument.disturbed_by_machine:
                 raise UsageError("a simulated sweep runs on no device: leave --executor ray out")
             from kvbench.sweep.ray_machines import ray_machines
 
-            machines = stack.enter_context(ray_machines(choice, (loaded, options, stored), only, say))
+            machines["machines"] = stack.enter_context(ray_machines(choice, (loaded, options, stored), only, say))
         sweep = Sweep(
             choice,
-            console,
+            Console(),
             only,
             options["output_dir"],
             report=None if options["no_report"] else _predict_and_show,
@@ -192,12 +191,10 @@ def sweep(*, workload: str | None, resume: str | None, dry_run: bool, **options:
             calibrate=not options["no_calibration"],
             resumed=run,
             lockstep_minutes=0.0 if choice.manifest.simulated else options["lockstep_minutes"],
-            wait_idle_minutes=options["wait_idle_minutes"],
             open_limit_s=options["start_timeout"] or OPEN_LIMIT_S,
-            force=options["force"],
-            max_minutes=options["max_minutes"],
-            machines=machines,
             instrument=instrument,
+            **{name: options[name] for name in ("wait_idle_minutes", "force", "max_minutes")},
+            **machines,
         )
         return sweep.describe() if dry_run else sweep.execute()
 
@@ -244,13 +241,6 @@ def _predict_and_show(folder: Path, console: Console) -> None:
         except Exception as error:  # whatever goes wrong here must not cost the report of a measured run
             print_plain(console, f"note: no cell is predicted ({error!r}, {log_traceback(error)})")
     show_report(folder, console)
-
-
-def require_answer(choice: ChosenTarget) -> None:
-    """Asks a server that runs already, before a results folder is made. Raises UsageError if it does not answer."""
-    target = choice.new_target()
-    target.start({}, Path())
-    target.stop()
 
 
 def workload_and_run(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvbench.cli.options import FiniteRange
-from kvbench.common.errors import MeasurementError, UsageError
+from kvbench.common.errors import MeasurementError, UsageError, as_usage_error
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -90,7 +90,7 @@ def make_cases(
     page_size: Sequence[int],
     itemsize: int,
 ) -> list[Case]:
-    """Every combination once, though several may fall into one bucket. UsageError for what no kernel takes."""
+    """Makes every combination once, though several may fall into one bucket. UsageError for what no kernel takes."""
     from kernels.kv_formats import KV_FORMATS
     from kernels.tune.search import Case
     from kernels.tuning import bucket_of
@@ -124,10 +124,8 @@ def _tune(console: Console, cases: list[Case], deadline: float, folder: Path) ->
     device = torch.device("cuda", torch.cuda.current_device())
     chip = chip_of(device)
     driver = next((gpu["driver_version"] for gpu in gpus()), "unknown")
-    try:
+    with as_usage_error():
         old = tuning.read_table(chip.arch, folder)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
     entries: list[tuning.Entry] = []
     for i, case in enumerate(cases):
         left = deadline - time.monotonic()

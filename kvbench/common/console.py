@@ -85,7 +85,7 @@ class LiveText:
 def status_line(
     console: Console, text: str, quiet_s: float = QUIET_S, more: Rows = lambda width: ()
 ) -> Iterator[Callable[[str | Callable[[], str]], None]]:
-    """``LiveText`` of ``text`` and the rows ``more``.
+    """Shows ``text`` and the rows ``more`` while the block runs, as ``LiveText`` does.
 
     Calling what it yields replaces the text, by another or by a function that is asked whenever the text is shown.
     """
@@ -102,7 +102,7 @@ def status_line(
 
 
 def print_plain(console: Console, text: str) -> None:
-    """Prints ``text`` as it is: no markup, no colours, no line breaks of rich's own, so that it can be copied."""
+    """Prints ``text`` without markup, colours or line breaks of rich's own, so that it can be copied."""
     console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -48,6 +49,15 @@ class UsageError(ValueError):
     """Bad input: the message is one sentence for the user with the value, the limit and the way out."""
 
     exit_code = EXIT_USAGE
+
+
+@contextlib.contextmanager
+def as_usage_error() -> Iterator[None]:
+    """Raises a ValueError of the block, whose text is a sentence for the user, as a UsageError."""
+    try:
+        yield
+    except ValueError as error:
+        raise UsageError(str(error)) from None
 
 
 class MeasurementError(RuntimeError):

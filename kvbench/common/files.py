@@ -50,7 +50,7 @@ def check_output_dir(path: Path, option: str = "--output-dir") -> None:
 
 
 def why_unwritable(folder: Path) -> str | None:
-    """Why no file can be written in ``folder``; None when one can."""
+    """Returns why no file can be written in ``folder``; None when one can."""
     try:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:

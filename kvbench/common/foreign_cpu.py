@@ -40,7 +40,7 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1", "0.0.0.0", "::")
 
 @dataclass(frozen=True)
 class ServerProcess:
-    """Where the server runs. ``pid`` None with ``local``: it is on this machine, but which process is not known."""
+    """The server's place. ``pid`` None with ``local``: it is on this machine, but which process is not known."""
 
     pid: int | None
     local: bool = True
@@ -129,7 +129,7 @@ def tree_cpu_s(pid: int) -> float | None:
 
 
 class MachineReport(Record):
-    """How busy the machine was during a load [cores, share, s]; None where the system does not tell.
+    """The machine's use during a load [cores, share, s]; None where the system does not tell.
 
     ``gpu_energy_j``: of all GPUs of this machine, by NVML.
     """
@@ -147,7 +147,7 @@ class MachineReport(Record):
 def machine_report(
     start: CpuReading | None, end: CpuReading | None, server: ServerProcess, gpu_energy: float | None = None
 ) -> MachineReport:
-    """What happened between two readings."""
+    """Computes what happened between two readings."""
     load = os.getloadavg()[0]
     if start is None or end is None or end.wall <= start.wall or not end.cores:
         return MachineReport(load_average=load, cores=os.cpu_count(), gpu_energy_j=gpu_energy)
@@ -198,7 +198,7 @@ class ForeignWatch:
 
 
 def waits_for_quiet(limit_s: float, check: Callable[[], None], on_busy: Callable[[str], None]) -> bool:
-    """Waits until others leave this machine to us for 2 s, as a load needs it; False if they do not within ``limit_s``.
+    """Waits until others leave this machine to us for 2 s; False if they do not within ``limit_s``.
 
     For a caller that runs neither server nor load client meanwhile. ``check``: called twice a second, may raise.
     ``on_busy``: told after every 2 s which programs use the processor.
@@ -262,7 +262,7 @@ class MachineWatch:
         self._energy_j: dict[str, float | None] = {"begin": None, "measured": None}
 
     def on_phase(self, phase: str, client_pid: int) -> None:
-        """``begin`` or ``measured``, as the load client says them."""
+        """Reads the machine at ``begin`` or ``measured``, phases as the load client says them."""
         self._readings[phase] = read_cpu(self.server, client_pid)
         self._energy_j[phase] = gpu_energy_j() if self.server.local else None
 
@@ -288,7 +288,7 @@ def limit_words(cores: int, wall_s: float | None = None) -> str:
 
 
 def contention_reasons(machine: MachineReport) -> list[str]:
-    """Why the machine makes a load invalid, one sentence each; what is not known invalidates nothing."""
+    """Says why the machine makes a load invalid; what is not known invalidates nothing."""
     reasons = []
     foreign, steal, cores, wall = machine.foreign_cpu_cores, machine.steal_share, machine.cores or 1, machine.seconds
     if foreign is not None and foreign > (limit := foreign_limit(cores, wall)):
@@ -330,7 +330,7 @@ def server_at(base_url: str) -> ServerProcess:
 
 
 def _topmost(pids: set[int]) -> int | None:
-    """The one of several listeners (workers share a socket) that is no child of another; None when that is not one."""
+    """Finds the one of several listeners (workers share a socket) that is no child of another; None without one."""
     top = []
     for pid in pids:
         try:

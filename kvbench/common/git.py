@@ -25,11 +25,13 @@ _PLAIN = ("-c", "core.hooksPath=/dev/null", "-c", "advice.detachedHead=false")
 
 def git(folder: Path, *arguments: str, limit_s: float = _LIMIT_S) -> str:
     """The output of a git command that runs in ``folder``. Raises UsageError with what git said."""
+    # Without what names a repository or an index: inside a hook that is the user's.
+    kept = {name: value for name, value in os.environ.items() if name not in _SET_BY_A_HOOK}
     try:
         done = subprocess.run(
             ["git", *_PLAIN, *arguments],
             cwd=folder,
-            env=_environment(),
+            env=kept | {"GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=limit_s,
@@ -69,9 +71,3 @@ def code_sha256() -> str:
     for path in sorted(path for name in ("kvbench", "engine", "kernels") for path in (root / name).rglob("*.py")):
         digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")
     return digest.hexdigest()
-
-
-def _environment() -> dict[str, str]:
-    """Our environment without what names a repository or an index: inside a hook that is the user's."""
-    kept = {name: value for name, value in os.environ.items() if name not in _SET_BY_A_HOOK}
-    return kept | {"GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}

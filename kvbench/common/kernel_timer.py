@@ -23,7 +23,7 @@ def kernel_timer() -> int:
 
 
 def set_timer(fd: int, first: float, period: float = 0.0) -> None:
-    """``fd`` becomes readable at ``first`` [s, perf_counter] and every ``period`` [s] after."""
+    """Makes ``fd`` readable at ``first`` [s, perf_counter] and every ``period`` [s] after."""
     times = _TIMES(int(period), int(period % 1 * 1e9), int(first), int(first % 1 * 1e9))
     _LIBC.timerfd_settime(fd, _ABSOLUTE, times, None)
 
@@ -37,7 +37,7 @@ class DueCalls:
         self._numbers = count()
 
     def add(self, when: float, call: Callable[[], None]) -> None:
-        """``call()`` at ``when`` [s, perf_counter], or soon if that is past."""
+        """Plans ``call()`` for ``when`` [s, perf_counter], or soon if that is past."""
         heapq.heappush(self._due, (when, next(self._numbers), call))
         if self._due[0][2] is call:
             self._arm()

@@ -54,15 +54,7 @@ def usable_cores() -> int:
 
 def gpus() -> list[dict[str, str]]:
     """One row a GPU from nvidia-smi: name, memory, driver, clocks; empty without one."""
-    return _ask_gpus("name", "memory.total", "driver_version", "clocks.sm", "clocks.mem", "power.limit")
-
-
-def free_memory() -> int:
-    """Bytes of this machine's memory that are free."""
-    return int(psutil.virtual_memory().available)
-
-
-def _ask_gpus(*fields: str) -> list[dict[str, str]]:
+    fields = ("name", "memory.total", "driver_version", "clocks.sm", "clocks.mem", "power.limit")
     command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
     try:
         text = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
@@ -72,8 +64,13 @@ def _ask_gpus(*fields: str) -> list[dict[str, str]]:
     return [dict(zip(fields, row, strict=True)) for row in rows if len(row) == len(fields)]
 
 
+def free_memory() -> int:
+    """Bytes of this machine's memory that are free."""
+    return int(psutil.virtual_memory().available)
+
+
 def gpu_energy_j() -> float | None:
-    """Joules since the driver was loaded, over all GPUs that we may use; None without NVML, a GPU, or the counter.
+    """Returns joules of all GPUs that we may use, since the driver was loaded; None without NVML or a counter.
 
     GPUs before Volta have no counter.
     """

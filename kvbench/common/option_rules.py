@@ -13,7 +13,7 @@ RAY_OPTIONS = dict.fromkeys(("ray_address", "device_resource", "ray_wait"), ("--
 
 
 def flag(name: str) -> str:
-    """``max_runs`` as it is typed."""
+    """Writes ``max_runs`` as it is typed."""
     return f"--{name.replace('_', '-')}"
 
 

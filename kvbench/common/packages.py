@@ -15,7 +15,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def foreign_package(name: str) -> str | None:
-    """Where another package of that name would be imported from; None when it is ours. Imports nothing."""
+    """Finds where another package of that name would be imported from; None when it is ours. Imports nothing."""
     try:
         spec = importlib.util.find_spec(name)
     except (ImportError, ValueError):

@@ -65,7 +65,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def read_yaml(path: Path) -> Any:
-    """``parse_yaml`` of a file. Raises OSError and ValueError, also for a file of more than ``MOST_BYTES``."""
+    """Reads a file as ``parse_yaml`` does. Raises OSError and ValueError, also for more than ``MOST_BYTES``."""
     with path.open("rb") as file:
         data = file.read(MOST_BYTES + 1)
     if len(data) > MOST_BYTES:

@@ -11,7 +11,7 @@ LOCUST_PORT = 5557  # where Locust's master listens unless it is told otherwise
 
 
 def free_port(port: int, host: str = "127.0.0.1", *, port_option: str = "--port", host_option: str = "--host") -> int:
-    """``port`` of ``host`` (0: any), where nothing listens. Raises UsageError, which names the option to change."""
+    """Returns a ``port`` of ``host`` (0: any) where nothing listens. Raises UsageError with the option to change."""
     try:
         (family, kind, protocol, _, address), *_ = socket.getaddrinfo(
             None if host == "*" else host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

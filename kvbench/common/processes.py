@@ -56,7 +56,7 @@ def _in_child(background: bool, adopts: bool, death_signal: signal.Signals) -> C
 
 
 def die_with(parent: int, death_signal: signal.Signals = signal.SIGKILL) -> None:
-    """In a child: get ``death_signal`` when ``parent`` ends, also when it is killed outright; end if it is gone."""
+    """Makes this child get ``death_signal`` when ``parent`` ends, even by a kill; ends it if that is gone."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, death_signal)
     if os.getppid() != parent:
         os._exit(1)
@@ -213,7 +213,7 @@ def _signal_group(pid: int, number: int) -> None:
 
 
 def how_it_ended(code: int) -> str:
-    """``was killed by signal 9`` or ``ended with exit code 1``, of a return code; with where to look after a KILL."""
+    """Says ``was killed by signal 9`` or ``ended with exit code 1`` of a code; after a KILL also where to look."""
     how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
     if code not in _KILLED:
         return how

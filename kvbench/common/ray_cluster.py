@@ -118,7 +118,7 @@ class Cluster:
         return Task(node, remote.remote(os.getcwd(), function, *arguments), time.monotonic())
 
     def next_of(self, tasks: Sequence[Task]) -> tuple[Task, Any] | None:
-        """What one of the tasks has yielded, or one of ``ENDS``; None when nothing came for 0.5 s."""
+        """Waits 0.5 s at most for what one of the tasks yields, or one of ``ENDS``; None when nothing came."""
         ray = _ray()
         ready, _ = ray.wait([task.stream for task in tasks], num_returns=1, timeout=_LOOK_S)
         task = next((task for task in tasks if ready and task.stream is ready[0]), None)
@@ -226,7 +226,7 @@ def cluster_at(address: str | None) -> Iterator[Cluster]:
 
 @dataclass(frozen=True)
 class MachineFacts:
-    """What a machine of the cluster runs. ``code``: hash of kvbench's files there; ``ray``: the version of Ray."""
+    """The software of a machine of the cluster. ``code``: hash of kvbench's files; ``ray``: the version of Ray."""
 
     code: str
     environment: Mapping[str, Any]
@@ -279,7 +279,7 @@ def usable_nodes(cluster: Cluster, needs: Needs, what: str, wait_s: float, say: 
 def _answers(
     cluster: Cluster, needs: Needs, nodes: Sequence[ClusterNode], wait_s: float
 ) -> dict[str, MachineFacts | str]:
-    """What each machine says of itself, or why it cannot be used, by node id."""
+    """Asks each machine for its facts; returns them, or why it cannot be used, by node id."""
     left = [cluster.start(node, needs(node) or {}, facts_of_machine) for node in nodes]
     deadline = time.monotonic() + wait_s
     answers: dict[str, MachineFacts | str] = dict.fromkeys(
@@ -302,7 +302,7 @@ def _answers(
 
 
 def _run_in(folder: str, function: Callable[..., Iterator[Any]], *arguments: Any) -> Iterator[Any]:
-    """``function(*arguments)`` in ``folder`` where the machine has it: relative paths mean what they do here."""
+    """Runs ``function`` in ``folder`` where the machine has it: relative paths mean what they do here."""
     with suppress(OSError):
         os.chdir(folder)
     yield from function(*arguments)

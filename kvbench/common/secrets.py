@@ -41,7 +41,7 @@ def api_key(variable: str) -> str:
 
 
 def hide_keys(text: str) -> str:
-    """``text``, to be stored, without the keys that this process has read: plain, or as JSON or HTML escapes them."""
+    """Returns ``text`` without the keys that this process has read: plain, or as JSON or HTML escapes them."""
     for variable in _read:
         key = os.environ.get(variable, "").strip()
         for form in {key, json.dumps(key)[1:-1], html.escape(key)} if len(key) >= _SHORTEST_STORED else ():
@@ -65,7 +65,7 @@ def without_value(command: Sequence[str], option: str) -> list[str]:
 
 
 def without_key(text: str | None, variable: str | None) -> str | None:
-    """``text`` without the key that the environment variable holds, plain or as JSON escapes it.
+    """Returns ``text`` without the key that the environment variable holds, plain or as JSON escapes it.
 
     Any 8 characters in a row of the key are taken out, since the text may have been cut within it.
     """

@@ -16,7 +16,7 @@ _NUMBER_OR_ID = re.compile(r"[\w-]*\d[\w-]*(?:[.,:]\d[\w-]*)*")
 
 
 def error_sentence(body: bytes) -> str:
-    """The server's own sentence in the body of an error: one line of at most 300 characters; empty for no body.
+    """Finds the server's own sentence in the body of an error: one line, at most 300 characters; empty for no body.
 
     ``{"error": {"message"}}`` (OpenAI, vLLM, llama.cpp, SGLang, TGI in a stream), ``{"error": text}`` (TGI,
     transformers), ``{"message"}`` (older vLLM, SGLang), ``{"detail": text or [{"loc", "msg"}]}`` (FastAPI), else the
@@ -47,7 +47,7 @@ def in_its_words(sentence: str) -> str:
 
 
 def _without_tags(page: str) -> str:
-    """The text of a web page, in one pass; scripts, styles and the head are left out where they have an end."""
+    """Returns the text of a web page; scripts, styles and the head are left out where they have an end."""
     lower = page.lower()
     ends = {name: lower.rfind(f"</{name}") for name in ("script", "style", "head")}
     visible, begin, inside = [], 0, ""
@@ -76,5 +76,5 @@ def _message(answer: Any) -> str | None:
 
 
 def without_numbers(sentence: str) -> str:
-    """``sentence`` with # in the place of each number or id: two sentences that differ in nothing else are one."""
+    """Puts # in the place of each number or id: two sentences that differ in nothing else are one."""
     return _NUMBER_OR_ID.sub("#", sentence)

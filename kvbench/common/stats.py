@@ -57,7 +57,7 @@ def welch_interval(
 
 
 def detectable_shift(values: Sequence[float] | np.ndarray) -> float:
-    """The smallest shift of the mean that ``t_interval`` tells from 0 in 4 of 5 cases; nan of fewer than 2 values."""
+    """Returns the smallest shift that ``t_interval`` tells from 0 in 4 of 5 cases; nan of fewer than 2 values."""
     sample = np.asarray(values, dtype=np.float64)
     if len(sample) < 2:
         return math.nan

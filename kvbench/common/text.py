@@ -114,7 +114,7 @@ def plural(number: float, noun: str) -> str:
 
 
 def slo_words(slo: Mapping[str, float | None] | None) -> str:
-    """``ttft <= 200 ms and tpot <= 50 ms``; empty without one."""
+    """Writes an SLO as ``ttft <= 200 ms and tpot <= 50 ms``; empty without one."""
     limits = {k: v for k, v in (slo or {}).items() if v is not None}
     return " and ".join(f"{name.removesuffix('_ms')} <= {limit:g} ms" for name, limit in limits.items())
 
@@ -128,7 +128,7 @@ _CALIBRATION = {
 
 
 def calibration_words(settings: Mapping[str, Any], figures: Mapping[str, Any]) -> str:
-    """``64 streams of 10 ms ITL: timestamp lag p99 0.12 ms, ...``: how well the load client measures."""
+    """Writes how well the client measures: ``64 streams of 10 ms ITL: timestamp lag p99 0.12 ms, ...``."""
     processes = settings.get("processes", 1)
     over = f" over {processes} processes" if processes > 1 else ""
     parts = ", ".join(form.format(figures[key]) for key, form in _CALIBRATION.items() if figures.get(key) is not None)
@@ -136,13 +136,13 @@ def calibration_words(settings: Mapping[str, Any], figures: Mapping[str, Any]) -
 
 
 def shorten(text: str, most: int) -> str:
-    """``text`` in one line that can be printed, cut to ``most`` characters with " ..." at the end."""
+    """Puts ``text`` into one line that can be printed, cut to ``most`` characters with " ..." at the end."""
     line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     return line if len(line) <= most else f"{line[: most - 4].rstrip()} ..."
 
 
 def clock(seconds: float) -> str:
-    """``75`` -> ``1:15``, ``4000`` -> ``1:06:40``."""
+    """Writes seconds as ``1:15`` (75) or ``1:06:40`` (4000)."""
     whole = max(0, round(seconds))
     hours, rest = divmod(whole, 3600)
     minutes, rest = divmod(rest, 60)
@@ -150,7 +150,7 @@ def clock(seconds: float) -> str:
 
 
 def and_more(items: Sequence[object], most: int = 3, between: str = ", ") -> str:
-    """``a, b, c and 2 more``: the first ``most`` items, then how many are left; ``between`` separates them."""
+    """Writes ``a, b, c and 2 more``: the first ``most`` items with ``between`` in between, then how many are left."""
     shown = between.join(map(str, items[:most]))
     return f"{shown} and {len(items) - most:,} more" if len(items) > most else shown
 

@@ -231,7 +231,7 @@ def _ledger(run: Run, cell: MeasuredCell) -> HitLedger:
 
 def _source(run: Run, cell: MeasuredCell, repeat: Repeat) -> _SimulationInput | str:
     """What a repeat is simulated from, or why it cannot be."""
-    digest = repeat.requests_sha256[:8]
+    digest = (repeat.requests_sha256 or "")[:8]
     stored = sorted((run.folder / "requests").glob(f"*-{repeat.repeat}-{digest}.jsonl")) if digest.isalnum() else []
     rows = cell.folder / "requests.parquet"
     if not stored:
@@ -251,7 +251,7 @@ def _source(run: Run, cell: MeasuredCell, repeat: Repeat) -> _SimulationInput | 
         rows,
         tuple(path.stat().st_mtime_ns for path in (stored[0], rows)),
         repeat.repeat,
-        (repeat.cache.state or run.cache_state) in ("primed", "steady"),
+        (repeat.prefix_cache.state or run.cache_state) in ("primed", "steady"),
         _positive(setting("page_size") if page_size is None else page_size),
         _positive(cell.capacity.num_pages),
         _positive(setting("max_num_batched_tokens")) if split else None,
@@ -304,7 +304,7 @@ def _sum(values: Iterable[float | None]) -> float | None:
 
 def _counted(repeat: Repeat) -> float | None:
     """The server's own count; ``hits`` in runs from before answers were counted too."""
-    cache = repeat.cache
+    cache = repeat.prefix_cache
     for name in ("counted", "hits"):
         if name in cache.model_fields_set:
             return getattr(cache, name)

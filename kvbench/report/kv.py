@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from textwrap import wrap
 
 import numpy as np
@@ -30,8 +31,6 @@ from kvbench.report.tables import (
 )
 from kvbench.runs.kv_ledger import (
     SLOT_USES,
-    USES,
-    KvUse,
     Ledger,
     bytes_per_slot,
     interval_slots,
@@ -67,6 +66,27 @@ _FILLS = {
     "table": "#56B4E9",
     "rest": "rgba(140,150,160,0.55)",
 }
+
+
+@dataclass(frozen=True)
+class KvUse:
+    """What bytes of the budget are used for; ``title`` and ``hint`` are for readers."""
+
+    key: str
+    title: str
+    hint: str
+
+
+USES = (
+    KvUse("tokens", "tokens", "hold the KV of a token of a running sequence, shared ones counted once"),
+    KvUse("waste", "reserved, empty", "reserved by a sequence and holding nothing yet: internal waste"),
+    KvUse("cached", "cached", "owned by nobody, kept for the prefix cache, given up when needed"),
+    KvUse("pinned", "pinned", "kept until a copy from them is done"),
+    KvUse("free", "free", "free and usable"),
+    KvUse("fragmented", "free, scattered", "free, enough for a request that waits, but not in one piece (contiguous)"),
+    KvUse("table", "page table", "the page table"),
+    KvUse("rest", "left over", "too little for another page"),
+)
 _SCALES = KvUse("scales", "scales of the tokens", "of the tokens' bytes: scales of a quantised KV")
 _LEAST_LABELLED = 0.06  # of the budget: a narrower part has no room for its percentage
 _MIB = 2.0**20

@@ -138,8 +138,8 @@ def warnings(run: Run) -> list[str]:
         if (s := scatters(c))
     ]
     loads = [repeat for cell in run.cells for repeat in cell.repeats]
-    unverified = [load.cache.unverified for load in loads if load.cache.unverified]
-    hits = [notes for load in loads if (notes := hit_notes(load.cache))]
+    unverified = [load.prefix_cache.unverified for load in loads if load.prefix_cache.unverified]
+    hits = [notes for load in loads if (notes := hit_notes(load.prefix_cache))]
     hits_differ = list(dict.fromkeys(note for notes in hits for note in notes))
     resumed = resumed_differences(run.manifest)
     found = {

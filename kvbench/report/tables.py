@@ -383,7 +383,7 @@ def _open_after_last(cell: MeasuredCell) -> Value:
 def _hits(cell: MeasuredCell) -> Value:
     possible = cell.possible_hits if cell.hit_rate is not None else None
     notes = [] if possible is None else [f"of {words.percent(possible[0])[:-2]}–{words.percent(possible[1])}"]
-    notes += ["not verified"] if any(r.cache.unverified for r in cell.repeats) else []
+    notes += ["not verified"] if any(r.prefix_cache.unverified for r in cell.repeats) else []
     return Value(words.percent(cell.hit_rate), cell.hit_rate, "\n".join(notes))
 
 

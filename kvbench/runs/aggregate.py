@@ -16,22 +16,27 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from pydantic import FiniteFloat, TypeAdapter, ValidationError
 
 from kvbench.common import text as words
-from kvbench.common.errors import UsageError
-from kvbench.common.files import read_json, write_atomically, write_json, write_text
+from kvbench.common.files import write_atomically, write_json, write_text
 from kvbench.common.records import Record, read_record, write_record
 from kvbench.metrics.canaries import WRONG_ANSWERS, counted
 from kvbench.metrics.latency import in_steady
 from kvbench.metrics.latency import pooled as pool_samples
 from kvbench.metrics.model import Figures, LoadMetrics, LoadOutcome, Plateau, PooledLatencies, flatten
-from kvbench.runs.folder import RunFolder
-from kvbench.runs.results import Capacity, CellLoad, CellSummary, LoadResult, Manifest, RepeatSummary, Spread
-from kvbench.runs.tables import read_table
+from kvbench.runs.folder import RunFolder, read_table
+from kvbench.runs.results import (
+    Capacity,
+    CellLoad,
+    CellSummary,
+    LoadResult,
+    Manifest,
+    RepeatSummary,
+    ServerCounters,
+    Spread,
+)
 from kvbench.workload.design import Cell, LoadPoint
 
-_COUNTERS = TypeAdapter(dict[str, FiniteFloat | None])
 _SAMPLES = 8
 _OF_CANARIES = ("canary", "canary_wrong")
 _SAMPLE_COLUMNS = (
@@ -88,7 +93,10 @@ def aggregate_cell(run: RunFolder, cell: Cell, manifest: Manifest) -> CellSummar
     wrong_files = [path / WRONG_ANSWERS for path in loads.values()]
     if wrong := "".join(path.read_text(encoding="utf-8") for path in wrong_files if path.is_file()):
         write_text(folder / WRONG_ANSWERS, wrong)
-    counters = {r: _counters(path) for r, path in loads.items()}
+    counters = {}
+    for repeat, path in loads.items():
+        again = f"remove {path}, and `kvbench sweep --resume` measures it again"
+        counters[repeat] = read_record(ServerCounters, path / "counters.json", again).model_extra or {}
     summary = _summary(cell, loads, results, counters, requests, manifest)
     section = manifest.load_section
     load = cell.load if cell.load.request_rate is not None else replace(cell.load, request_rate=_mean_rate(requests))
@@ -109,7 +117,7 @@ def aggregate_cell(run: RunFolder, cell: Cell, manifest: Manifest) -> CellSummar
 
 
 def _pool_table(folder: Path, loads: Mapping[int, Path], name: str) -> pd.DataFrame:
-    """All repeats of one table, with the column ``repeat``; written when it has rows."""
+    """Pools one table of all repeats, with the column ``repeat``; it is written when it has rows."""
     frames = [
         read_table(path / name).assign(repeat=repeat) for repeat, path in loads.items() if (path / name).is_file()
     ]
@@ -121,7 +129,7 @@ def _pool_table(folder: Path, loads: Mapping[int, Path], name: str) -> pd.DataFr
 
 
 def _write_samples(path: Path, requests: pd.DataFrame) -> None:
-    """Up to _SAMPLES outputs of the first repeat, spread over the load, for a person to read."""
+    """Writes outputs of the first repeat, spread over the load, for a person to read."""
     text = ""
     if "text" in requests:
         first = requests[requests["repeat"] == requests["repeat"].min()]
@@ -133,11 +141,7 @@ def _write_samples(path: Path, requests: pd.DataFrame) -> None:
 
 
 def pooled_latencies(requests: pd.DataFrame, metrics: Mapping[int, LoadMetrics]) -> PooledLatencies:
-    """Latencies over the raw samples of all repeats; ``steady_latency``: of requests that came in the steady windows.
-
-    Each repeat has its own window. The first requests of a closed loop are all sent at once; their time to first
-    token is mostly the wait for one another, and the steady window leaves them out.
-    """
+    """Pools the latencies of all repeats; ``steady_latency``: those of requests of each repeat's steady window."""
     if not len(requests):
         return PooledLatencies()
     windows = {repeat: (load.steady_start_s, load.steady_end_s) for repeat, load in metrics.items()}
@@ -150,7 +154,7 @@ def pooled_latencies(requests: pd.DataFrame, metrics: Mapping[int, LoadMetrics])
 
 
 def _notes(loads: Mapping[int, Path]) -> dict[str, Any]:
-    """How the requests were made, from load.json; where repeats differ, a list with a value for each."""
+    """Reads how the requests were made, from load.json; where repeats differ, a list with a value for each."""
     files = [path / "load.json" for path in loads.values() if (path / "load.json").is_file()]
     every = [read_record(LoadOutcome, file, "measure that load again").notes for file in files]
     found: dict[str, Any] = {}
@@ -161,7 +165,7 @@ def _notes(loads: Mapping[int, Path]) -> dict[str, Any]:
 
 
 def _mean_rate(requests: pd.DataFrame) -> float | None:
-    """Requests/s between the first and the last intended start, median over repeats; None where no time passed."""
+    """The median over repeats of requests/s from the first to the last intended start; None where no time passed."""
     starts = [rows["t0"] for _, rows in requests.groupby("repeat")] if len(requests) else []
     rates = [(len(t0) - 1) / (t0.max() - t0.min()) for t0 in starts if t0.max() > t0.min()]
     return float(statistics.median(rates)) if rates else None
@@ -190,14 +194,7 @@ def _summary(
         is_baseline=configuration.is_baseline,
         varied=dict(configuration.varied),
         settings=dict(configuration.settings),
-        load=CellLoad(
-            load_id=load.load_id,
-            mode=load.mode,
-            concurrency=load.concurrency,
-            request_rate="inf" if load.request_rate == math.inf else load.request_rate,
-            num_requests=load.num_requests,
-            arrivals=load.arrivals if load.mode == "open" else None,
-        ),
+        load=CellLoad.of(load, arrivals=load.arrivals if load.mode == "open" else None),
         notes=_notes(loads),
         capacity=manifest.capacity.get(configuration.config_id, Capacity()),
         repeats=tuple(_repeat(r, result, counters[r]) for r, result in results.items()),
@@ -209,18 +206,6 @@ def _summary(
         wrong_answers=wrong,
         **({} if canaries is None else {"canaries": canaries}),
     )
-
-
-def _counters(load: Path) -> dict[str, float | None]:
-    """counters.json of a load. Raises UsageError for a damaged file."""
-    counters = read_json(load / "counters.json")
-    try:
-        _COUNTERS.validate_python(counters)
-    except ValidationError:
-        raise UsageError(
-            f"{load / 'counters.json'} is damaged: remove {load}, and `kvbench sweep --resume` measures it again"
-        ) from None
-    return counters
 
 
 def _repeat(repeat: int, result: LoadResult, counters: Mapping[str, Any]) -> RepeatSummary:
@@ -259,9 +244,8 @@ def vllm_fields(
 ) -> dict[str, Any]:
     """A load in the field names of a ``vllm bench serve`` result; times in ms, rates per second.
 
-    ``metrics``: counts, rates, and latencies such as ``ttft_ms`` with their statistics. ``request_rate`` is "inf" in
-    closed loop (vLLM's word for: as fast as ``max_concurrency`` lets). ``burstiness``, the shape of the gamma
-    distribution of the gaps: 1 for poisson, "inf" for constant gaps, None for a trace and in closed loop.
+    ``request_rate`` is "inf" in closed loop (vLLM's word for: as fast as ``max_concurrency`` lets). ``burstiness``: the
+    shape of the gaps' gamma distribution, 1 for poisson, "inf" for constant gaps, None for a trace and in closed loop.
     """
     is_open = load.mode == "open"
     drawn = 1.0 if burstiness is None else burstiness
@@ -285,7 +269,7 @@ def vllm_fields(
 
 
 def plateau_row(repeats: Sequence[Plateau]) -> tuple[str, ...]:
-    """The entries of PLATEAU_HEADS of one plateau of the rate: medians over ``repeats``, each its metrics there."""
+    """The entries of PLATEAU_HEADS for one plateau of the rate: medians over its ``repeats``."""
 
     def median(path: str) -> float | None:
         values = [value for plateau in repeats if (value := plateau.value(path)) is not None]

@@ -20,9 +20,9 @@ FOLDER, EFFECTS = "lockstep", "effects.json"
 
 
 class EngineEffect(Record):
-    """One metric of one cell, as a ratio to the baseline's under the same load.
+    """One metric of one cell, as a ratio to the baseline's under the same load, with its 95 % interval.
 
-    low, high: its 95 % interval; smallest_seen: the smallest relative change that the sitting could have seen
+    smallest_seen: the smallest relative change that the sitting could have seen
     base, value: means over the launches; decided: it has a call and a narrow interval; within_launch: the interval is
     of one launch; pooled: its noise is known from other configurations too
     """
@@ -64,7 +64,7 @@ class EngineEffect(Record):
 
 
 class Turns(Record):
-    """Steps in a row of each engine, also in the first launch, and by how much turns make steps longer (0.01: 1 %)."""
+    """The steps in a row of each engine, also in the first launch, and how much longer turns make steps (0.01: 1 %)."""
 
     turn_steps: int | None = None
     first_turn_steps: int | None = None
@@ -72,10 +72,9 @@ class Turns(Record):
 
 
 class EngineTime(Record):
-    """All effects of a run, and how they were measured.
+    """All effects of a run, and how they were measured in how many ``seconds``. ``turns``: by load.
 
-    finished: False where it was interrupted, so that its effects are of the launches before; seconds: that it took
-    turns: by load
+    finished: False where it was interrupted, so that its effects are of the launches before
     """
 
     FORMAT: ClassVar[int] = 2
@@ -98,12 +97,12 @@ class EngineTime(Record):
         return f"{ENGINE} (whole run)" if self.finished else f"{ENGINE} (whole run, unfinished)"
 
     def of(self, cell: str, metric: str) -> Comparison | None:
-        """A cell against the baseline; None where that was not measured."""
+        """Compares a cell with the baseline; None where that was not measured."""
         return next((e.comparison for e in self.effects if (e.cell, e.metric) == (cell, metric)), None)
 
 
 def read_engine_time(run: Path) -> EngineTime | None:
-    """None for a run whose engines were not measured in engine time, not to the end of a launch, or in format 1.
+    """Reads the effects; None where no launch was measured to its end, or in format 1.
 
     Raises UsageError for a damaged file.
     """

@@ -8,7 +8,8 @@
       set-aside/<cell id>/<repeat>-<n>/           the load that was there before it, and set-aside/logs
 
 A load is written into a scratch folder and renamed into place, with done.json inside: what has a done.json is
-finished and is never run again, unless one of its files is damaged.
+finished and is never run again, unless one of its files is damaged. requests.parquet has a row a request,
+server.parquet a row a reading.
 """
 
 from __future__ import annotations
@@ -17,22 +18,30 @@ import fcntl
 import itertools
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
 
 from kvbench.common.errors import UsageError, say, storage_sentence
 from kvbench.common.files import flush, read_json
 from kvbench.common.parsing import parse_json
 from kvbench.common.records import read_record
 from kvbench.runs.results import COMPLETE, LoadResult, Manifest
-from kvbench.runs.tables import check_table
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 MANIFEST = "manifest.json"
 DONE = "done.json"
+REQUESTS, GAUGES = "requests.parquet", "server.parquet"
+_NEEDED = ("ok", "t0")  # of requests
+_TEXTS = ("class", "error_kind", "error", "finish_reason", "canary", "canary_wrong", "text")
+_LISTS = ("chunk_times", "chunk_tokens", "chunk_choices", "sent_times", "output_token_ids")
 
 
 @dataclass(frozen=True)
@@ -46,7 +55,7 @@ class RunFolder:
         return self.path / MANIFEST
 
     def manifest(self) -> Manifest:
-        """Raises UsageError when there is none, it cannot be read, or it has another format."""
+        """Reads the manifest. Raises UsageError when there is none, it cannot be read, or it has another format."""
         stored = read_json(self.manifest_path)
         if isinstance(stored, dict) and stored.get("kind") == "load" and not stored.get("plan"):
             raise UsageError(
@@ -80,16 +89,16 @@ class RunFolder:
         return is_whole(self.load(cell_id, repeat))
 
     def result(self, cell_id: str, repeat: int) -> LoadResult:
-        """The result of a finished load. Raises UsageError when it cannot be read."""
+        """Reads the result of a finished load. Raises UsageError when it cannot be read."""
         return read_record(LoadResult, self.load(cell_id, repeat) / DONE, "measure it again with --resume")
 
     def done_repeats(self, cell_id: str) -> list[int]:
-        """Repeats with a finished load, in order."""
+        """The repeats with a finished load, in order."""
         found = self.cell(cell_id).glob(f"loads/[0-9]*/{DONE}")
         return sorted(int(p.parent.name) for p in found if is_whole(p.parent))
 
     def damaged_loads(self) -> list[Path]:
-        """Loads that were finished, and of which a file is cut short: to be run again."""
+        """The loads that were finished, and of which a file is cut short: to be run again."""
         return sorted(p.parent for p in self.path.glob(f"cells/*/loads/[0-9]*/{DONE}") if not is_whole(p.parent))
 
     def set_aside(self, cell_id: str, repeat: int) -> Path:
@@ -110,7 +119,7 @@ class RunFolder:
 
     @contextmanager
     def scratch_load(self, cell_id: str, repeat: int) -> Iterator[Path]:
-        """A folder that becomes ``load(cell_id, repeat)`` when the block ends without an exception.
+        """Gives a folder that becomes ``load(cell_id, repeat)`` when the block ends without an exception.
 
         Otherwise it is kept as ``failed-<repeat>`` for reading, and the load counts as not run.
         """
@@ -137,10 +146,7 @@ class RunFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Lets one process at a time work in the folder; the lock file is removed at the end.
-
-        The kernel drops the lock when its holder dies. Raises UsageError while another process holds it.
-        """
+        """Lets one process at a time work in the folder. Raises UsageError while another process holds it."""
         path = self.path / ".lock"
         try:
             file = path.open("a+")
@@ -167,7 +173,7 @@ class RunFolder:
                     path.unlink()
 
     def is_locked(self) -> bool:
-        """Whether another process works in the folder; writes nothing."""
+        """Tests whether another process works in the folder; writes nothing."""
         try:
             with (self.path / ".lock").open() as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -191,7 +197,7 @@ def move_numbered(found: Path, folder: Path) -> Path:
 
 
 def damaged_file(folder: Path) -> Path | None:
-    """A JSON or Parquet file of ``folder`` that a crash or a lost disk has cut short, or that holds something else."""
+    """Finds a JSON or Parquet file that a crash or a lost disk has cut short, or that holds something else."""
     for path in sorted((*folder.glob("*.json"), *folder.glob("*.parquet"))):
         try:
             if path.suffix == ".json":
@@ -204,12 +210,12 @@ def damaged_file(folder: Path) -> Path | None:
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether a load is finished: it has a done.json, and none of its files is damaged."""
+    """Tests whether a load is finished: it has a done.json, and none of its files is damaged."""
     return (folder / DONE).is_file() and damaged_file(folder) is None
 
 
 def create_run(output_dir: Path, workload_name: str, short_sha: str) -> RunFolder:
-    """A new folder, named after the time. Raises UsageError when it cannot be made."""
+    """Makes a new folder, named after the time. Raises UsageError when it cannot be made."""
     name = f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{short_sha}"
     for attempt in itertools.count(1):
         path = output_dir / workload_name / (name if attempt == 1 else f"{name}-{attempt}")
@@ -225,8 +231,8 @@ def create_run(output_dir: Path, workload_name: str, short_sha: str) -> RunFolde
     return RunFolder(path)
 
 
-def latest_incomplete(output_dir: Path, workload_name: str, warn: Callable[[str], None] = say) -> RunFolder:
-    """The newest run of this workload that is not complete and not being written. Raises UsageError.
+def latest_incomplete(output_dir: Path, workload_name: str) -> RunFolder:
+    """Finds the newest run of this workload that is not complete and not being written. Raises UsageError.
 
     A folder whose manifest cannot be read (a full disk, a broken copy) is skipped, with a warning.
     """
@@ -237,7 +243,7 @@ def latest_incomplete(output_dir: Path, workload_name: str, warn: Callable[[str]
             if run.manifest().status != COMPLETE and not run.is_locked():
                 return run
         except UsageError as error:
-            warn(f"warning: {run.path} is skipped: {error}")
+            say(f"warning: {run.path} is skipped: {error}")
     raise UsageError(
         f"there is no incomplete run of {workload_name!r} in {base}: leave --resume out to start a new one, or name "
         "the folder of a run"
@@ -245,9 +251,52 @@ def latest_incomplete(output_dir: Path, workload_name: str, warn: Callable[[str]
 
 
 def open_run(path: Path) -> RunFolder:
-    """The folder of a run that exists. Raises UsageError when it is none."""
+    """Opens the folder of a run that exists. Raises UsageError when it is none."""
     if not path.is_dir():
         raise UsageError(f"there is no run folder {str(path)!r}: give one such as results/mixed/<time>")
     run = RunFolder(path)
     run.manifest()
     return run
+
+
+def read_table(path: Path) -> pd.DataFrame:
+    """Reads the rows of a file; empty without it. Raises UsageError for a damaged one."""
+    if not path.is_file():
+        return pd.DataFrame()
+    check_table(path)
+    try:
+        return pd.read_parquet(path)
+    except (OSError, ValueError) as error:
+        raise UsageError(_damaged(path, str(error))) from None
+
+
+def check_table(path: Path) -> None:
+    """Raises UsageError for a file that is no Parquet, or one of ours with other columns than ours."""
+    import pyarrow.parquet as pq
+
+    try:
+        schema = pq.read_schema(path)
+    except (OSError, ValueError) as error:
+        raise UsageError(_damaged(path, str(error))) from None
+    if path.name == REQUESTS and (lacking := [name for name in _NEEDED if name not in schema.names]):
+        raise UsageError(_damaged(path, f"it has no column {lacking[0]!r}"))
+    for column in schema if path.name in (REQUESTS, GAUGES) else ():
+        if not _fits(path.name, column):
+            raise UsageError(_damaged(path, f"its column {column.name!r} is of {column.type}"))
+
+
+def _fits(file: str, column: pa.Field) -> bool:
+    """Tests whether a column has its kind of values: numbers, but for texts and lists of requests."""
+    from pyarrow import types
+
+    if types.is_null(column.type):
+        return True
+    if file == REQUESTS and column.name in _TEXTS:
+        return types.is_string(column.type) or types.is_large_string(column.type) or types.is_dictionary(column.type)
+    if file == REQUESTS and column.name in _LISTS:
+        return types.is_list(column.type) or types.is_large_list(column.type)
+    return types.is_integer(column.type) or types.is_floating(column.type) or types.is_boolean(column.type)
+
+
+def _damaged(path: Path, why: str) -> str:
+    return f"{path} is damaged: {why.splitlines()[0] if why else 'it cannot be read'}"

@@ -16,27 +16,8 @@ import pandas as pd
 
 from kvbench.runs.model import MeasuredCell
 
-
-@dataclass(frozen=True)
-class KvUse:
-    """What bytes of the budget are used for; ``title`` and ``hint`` are for readers."""
-
-    key: str
-    title: str
-    hint: str
-
-
-USES = (
-    KvUse("tokens", "tokens", "hold the KV of a token of a running sequence, shared ones counted once"),
-    KvUse("waste", "reserved, empty", "reserved by a sequence and holding nothing yet: internal waste"),
-    KvUse("cached", "cached", "owned by nobody, kept for the prefix cache, given up when needed"),
-    KvUse("pinned", "pinned", "kept until a copy from them is done"),
-    KvUse("free", "free", "free and usable"),
-    KvUse("fragmented", "free, scattered", "free, enough for a request that waits, but not in one piece (contiguous)"),
-    KvUse("table", "page table", "the page table"),
-    KvUse("rest", "left over", "too little for another page"),
-)
-SLOT_USES = tuple(use.key for use in USES[:6])  # of the server: each slot is in one of them
+SLOT_USES = ("tokens", "waste", "cached", "pinned", "free", "fragmented")
+"""The uses that the server tells: each slot has one of them. ``waste``: reserved by a sequence, and empty."""
 _STEPS = "kv_slot_steps_total_"
 _MEANS = ("kv_budget_bytes", "kv_bytes_per_slot", "kv_scale_bytes_per_slot", "kv_slots_shared", "kv_slots_total")
 
@@ -45,7 +26,8 @@ _MEANS = ("kv_budget_bytes", "kv_bytes_per_slot", "kv_scale_bytes_per_slot", "kv
 class Ledger:
     """One cell's budget in bytes, mean over time and repeats.
 
-    ``parts``: use -> bytes; they add up to ``budget``. ``scales``: of the tokens' bytes, scales of a quantised KV.
+    ``parts``: bytes by use, SLOT_USES, the page ``table`` and the ``rest``; they add up to ``budget``.
+    ``scales``: of the tokens' bytes, scales of a quantised KV.
     ``saved``: bytes that sequences would have needed on top if nothing were shared; None if unknown.
     """
 
@@ -55,12 +37,12 @@ class Ledger:
     saved: float | None
 
     def share(self, use: str) -> float:
-        """0..1 of the budget."""
+        """The share of the budget that a use has, 0..1."""
         return self.parts[use] / self.budget
 
 
 def interval_slots(gauges: pd.DataFrame) -> pd.DataFrame:
-    """Slots by use (SLOT_USES) between each poll and the one before it, exact means over the steps; one repeat's polls.
+    """Counts slots by use (SLOT_USES) between each poll and the one before it: exact means over the steps.
 
     Rows by ``t``, with the index of ``gauges``. What the gauges said stands in the first row, and where no step ended
     between two polls. Empty where the server does not count its slots.
@@ -78,7 +60,7 @@ def interval_slots(gauges: pd.DataFrame) -> pd.DataFrame:
 
 
 def mean_slots(gauges: pd.DataFrame, start: float, end: float) -> dict[str, float]:
-    """Slots by use (SLOT_USES), averaged over ``start`` .. ``end`` [s of the frame's ``t``]; one repeat's polls.
+    """Averages slots by use (SLOT_USES) over ``start`` .. ``end`` [s of the frame's ``t``]; one repeat's polls.
 
     Empty where the server does not count them. If no two polls enclose a part of the window, the gauges of all polls.
     """
@@ -106,26 +88,26 @@ def _gauge_slots(polls: pd.DataFrame) -> pd.DataFrame:
 
 
 def observe(gauges: pd.DataFrame, means: Mapping[str, float], start: float, end: float) -> dict[str, float]:
-    """What ``ledger`` needs of one repeat's polls, for ``Repeat.observed``: slots by use, and ``means`` of gauges."""
-    found = {f"use_{use}": slots for use, slots in mean_slots(gauges, start, end).items()}
-    return found | {name: means[name] for name in _MEANS if found and name in means}
+    """Collects what ``ledger`` needs of one repeat's polls: slots by use, and ``means`` of gauges."""
+    slots = {f"use_{use}": mean for use, mean in mean_slots(gauges, start, end).items()}
+    return slots | {name: means[name] for name in _MEANS if slots and name in means}
 
 
 def bytes_per_slot(cell: MeasuredCell) -> float | None:
-    """Bytes of a token's KV with its scales: as the server says, else as the capacity was computed."""
+    """The bytes of a token's KV with its scales: as the server says, else as the capacity was computed."""
     sizes = (cell.observed_mean("kv_bytes_per_slot"), cell.capacity.bytes_per_slot, cell.capacity.bytes_per_token)
     return next((size for size in sizes if size is not None and size > 0), None)
 
 
 def scale_bytes_per_slot(cell: MeasuredCell) -> float | None:
-    """Of ``bytes_per_slot``, those of the scales; None where neither the server nor the arithmetic tells."""
+    """The part of ``bytes_per_slot`` that scales take; None where neither the server nor the arithmetic tells."""
     computed = (cell.capacity.scale_bytes_per_slot, cell.capacity.scale_bytes_per_token)
     sizes = (cell.observed_mean("kv_scale_bytes_per_slot"), *computed)
     return next((size for size in sizes if size is not None), None)
 
 
 def ledger(cell: MeasuredCell) -> Ledger | None:
-    """None where the server does not tell its slots, their size or its budget."""
+    """Adds up what the budget was used for; None where the server does not tell its slots, their size or its budget."""
     slots = {use: cell.observed_mean(f"use_{use}") for use in SLOT_USES}
     size = bytes_per_slot(cell)
     budget = cell.observed_mean("kv_budget_bytes") or cell.capacity.kv_budget_bytes
@@ -140,19 +122,19 @@ def ledger(cell: MeasuredCell) -> Ledger | None:
 
 
 def swapped_bytes(cell: MeasuredCell, way: str = "out") -> float | None:
-    """Bytes of KV moved to the host (``way`` "out") or back ("in") in all repeats; None where that is not known."""
+    """The bytes of KV moved to the host (``way`` "out") or back ("in") in all repeats; None where not known."""
     slots, size = cell.counter(f"swapped_{way}_slots_total"), bytes_per_slot(cell)
     return None if slots is None or size is None else slots * size
 
 
 def step_seconds(cell: MeasuredCell) -> float | None:
-    """Seconds of all steps of all repeats; None where the server does not count them."""
+    """The seconds of all steps of all repeats; None where the server does not count them."""
     phases = {name for repeat in cell.repeats for name in repeat.server if name.startswith("step_time_seconds_total_")}
     return math.fsum(cell.counter(name) or 0.0 for name in phases) if phases else None
 
 
 def share_of_steps(cell: MeasuredCell, seconds: str) -> float | None:
-    """What a counter of seconds (hash_seconds, swap_seconds) is of all step time, 0..1; None where that is unknown."""
+    """The share of all step time that a counter (hash_seconds, swap_seconds) has, 0..1; None where not known."""
     spent, steps = cell.counter(f"{seconds}_total"), step_seconds(cell)
     return spent / steps if spent is not None and steps else None
 
@@ -165,15 +147,11 @@ _COUNTERS = (
 
 
 def accounting(cell: MeasuredCell) -> dict[str, float]:
-    """The ledger and the server's counters as numbers for summary.csv; what is unknown is left out.
-
-    Parts of the budget are means over time and repeats, counters and swapped bytes are sums over the repeats.
-    """
-    found = ledger(cell)
+    """The ledger (means) and the server's counters (sums over repeats) for summary.csv; what is unknown is left out."""
     flat: dict[str, float | None] = {}
-    if found is not None:
-        flat = {f"kv_{use}_bytes": size for use, size in found.parts.items()}
-        flat |= {"kv_scale_bytes": found.scales, "kv_budget_bytes": found.budget, "kv_saved_bytes": found.saved}
+    if (used := ledger(cell)) is not None:
+        flat = {f"kv_{use}_bytes": size for use, size in used.parts.items()}
+        flat |= {"kv_scale_bytes": used.scales, "kv_budget_bytes": used.budget, "kv_saved_bytes": used.saved}
     flat |= {f"swapped_{way}_bytes": swapped_bytes(cell, way) for way in ("out", "in")}
     flat |= {name: cell.counter(f"{name}_total") for name in _COUNTERS}
     return {name: value for name, value in flat.items() if value is not None}

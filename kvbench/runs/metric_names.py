@@ -44,7 +44,7 @@ def values_of(metrics: LoadMetrics, server: Mapping[str, Number | None], cache: 
 
 
 def value_of(values: Mapping[str, float], name: str) -> float | None:
-    """The metric of one load; ``values``: as ``values_of`` makes them.
+    """The metric of one load, of ``values`` as ``values_of`` makes them.
 
     A latency without ``steady_`` is of the whole run here; ``measured`` takes that of the steady window before it.
     """
@@ -84,19 +84,19 @@ def measured(cell: MeasuredCell, name: str, *others: MeasuredCell) -> MetricValu
         value = flatten(part.to_json()).get(rest)
         return MetricValues({} if value is None else {None: value}, _is_uncertain([part], rest))
     sought = known.name if known else name
-    values = {r.repeat: value_of(values_of(r.metrics, r.server, r.cache), sought) for r in cell.repeats}
+    values = {r.repeat: value_of(values_of(r.metrics, r.server, r.prefix_cache), sought) for r in cell.repeats}
     present = {repeat: value for repeat, value in values.items() if value is not None}
     return MetricValues(present, _is_uncertain([repeat.metrics for repeat in cell.repeats], path))
 
 
 def nearest(cell: MeasuredCell, name: str) -> str | None:
-    """The metric of ``cell`` whose dotted name is most like ``name``."""
-    names = {key for repeat in cell.repeats for key in values_of(repeat.metrics, repeat.server, repeat.cache)}
+    """Finds the metric of ``cell`` whose dotted name is most like ``name``."""
+    names = {key for repeat in cell.repeats for key in values_of(repeat.metrics, repeat.server, repeat.prefix_cache)}
     return next(iter(text.nearest(name, sorted(names))), None)
 
 
 def unit_of(name: str) -> str:
-    """``ms``, ``bytes``, ``share`` (0 to 1), ``tokens/s``, ``requests/s``, or empty for a count."""
+    """The unit: ``ms``, ``bytes``, ``share`` (0 to 1), ``tokens/s``, ``requests/s``, or empty for a count."""
     if (known := find(name)) is not None:
         return known.unit
     path = name.split(".")

@@ -6,6 +6,7 @@ What may be absent (a server without /metrics, a cell that never finished, a fie
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from kvbench.common.text import and_more
 from kvbench.metrics.definitions import SERVED, SIMULATED
 from kvbench.metrics.latency import SEVERAL_TOKENS, in_steady, most_frequent_failures
 from kvbench.metrics.model import (
@@ -21,30 +23,28 @@ from kvbench.metrics.model import (
     Distribution,
     FailureMessage,
     GroupLatencies,
-    LoadMetrics,
     PooledLatencies,
 )
 from kvbench.runs.engine_time import EngineTime
+from kvbench.runs.folder import GAUGES, REQUESTS, read_table
 from kvbench.runs.predictions import Predictions
 from kvbench.runs.quality import QualityResult
-from kvbench.runs.repeats import repeat_notes
 from kvbench.runs.results import (
     COMPLETE,
-    CacheBounds,
-    CacheCounts,
     Capacity,
-    MachineReport,
     Manifest,
+    RepeatSummary,
     SimulatedMachine,
     prefix_hits,
 )
-from kvbench.runs.tables import GAUGES, REQUESTS, read_table
+from kvbench.workload.settings import Settings
 
 # Keys of a workload's load that are in each cell's own definition, or that do not change the requests.
 NOT_OF_REQUESTS = ("repeats", "slo", "concurrency", "request_rate", "num_requests", "timeout_s")
 _THROUGHPUT = "steady_output_throughput"
 WRONG = "wrong answers"
 DOUBTS = (WRONG, "invalid", "refused")  # the worst first
+_MOST_NAMED = 6  # repeats in a note
 _GAUGES = (
     "t", "repeat", "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "kv_slots_total",
     "kv_slots_reserved", "kv_slots_used", "kv_waste_slots", "page_table_bytes",
@@ -66,7 +66,7 @@ class MeasuredLoad:
 
     @property
     def label(self) -> str:
-        """For a sentence: "24 concurrent requests", "4 requests/s"; "8 users", "4 conversations/s"."""
+        """The load in a sentence: "24 concurrent requests", "4 requests/s"; "8 users", "4 conversations/s"."""
         if self.mode == "closed":
             return self.short if self.sessions else f"{self.value:g} concurrent request{'' if self.value == 1 else 's'}"
         if self.value == 0:
@@ -77,19 +77,19 @@ class MeasuredLoad:
 
     @property
     def short(self) -> str:
-        """For a table: "24 at once", "8 users", "4/s"."""
+        """The load in a table: "24 at once", "8 users", "4/s"."""
         if self.mode == "closed" and self.sessions:
             return f"{self.value:g} user{'' if self.value == 1 else 's'}"
         return f"{self.value:g} at once" if self.mode == "closed" else self.tick
 
     @property
     def where(self) -> str:
-        """For the end of a sentence: "at 24 at once", "at 4/s", "on the trace"."""
+        """The load at the end of a sentence: "at 24 at once", "at 4/s", "on the trace"."""
         return f"at {self.short}" if self.value else f"on the {self.short}"
 
     @property
     def tick(self) -> str:
-        """For an axis: "24", "4/s", "trace", "all"."""
+        """The load at an axis: "24", "4/s", "trace", "all"."""
         if self.mode == "closed":
             return f"{self.value:g}"
         if self.value == 0:
@@ -97,23 +97,10 @@ class MeasuredLoad:
         return "all" if self.value == math.inf else f"{self.value:g}/s"
 
 
-@dataclass(frozen=True)
-class Repeat:
-    """One load on one fresh server: what the client and the server measured.
+class Repeat(RepeatSummary):
+    """One load on one fresh server; ``observed``: statistics of the server's gauges in the steady window."""
 
-    server: the server's counters; observed: statistics of its gauges in the steady window
-    machine: how busy the machine was; cache, bounds: hits of the prefix cache, and the possible ones
-    requests_sha256: hash of the file of requests that was sent
-    """
-
-    repeat: int
-    metrics: LoadMetrics
-    server: Mapping[str, float | None]
-    observed: Mapping[str, float] = field(default_factory=dict)
-    machine: MachineReport = field(default_factory=MachineReport)
-    cache: CacheCounts = field(default_factory=CacheCounts)
-    bounds: CacheBounds | None = None
-    requests_sha256: str = ""
+    observed: Mapping[str, float] = {}
 
 
 @dataclass(frozen=True)
@@ -124,8 +111,8 @@ class MeasuredCell:
     config_id: str
     name: str  # unique per configuration, for people
     is_baseline: bool
-    varied: Mapping[str, Any]
-    settings: Mapping[str, Any]
+    varied: Settings
+    settings: Settings
     load: MeasuredLoad
     capacity: Capacity
     repeats: tuple[Repeat, ...]
@@ -147,7 +134,7 @@ class MeasuredCell:
 
     @property
     def doubt(self) -> str:
-        """Why its figures are compared with no others: one of ``DOUBTS``; empty where they are."""
+        """The reason why its figures are compared with no others, one of ``DOUBTS``; empty where they are."""
         if self.valid:
             return ""
         return WRONG if self.wrong_answers else "refused" if self.refused and not self.invalid_reasons else "invalid"
@@ -170,14 +157,14 @@ class MeasuredCell:
 
     @property
     def has_steady(self) -> bool:
-        """Whether every repeat has a steady window; throughputs of both kinds are never mixed.
+        """Tests whether every repeat has a steady window; throughputs of both kinds are never mixed.
 
         Requests that a server refuses in the window end at once, so what it served is seen over the whole load.
         """
         return not self.refused and len(self.per_repeat(_THROUGHPUT)) == len(self.repeats)
 
     def throughput(self, steady: bool | None = None) -> dict[int, float]:
-        """Output tokens/s by repeat: of the steady window, or of the whole run where a repeat has none."""
+        """The output tokens/s by repeat: of the steady window, or of the whole run where a repeat has none."""
         chosen = self.has_steady if steady is None else steady
         return self.per_repeat(_THROUGHPUT if chosen else "output_throughput")
 
@@ -243,22 +230,22 @@ class MeasuredCell:
         return mean if mean >= SEVERAL_TOKENS else None
 
     def client(self, name: str) -> list[Any]:
-        """What the load client recorded of itself under ``name``, for each repeat that has it."""
+        """The values that the load client recorded of itself under ``name``, one a repeat that has it."""
         values = [r.metrics.at(f"client.{name}") for r in self.repeats]
         return [v for v in values if v is not None]
 
     def count(self, name: str) -> int:
-        """``completed`` or ``failed`` requests over all repeats."""
+        """Counts the ``completed`` or ``failed`` requests over all repeats."""
         return int(sum(r.metrics.value(name) or 0 for r in self.repeats))
 
     @property
     def sent(self) -> int:
-        """Requests sent over all repeats."""
+        """The requests sent over all repeats."""
         return self.count("completed") + self.count("failed")
 
     @property
     def share_within_slo(self) -> float | None:
-        """Of all requests, those that met every limit of the workload's SLO, whole run; None without one."""
+        """The share of all requests that met every limit of the workload's SLO, whole run; None without one."""
         rates, seconds = self.per_repeat("goodput"), self.per_repeat("duration_s")
         sent = self.sent
         met = sum(rate * seconds.get(repeat, 0.0) for repeat, rate in rates.items())
@@ -266,18 +253,18 @@ class MeasuredCell:
 
     @property
     def hit_rate(self) -> float | None:
-        """Measured prefix-cache hit rate in tokens, 0 to 1; None where no token was looked up."""
-        counts = [prefix_hits(r.cache, r.server) or (0.0, 0.0) for r in self.repeats]
+        """The measured prefix-cache hit rate in tokens, 0 to 1; None where no token was looked up."""
+        counts = [prefix_hits(r.prefix_cache, r.server) or (0.0, 0.0) for r in self.repeats]
         hits, queries = map(sum, zip(*counts, strict=True))
         return hits / queries if queries else None
 
     @property
     def possible_hits(self) -> tuple[float, float] | None:
-        """Lowest and highest hit rate that prompts and declared cache state allow; None unless all repeats tell."""
-        bounds = [r.bounds for r in self.repeats if r.bounds and r.cache.queries]
+        """The lowest and highest hit rate that prompts and declared cache state allow; None unless all repeats tell."""
+        bounds = [r.prefix_cache_bounds for r in self.repeats if r.prefix_cache_bounds and r.prefix_cache.queries]
         if not bounds or len(bounds) != len(self.repeats):
             return None
-        queries = sum(r.cache.queries or 0.0 for r in self.repeats)
+        queries = sum(r.prefix_cache.queries or 0.0 for r in self.repeats)
         return sum(b.low for b in bounds) / queries, sum(b.high for b in bounds) / queries
 
     @property
@@ -289,7 +276,7 @@ class MeasuredCell:
         return self.settings.get("layout") == "paged"
 
     def requests(self, steady: bool = False) -> pd.DataFrame:
-        """All successful requests, raw; empty without the file. ``steady``: those that came in the steady windows."""
+        """Reads all successful requests; empty without the file. ``steady``: those that came in the steady windows."""
         frame = read_table(self.folder / REQUESTS)
         if steady and len(frame):
             ends = {r.repeat: (r.metrics.steady_start_s, r.metrics.steady_end_s) for r in self.repeats}
@@ -297,7 +284,7 @@ class MeasuredCell:
         return frame[frame["ok"].astype(bool)] if "ok" in frame else frame
 
     def gauges(self) -> pd.DataFrame:
-        """The polled gauges; empty for a server without /metrics."""
+        """Reads the polled gauges; empty for a server without /metrics."""
         return read_gauges(self.folder)
 
 
@@ -328,7 +315,10 @@ class Run:
 
     @property
     def repeat_notes(self) -> list[str]:
-        """Sentences about repeats that are left out, or were measured again."""
+        """Writes sentences about repeats that are missing from valid cells, or were measured again.
+
+        ``cells``: id, number of valid repeats, and the reasons of those that are left out as invalid, by repeat.
+        """
         return repeat_notes(self.manifest, [(c.cell_id, len(c.repeats), c.invalid_repeats) for c in self.cells])
 
     @property
@@ -337,17 +327,17 @@ class Run:
 
     @property
     def is_built_in(self) -> bool:
-        """Whether the engine is the built-in one, whose defaults are known; a run that does not tell is of it."""
+        """Tests whether the engine is the built-in one, whose defaults are known; a run that does not tell is of it."""
         return self.manifest.backend in (None, "kvbench") or bool(self.simulated)
 
     @property
     def simulated(self) -> SimulatedMachine | None:
-        """On what a simulated run ran, and where its step times came from; None for a measured run."""
+        """The machine of a simulated run, and where its step times came from; None for a measured run."""
         return self.manifest.simulated
 
     @property
     def clock(self) -> str:
-        """What the times of its loads are of: ``SERVED`` or ``SIMULATED``."""
+        """The clock of its times: ``SERVED`` or ``SIMULATED``."""
         return self.manifest.clock
 
     @property
@@ -367,7 +357,9 @@ class Run:
     def cache_state(self) -> str:
         """The state of the prefix cache that its loads began with; of an older run the declared one."""
         declared = self.load_section.get("cache_state", "cold")
-        return " or ".join({r.cache.state or declared: None for c in self.cells for r in c.repeats} or [declared])
+        return " or ".join(
+            {r.prefix_cache.state or declared: None for c in self.cells for r in c.repeats} or [declared]
+        )
 
     @property
     def loads(self) -> list[MeasuredLoad]:
@@ -375,12 +367,12 @@ class Run:
 
     @property
     def configs(self) -> list[str]:
-        """Names of the configurations in display order."""
+        """The names of the configurations in display order."""
         return list(dict.fromkeys(cell.name for cell in self.cells))
 
     @property
     def by_load(self) -> list[MeasuredCell]:
-        """All cells in the order of the tables: the highest load first."""
+        """The cells in the order of the tables: the highest load first."""
         return [cell for load in reversed(self.loads) for cell in self.at(load)]
 
     def at(self, load: MeasuredLoad) -> list[MeasuredCell]:
@@ -408,8 +400,36 @@ def number(value: Any) -> float | None:
 
 
 def read_gauges(folder: Path) -> pd.DataFrame:
-    """server.parquet with all the columns that the report reads; empty without the file."""
+    """Reads server.parquet with all the columns that the report reads; empty without the file."""
     frame = read_table(folder / GAUGES)
     if frame.empty or "num_requests_running" not in frame:
         return pd.DataFrame(columns=list(_GAUGES))
     return frame.assign(**{name: 0 if name == "repeat" else np.nan for name in _GAUGES if name not in frame})
+
+
+def repeat_notes(manifest: Manifest, cells: Iterable[tuple[str, int, Mapping[Any, Any]]]) -> list[str]:
+    """Writes sentences about repeats that are missing from valid cells, or were measured again.
+
+    ``cells``: id, number of valid repeats, and the reasons of those that are left out as invalid, by repeat.
+    """
+    planned, notes = manifest.planned_repeats, []
+    if again := Counter((load.cell_id, load.repeat) for load in manifest.set_aside):
+        times = {1: "", 2: " (twice)"}
+        loads = [f"{cell_id} repeat {repeat}{times.get(n, f' ({n} times)')}" for (cell_id, repeat), n in again.items()]
+        notes.append(f"measured again: {and_more(loads, _MOST_NAMED)}; what was disturbed is kept in set-aside/")
+    if invalid := [
+        f"{cell_id}: {valid} of {valid + len(reasons)} repeats are valid ({_first_reasons(reasons)})"
+        for cell_id, valid, reasons in cells
+        if reasons
+    ]:
+        notes.append(f"invalid repeats are left out: {and_more(invalid, _MOST_NAMED, between='; ')}")
+    if left := manifest.left_out_repeats:
+        counts = [f"{cell_id}: {planned[cell_id] - n} of {planned[cell_id]} repeats" for cell_id, n in left.items()]
+        minutes = manifest.max_minutes
+        limit = "" if minutes is None else f" {minutes:g}"
+        notes.append(f"cut short by --max-minutes{limit}, measured: {and_more(counts, _MOST_NAMED, between='; ')}")
+    return notes
+
+
+def _first_reasons(reasons: Mapping[Any, Any]) -> str:
+    return "; ".join(f"repeat {repeat}: {why[0].split(';')[0].rstrip('.')}" for repeat, why in reasons.items())

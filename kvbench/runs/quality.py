@@ -87,9 +87,9 @@ class CanariesRight(Record):
 
 
 class CanariesAtFullPool(Record):
-    """Answers to the canary file's, on top of those to the prompts.
+    """Answers to the canary file's, on top of those to the prompts; ``which``: names of the first wrong ones.
 
-    which: names of the first wrong ones; wrong_with_room: how many of the distinct ones are wrong on an idle engine
+    wrong_with_room: how many of the distinct ones are wrong on an idle engine
     """
 
     answered: int
@@ -100,9 +100,9 @@ class CanariesAtFullPool(Record):
 
 
 class FullPoolFigures(Record):
-    """The same prompts again while the pool is too small.
+    """The same prompts again while the pool is too small. ``wrong``: names of the first wrong answers.
 
-    wrong: names of the first wrong answers; problems: what does not add up in the pool
+    problems: what does not add up in the pool
     """
 
     answers: int
@@ -119,7 +119,7 @@ class FullPoolFigures(Record):
 
 
 class PromptFigures(_Measured):
-    """What one engine predicts and answers, beside the baseline. Absent fields were not measured.
+    """The predictions and answers of one engine, beside the baseline. Absent fields were not measured.
 
     mean, p99: KL divergence of a token [nats]; same_argmax: share of the positions whose likeliest token is the same
     perplexity_change: relative, 0.01 is 1 % worse
@@ -173,7 +173,7 @@ class ConfigurationFigures(PromptFigures):
 
 
 class QualityFacts(Record):
-    """What was asked of which model. ``measurements``: configurations that answer otherwise than each other.
+    """The questions and their model. ``measurements``: configurations that answer otherwise than each other.
 
     not_measured: what a server does not tell
     """
@@ -219,7 +219,7 @@ class QualityResult(_Measured):
     facts: QualityFacts = QualityFacts()
 
     def differs_from(self, manifest: Manifest) -> list[str]:
-        """How commit, versions and weights differ from those in a run's manifest, one phrase each."""
+        """Lists how commit, versions and weights differ from those in a run's manifest, one phrase each."""
         weights = None if self.beside else (manifest.model or {}).get("weights_fingerprint")
         return [
             *code_differences(self.git, self.versions, manifest),
@@ -228,7 +228,7 @@ class QualityResult(_Measured):
 
     @property
     def random_weights(self) -> bool:
-        """Whether some of the weights were random: such a KLD says little about quality, and ``note`` says so."""
+        """Tests whether some of the weights were random: such a KLD says little about quality, and ``note`` says so."""
         return bool(self.note)
 
 
@@ -238,18 +238,18 @@ def figure(figures: ConfigurationFigures | None, name: str) -> float | None:
 
 
 def limits_of(control: ConfigurationFigures) -> dict[str, float]:
-    """Of each figure the worst value within the limits, by the A/A arm's figures."""
+    """The worst value of each figure within the limits, by the A/A arm's figures."""
     ends = {name: control.value(_WORSE_END.get(name, f"{name}_high")) for name in MARGINS}
     return {name: end + MARGINS[name] for name, end in ends.items() if end is not None}
 
 
 def is_beyond(name: str, value: float, limit: float) -> bool:
-    """Whether a figure breaks its limit, which is the least value of a share and the largest of all others."""
+    """Tests whether a figure breaks its limit, which is the least value of a share and the largest of all others."""
     return value < limit if MARGINS[name] < 0 else value > limit
 
 
 def outside_of(figures: ConfigurationFigures, limits: Mapping[str, float | None]) -> list[str]:
-    """A sentence for each limit that the figures of a configuration break, or cannot be held to."""
+    """Writes a sentence for each limit that the figures of a configuration break, or cannot be held to."""
     sentences = []
     for name, limit in limits.items():
         what, unit = _NAMES[name]
@@ -280,9 +280,9 @@ def _at_full_pool(pool: FullPoolFigures | None, name: str) -> float | None:
 
 
 def _wrong_canaries(figures: ConfigurationFigures) -> Iterator[str]:
-    """In full precision one is an error; a quantised KV may answer as many wrongly at a full pool as with room.
+    """Writes on canaries: one wrong is an error in full precision, and where no KV dtype is told.
 
-    A server whose KV dtype nobody told counts as one in full precision.
+    A quantised KV may answer as many wrongly at a full pool as with room.
     """
     is_exact = figures.kv_cache_dtype in (None, "auto")
     alone, full = figures.canaries, figures.full_pool.canaries if figures.full_pool else None
@@ -299,7 +299,7 @@ def _wrong_canaries(figures: ConfigurationFigures) -> Iterator[str]:
 
 
 def code_differences(git: GitState, versions: Mapping[str, str | None], manifest: Manifest) -> list[str]:
-    """How commit and versions differ from those in a run's manifest: ``torch 2.1, of the run 2.0``."""
+    """Lists how commit and versions differ from those in a run's manifest: ``torch 2.1, of the run 2.0``."""
     differences = list(_different("commit", git.sha, manifest.git.sha))
     for name in _VERSIONS:
         differences += _different(name, versions.get(name), manifest.versions.get(name))
@@ -307,12 +307,12 @@ def code_differences(git: GitState, versions: Mapping[str, str | None], manifest
 
 
 def _different(name: str, here: str | None, there: str | None) -> Iterator[str]:
-    """A value that one side does not tell is no difference."""
+    """Names two values that differ; one that a side does not tell is no difference."""
     if here and there and here != there:
         yield f"{name} {here[:12]}, of the run {there[:12]}"
 
 
 def read_quality(folder: Path) -> QualityResult | None:
-    """What was measured for the run in ``folder``; None if nothing was. Raises UsageError for a damaged file."""
+    """Reads what was measured for the run in ``folder``; None if nothing was. Raises UsageError for a damaged file."""
     path = folder / QUALITY
     return read_record(QualityResult, path, f"run `kvbench quality {folder}` again") if path.is_file() else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +19,14 @@ from kvbench.runs.folder import DONE, RunFolder, damaged_file
 from kvbench.runs.model import MeasuredCell, MeasuredLoad, Repeat, Run, number, read_gauges
 from kvbench.runs.predictions import PREDICTIONS, read_predictions
 from kvbench.runs.quality import QUALITY, read_quality
-from kvbench.runs.repeats import left_out_repeats, planned_repeats
 from kvbench.runs.results import CellSummary, Manifest, RepeatSummary
 from kvbench.workload.settings import IN_LAYOUT, effective, phrase
 
 
 def read_run(folder: Path | str) -> Run:
-    """Read a results folder.
+    """Reads a results folder.
 
-    Raises:
-        ValueError: it has neither a manifest.json nor a cells/ folder, or its manifest is not a sweep's.
+    Raises ValueError where it has neither a manifest.json nor a cells/ folder, or its manifest is not a sweep's.
     """
     folder = Path(folder)
     if not (folder / "manifest.json").is_file() and not (folder / "cells").is_dir():
@@ -52,14 +50,18 @@ def read_run(folder: Path | str) -> Run:
     sessions = bool(manifest.load_section.get("sessions"))
     cells = [_cell(where, summary, names, sessions) for where, summary in summaries]
     cells.sort(key=lambda cell: (display_rank(cell), cell.load))
-    planned = planned_repeats(manifest) - left_out_repeats(manifest)
+    planned = manifest.planned_repeats - manifest.left_out_repeats
     finished = {cell.cell_id: len(cell.repeats) + len(cell.invalid_repeats) for cell in cells}
-    beside = {}
-    for name, read in ((QUALITY, read_quality), (PREDICTIONS, read_predictions), (EFFECTS, read_engine_time)):
+
+    def beside(name: str, read: Callable[[Path], Any]) -> Any:
         try:
-            beside[name] = read(folder)
+            return read(folder)
         except UsageError as error:
             damaged[name] = str(error)
+            return None
+
+    quality, predictions = beside(QUALITY, read_quality), beside(PREDICTIONS, read_predictions)
+    engine_time = beside(EFFECTS, read_engine_time)
     return Run(
         folder,
         manifest,
@@ -68,18 +70,18 @@ def read_run(folder: Path | str) -> Run:
         short=tuple(
             f"{cell}: {finished[cell]} of {wanted} repeats"
             for cell, wanted in planned.items()
-            if 0 < finished.get(cell, 0) < wanted
+            if cell in finished and finished[cell] < wanted
         ),
         failures=tuple(f"{f.cell_id} repeat {f.repeat} failed: {f.reason}" for f in manifest.failures),
         damaged=tuple(damaged.values()),
-        engine_time=beside.get(EFFECTS),
-        quality=beside.get(QUALITY),
-        predictions=beside.get(PREDICTIONS),
+        engine_time=engine_time,
+        quality=quality,
+        predictions=predictions,
     )
 
 
 def _summary(cell: Path) -> CellSummary | None:
-    """The summary of a cell; None where nothing of it was measured. Raises UsageError for a damaged file."""
+    """Reads the summary of a cell; None where nothing of it was measured. Raises UsageError for a damaged file."""
     path = cell / "summary.json"
     if bad := damaged_file(cell):
         raise UsageError(f"{bad} is missing or damaged")
@@ -100,8 +102,7 @@ def display_rank(cell: MeasuredCell) -> tuple:
 
 
 def _cell(where: Path, summary: CellSummary, names: Mapping[str, str], sessions: bool) -> MeasuredCell:
-    gauges = read_gauges(where)
-    load = MeasuredLoad(summary.load.mode, summary.load.value, summary.load.arrivals or "", sessions)
+    gauges, repeats = read_gauges(where), sorted(summary.repeats, key=lambda repeat: repeat.repeat)
     return MeasuredCell(
         cell_id=summary.cell_id or where.name,
         config_id=summary.config_id,
@@ -109,9 +110,9 @@ def _cell(where: Path, summary: CellSummary, names: Mapping[str, str], sessions:
         is_baseline=summary.is_baseline,
         varied=summary.varied,
         settings=summary.settings,
-        load=load,
+        load=MeasuredLoad(summary.load.mode, summary.load.value, summary.load.arrivals or "", sessions),
         capacity=summary.capacity,
-        repeats=tuple(sorted((_repeat(r, summary, gauges) for r in summary.repeats), key=lambda r: r.repeat)),
+        repeats=tuple(Repeat(**stored.fields(), observed=_observe(gauges, stored, summary)) for stored in repeats),
         pooled=summary.pooled,
         valid=summary.is_valid,
         invalid_reasons=summary.invalid_reasons,
@@ -125,51 +126,33 @@ def _cell(where: Path, summary: CellSummary, names: Mapping[str, str], sessions:
     )
 
 
-def _repeat(stored: RepeatSummary, cell: CellSummary, gauges: pd.DataFrame) -> Repeat:
-    polls = gauges[gauges["repeat"] == stored.repeat]
-    observed = _observe(polls, stored.metrics, cell.settings, _share_of_a_request(cell, stored.metrics))
-    cache, bounds = stored.prefix_cache, stored.prefix_cache_bounds
-    sent = stored.requests_sha256 or ""
-    return Repeat(stored.repeat, stored.metrics, stored.server, observed, stored.machine, cache, bounds, sent)
+def _kv_full(polls: pd.DataFrame, metrics: LoadMetrics, cell: CellSummary) -> pd.Series | None:
+    """The polls at which requests waited, a seat in the batch was free, and the KV had no room for another request.
 
-
-def _share_of_a_request(cell: CellSummary, metrics: LoadMetrics) -> float | None:
-    """The share of the KV that one more request needs: a reservation, or the mean request's tokens without cached ones.
-
-    None where the size of the KV is not known.
+    One more request needs a reservation, or the mean request's tokens without cached ones. Reservations by length leave
+    holes, so there the wait alone tells. None where that cannot be known.
     """
-    held, done = cell.capacity.capacity_tokens, metrics.completed
-    tokens = metrics.total_input_tokens + metrics.total_output_tokens - (metrics.total_cached_tokens or 0)
-    if cell.settings.get("layout") == "contiguous":
-        reserved = number(cell.settings.get("max_model_len")) or cell.capacity.max_model_len or 0.0
-        tokens, done = reserved - (metrics.total_cached_tokens or 0), 1
-    return tokens / done / held if held and done else None
-
-
-def _kv_full(polls: pd.DataFrame, settings: Mapping[str, Any], share_of_a_request: float | None) -> pd.Series | None:
-    """At which polls requests waited, a seat in the batch was free, and the KV had no room for another request.
-
-    Reservations by length leave holes, so there the wait alone tells. None where that cannot be known.
-    """
-    most = number(settings.get("max_num_seqs"))
+    settings, held, done = cell.settings, cell.capacity.capacity_tokens, metrics.completed
+    layout, most = settings.get("layout"), number(settings.get("max_num_seqs"))
     if most is None:
-        known = None if settings.get("layout") is None else effective(settings, "max_num_seqs")
-        most = math.inf if known is None else known
+        most = (effective(settings, "max_num_seqs") if layout else None) or math.inf
     waits = (polls["num_requests_waiting"] > 0) & (polls["num_requests_running"] < most)
-    if settings.get("layout") == "contiguous" and effective(settings, "reservation") != "max":
-        return waits
-    if share_of_a_request is None:
+    tokens = metrics.total_input_tokens + metrics.total_output_tokens
+    if layout == "contiguous":
+        if effective(settings, "reservation") != "max":
+            return waits
+        tokens, done = number(settings.get("max_model_len")) or cell.capacity.max_model_len or 0.0, 1
+    if not held or not done:
         return None
-    return waits & (polls["kv_cache_usage_perc"] + share_of_a_request > 1)
+    return waits & (polls["kv_cache_usage_perc"] + (tokens - (metrics.total_cached_tokens or 0)) / done / held > 1)
 
 
-def _observe(
-    gauges: pd.DataFrame, metrics: LoadMetrics, settings: Mapping[str, Any], share_of_a_request: float | None
-) -> dict[str, float]:
+def _observe(polls: pd.DataFrame, repeat: RepeatSummary, cell: CellSummary) -> dict[str, float]:
     """Means and peaks of one repeat's gauges over its steady window (the whole load if that holds no poll).
 
     ``kv_full``: the share of the time in which requests waited for KV; missing where that cannot be known.
     """
+    gauges, metrics = polls[polls["repeat"] == repeat.repeat], repeat.metrics
     if gauges.empty:
         return {}
     start = metrics.steady_start_s or 0.0
@@ -181,8 +164,8 @@ def _observe(
         for name in steady.columns
         if name.startswith(("num_requests_", "kv_")) and "_total_" not in name
     }
-    full = _kv_full(steady, settings, share_of_a_request)
-    found = {
+    full = _kv_full(steady, metrics, cell)
+    observed = {
         "kv_full": math.nan if full is None else time_mean(steady["t"].to_numpy(), full.to_numpy(dtype=float)),
         "running_mean": mean["num_requests_running"],
         "waiting_mean": mean["num_requests_waiting"],
@@ -191,18 +174,17 @@ def _observe(
         "page_table_bytes": gauges["page_table_bytes"].max(),
         **kv_ledger.observe(gauges, mean, start, end),
     }
-    waste, tokens = (
-        found.get(f"use_{use}", mean[name]) for use, name in (("waste", "kv_waste_slots"), ("tokens", "kv_slots_used"))
-    )
-    if waste + tokens > 0:
-        found["waste_share"] = waste / (waste + tokens)
+    by_gauges = {"use_waste": mean["kv_waste_slots"], "use_tokens": mean["kv_slots_used"]}
+    slots = by_gauges | observed
+    if (held := slots["use_waste"] + slots["use_tokens"]) > 0:
+        observed["waste_share"] = slots["use_waste"] / held
     if mean["kv_slots_total"] > 0:
-        found["used_share"] = mean["kv_slots_used"] / mean["kv_slots_total"]
-    return {name: float(value) for name, value in found.items() if number(float(value)) is not None}
+        observed["used_share"] = mean["kv_slots_used"] / mean["kv_slots_total"]
+    return {name: float(value) for name, value in observed.items() if math.isfinite(value)}
 
 
 def _unique_names(summaries: list[CellSummary]) -> dict[str, str]:
-    """A name for people per config_id; the id is added where two configurations would have the same name."""
+    """Names each config_id for people; the id is added where two configurations would have the same name."""
     names: dict[str, str] = {}
     for summary in summaries:
         config_id, name = summary.config_id, configuration_name(summary)
@@ -212,7 +194,7 @@ def _unique_names(summaries: list[CellSummary]) -> dict[str, str]:
 
 
 def configuration_name(summary: CellSummary) -> str:
-    """Layout and page size, then whatever else differs from the baseline: "paged (page 8) + swap"."""
+    """Names layout and page size, then whatever else differs from the baseline: "paged (page 8) + swap"."""
     settings = summary.settings
     name = settings.get("layout")
     if name is None:

@@ -6,16 +6,19 @@ Older versions left fields out; those have the value that means "not known" here
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
-from pydantic import ConfigDict
+from pydantic import ConfigDict, Field
 
 from kvbench.common.foreign_cpu import MachineReport
 from kvbench.common.records import Number, Record
 from kvbench.metrics.definitions import SERVED, SIMULATED
 from kvbench.metrics.model import CanaryCounts, Clock, LoadMetrics, PooledLatencies
 from kvbench.runs.server_info import ServerInfo
+from kvbench.workload.load_section import LoadPoint
+from kvbench.workload.settings import Settings
 
 COMPLETE, INCOMPLETE = "complete", "incomplete"
 COST_NOTES = "cost_model"
@@ -23,9 +26,8 @@ COST_NOTES = "cost_model"
 
 
 class CacheCounts(Record):
-    """What the prefix cache did in a load [tokens]; None where not known.
+    """The hits of the prefix cache in a load [tokens]; None where not known. ``state``: declared or the default.
 
-    state: that of the load, declared or the default
     counted: hits by /metrics; told: cached tokens by the usage of the answers; hits: the larger of both, of queries
     unverified: why the state is not verified; disagree: that both counts should be equal and are not
     from_before: hits of a steady cache that only prompts from before the load explain
@@ -61,7 +63,7 @@ class CacheBounds(Record):
 
 
 class WarmUpResult(Record):
-    """Requests sent and answered before a load, failed attempts, why the last failed, and the most in flight."""
+    """The requests sent and answered before a load, failed attempts, why the last failed, and the most in flight."""
 
     requests: int = 0
     answered: int = 0
@@ -122,8 +124,15 @@ class LoadResult(Record):
 
     @property
     def not_comparable(self) -> list[str]:
-        """Why its figures may not be compared: it is invalid, refused too much, or answered canaries wrongly."""
+        """The reasons why its figures may not be compared: invalid, refused too much, or canaries answered wrongly."""
         return [*self.invalid_reasons, *(why for why in (self.refused, self.wrong_answers) if why)]
+
+
+class ServerCounters(Record):
+    """The counters of the server over one load, by name: counters.json."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, Number | None]
 
 
 class CellLoad(Record):
@@ -136,6 +145,12 @@ class CellLoad(Record):
     num_requests: int | None = None
     arrivals: str | None = None
 
+    @classmethod
+    def of(cls, point: LoadPoint, **more: Any) -> Self:
+        names = ("load_id", "mode", "concurrency", "request_rate", "num_requests")
+        facts = {name: getattr(point, name) for name in names}
+        return cls(**facts | {"request_rate": "inf"} if point.request_rate == math.inf else facts, **more)
+
     @property
     def value(self) -> float:
         """Concurrent requests or requests/s; 0 where the arrivals have no single rate."""
@@ -144,10 +159,9 @@ class CellLoad(Record):
 
 
 class Capacity(Record):
-    """What the KV of a configuration holds; None where not known.
+    """The KV of a configuration; None where not known. ``scale_bytes_per_token``: a part of ``bytes_per_token``.
 
-    ``page_size``: of a contiguous layout the slots of a reservation of max_model_len. ``scale_bytes_per_token``: a part
-    of ``bytes_per_token``.
+    ``page_size``: of a contiguous layout the slots of a reservation of max_model_len.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -215,8 +229,8 @@ class CellSummary(Record):
     config_id: str = ""
     label: str = ""
     is_baseline: bool = False
-    varied: Mapping[str, Any] = {}
-    settings: Mapping[str, Any] = {}
+    varied: Settings = Field(default_factory=dict)
+    settings: Settings = Field(default_factory=dict)
     load: CellLoad = CellLoad()
     notes: Mapping[str, Any] = {}
     capacity: Capacity = Capacity()
@@ -300,13 +314,16 @@ class PlannedBlock(Record):
 
 
 class FailedLoad(Record):
-    """A load without a result."""
+    """A load without a result. ``of_server``: its server did not start, or died.
 
-    model_config = ConfigDict(extra="allow")
+    unanswered: it was sent to a server that lives, in vain
+    """
 
     cell_id: str | None = None
     repeat: int | None = None
     reason: str | None = None
+    of_server: bool = False
+    unanswered: bool = False
 
 
 class SetAside(Record):
@@ -442,3 +459,13 @@ class Manifest(Environment, MeasuredTarget):
         """The workload's section ``load``."""
         section = self.workload.get("load")
         return section if isinstance(section, Mapping) else {}
+
+    @property
+    def planned_repeats(self) -> Counter[str]:
+        """The number of planned repeats of each cell."""
+        return Counter(cell_id for block in self.plan for cell_id in block.cells)
+
+    @property
+    def left_out_repeats(self) -> Counter[str]:
+        """The number of repeats of each cell that --max-minutes left no time for."""
+        return Counter(cell_id for cell_id, _ in self.left_out)

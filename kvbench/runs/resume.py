@@ -22,7 +22,7 @@ from kvbench.workload.file import Workload, differing_keys, resolve
 
 # Servers that agree in these settings must agree in their weights and in what they run on.
 _IDENTITY = ("model", "load_format", "seed", "dtype", "device", "kernel_backend", "num_threads")
-_TARGET = ("target", "serve_cmd", "preset", "target_args", "target_python", "exact", "simulated")
+_TARGET = ("target", "serve_cmd", "preset", "target_args", "target_python", "exact")
 _RUNNING_SERVER = ("model", "vocab_size", "max_model_len", "tokenizer")  # what was measured; not how it is reached
 _OF_A_PROCESSOR = ("model", "architecture", "cores")
 _MIX = "or add --force to continue anyway: the manifest then records both, and the results mix them"
@@ -54,14 +54,15 @@ def require_same_workload(path: Path, manifest: Manifest, workload: Workload) ->
 def reopen(
     path: Path, begun: Manifest, target: MeasuredTarget, *, force: bool, now: Environment | None = None
 ) -> tuple[Manifest, list[str]]:
-    """The manifest of a run to resume, and remarks for the user.
+    """The manifest of a run to resume, and remarks for the user. ``target``: as it is now; ``now``: None: this machine.
 
-    ``target``: as it is now; ``now``: the environment of the machines that measure, None: this one's. Raises UsageError
-    when something differs and ``force`` is not given.
+    Raises UsageError when something differs and ``force`` is not given.
     """
     now = now or Environment(**environment())
     differences, remarks = environment_differences(begun, now)
-    differences += _changed(*({name: getattr(each, name) for name in _TARGET} for each in (begun, target)))
+    targets = ({name: getattr(each, name) for name in _TARGET} for each in (begun, target))
+    machines = ({"simulated": each.simulated.to_json() if each.simulated else None} for each in (begun, target))
+    differences += _changed(*targets) + _changed(*machines)
     servers = (each.target_options for each in (begun, target))
     differences += _changed(*({name: getattr(each, name) for name in _RUNNING_SERVER} for each in servers))
     if differences and not force:
@@ -75,7 +76,7 @@ def reopen(
 
 
 def environment_differences(before: Environment, now: Environment) -> tuple[list[str], list[str]]:
-    """What makes two environments incomparable, and what only might; what ``before`` does not record is left out."""
+    """Lists what makes two environments incomparable, and what only might, of what ``before`` records."""
     differences, remarks = _git_differences(before.git, now.git)
     differences += _changed(before.versions, now.versions)
     then, here = (
@@ -89,7 +90,7 @@ def environment_differences(before: Environment, now: Environment) -> tuple[list
 
 
 def resumed_differences(manifest: Manifest) -> list[str]:
-    """What differed each time a run was resumed."""
+    """Lists what differed each time a run was resumed."""
     return list(dict.fromkeys(each for entry in manifest.resumed for each in entry.differences))
 
 
@@ -110,7 +111,7 @@ def _git_differences(before: GitState, now: GitState) -> tuple[list[str], list[s
 
 
 def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Values that differ, of the keys that both have."""
+    """Names the values that differ, of the keys that both have."""
 
     def word(value: Any) -> str:
         return "none" if value is None else str(value)
@@ -124,7 +125,7 @@ def _gpu_names(gpus: Sequence[Gpu]) -> str:
 
 
 def server_differences(servers: Mapping[str, ServerInfo], config_id: str, info: ServerInfo) -> list[str]:
-    """How a server differs from the ``servers`` that this run has measured before.
+    """Lists how a server differs from the ``servers`` that this run has measured before.
 
     Compared with the server of the same configuration, else with one of the same model and the same device settings:
     weights, what the server settled on, and its versions. What either does not tell is not compared.
@@ -151,10 +152,7 @@ def _told(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def accept_server(manifest: Manifest, config_id: str, info: ServerInfo, *, force: bool) -> Manifest:
-    """The manifest of a run that may go on with this server; with ``force`` it records how the server differs.
-
-    Raises UsageError where it differs, and ``force`` is not given.
-    """
+    """The manifest, with what differs about this server noted. Raises UsageError for a difference without ``force``."""
     differences = server_differences(manifest.servers, config_id, info)
     if not differences:
         return manifest

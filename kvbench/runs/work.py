@@ -67,11 +67,6 @@ def orderly_end(path: Path, next_step: str, tell: Callable[[str], None]) -> Iter
             raise
 
 
-def begun(command: str) -> str:
-    """What to do after a load that ended before anything was measured: ``command`` begins again."""
-    return f"no load was measured to its end. Begin again with:\n  {command}"
-
-
 def kept(command: str) -> str:
-    """The next step after an interruption: ``command`` goes on."""
+    """Tells the next step after an interruption: ``command`` goes on."""
     return f"what was measured is kept. Go on with:\n  {command}"

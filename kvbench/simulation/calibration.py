@@ -18,7 +18,7 @@ from rich.table import Table
 
 from engine.execution.simulated_executor import StepWork
 from kvbench.common.console import make_table, print_plain, print_table
-from kvbench.common.errors import UsageError
+from kvbench.common.errors import UsageError, as_usage_error
 from kvbench.common.files import write_text
 from kvbench.common.parsing import parse_yaml
 from kvbench.common.text import shorten
@@ -71,7 +71,7 @@ NAMES = tuple(_FITTED)
 
 
 def fitted_by_default(machine: Machine, run: MeasuredRun) -> list[str]:
-    """What a run can tell: launches, and the host's time where it does not overlap, or else the GPUs' exchange."""
+    """Names what a run can tell: launches, and the host's time where it does not overlap, or the GPUs' exchange."""
     names = ["prompt_layer_s"]
     if machine.gpus > 1:
         names.append("all_reduce_s")
@@ -115,7 +115,7 @@ def fit_run(run: MeasuredRun, machine: Machine, names: Sequence[str]) -> CostCal
 
 
 def provenance_of(machine: Machine, names: Sequence[str], **source: object) -> Provenance:
-    """What a calibration came from; ``source``: the run or the step log."""
+    """Notes what a calibration came from; ``source``: the run or the step log."""
     return Provenance(
         fitted=list(names),
         device=machine.gpu.name,
@@ -128,11 +128,12 @@ def provenance_of(machine: Machine, names: Sequence[str], **source: object) -> P
 
 def latencies(run: MeasuredRun | RunPrediction) -> dict[str, float]:
     """Mean and 95th percentile of TTFT and TPOT [s]."""
-    figures = {}
-    for name in ("ttft", "tpot"):
-        figures[f"{name}_mean"] = float(np.nanmean(getattr(run, name)))
-        figures[f"{name}_p95"] = float(np.nanpercentile(getattr(run, name), 95))
-    return figures
+    return {
+        "ttft_mean": float(np.nanmean(run.ttft)),
+        "ttft_p95": float(np.nanpercentile(run.ttft, 95)),
+        "tpot_mean": float(np.nanmean(run.tpot)),
+        "tpot_p95": float(np.nanpercentile(run.tpot, 95)),
+    }
 
 
 def errors(run: MeasuredRun, predicted: RunPrediction) -> dict[str, float]:
@@ -177,7 +178,7 @@ def read_step_log(path: Path) -> LoggedSteps:
 
 
 def logged_work(prompt: int, decodes: int, kv_slots: int) -> StepWork:
-    """All tokens of prompts as one prompt from its beginning; decodes share what else the KV holds."""
+    """Returns a step's work: its prompts as one from its beginning, decodes that share what else the KV holds."""
     context = max(decodes, kv_slots - prompt) if decodes else 0
     mean = -(-context // decodes) if decodes else 0
     return StepWork(((prompt, 0),) if prompt else (), decodes, context, mean, decodes + bool(prompt))
@@ -238,7 +239,7 @@ class _Prediction:
 
 @dataclass(frozen=True)
 class _Runs:
-    """How measured runs are read: with what the options say that a run does not state."""
+    """Reads measured runs, with what the options say that a run does not state."""
 
     device: str | None
     model: str | None
@@ -320,7 +321,12 @@ def calibrate_command(
     if output is not None:
         cost_model.write_calibration(output, fitted)
     if figure is not None and predictions:
-        _draw(predictions[-1], figure)
+        from kvbench.report.predictions import predicted_figure
+
+        last = predictions[-1]
+        title = f"{last.run.name}: simulated over measured ({last.how})"
+        drawn = predicted_figure(last.run.series, last.predicted.series, title)
+        write_text(figure, drawn.to_html(include_plotlyjs=True))
     if as_json:
         facts = {"calibration": fitted.model_dump(exclude_none=True), "runs": [p.as_dict() for p in predictions]}
         print(json.dumps(facts, indent=2))
@@ -365,14 +371,6 @@ def _table(predictions: Sequence[_Prediction]) -> Table:
     return table
 
 
-def _draw(prediction: _Prediction, path: Path) -> None:
-    from kvbench.report.predictions import predicted_figure
-
-    title = f"{prediction.run.name}: simulated over measured ({prediction.how})"
-    figure = predicted_figure(prediction.run.series, prediction.predicted.series, title)
-    write_text(path, figure.to_html(include_plotlyjs=True))
-
-
 def _calibrate_sweep(folder: Path, check: Sequence[Path], output: Path | None, *, as_json: bool) -> int:
     """Unit costs of a sweep of the built-in engine on a CPU, and how well they predict other sweeps."""
     run, console = _read_sweep(folder), Console()
@@ -397,10 +395,8 @@ def _calibrate_sweep(folder: Path, check: Sequence[Path], output: Path | None, *
 
 
 def _read_sweep(folder: Path) -> Run:
-    try:
+    with as_usage_error():
         run = read_run(folder)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
     if run.manifest.gpus:
         raise UsageError(f"{folder} was measured on a GPU: unit costs are for CPUs, whose steps do not overlap")
     return run

@@ -64,7 +64,7 @@ def check_options(options: Options, *, simulates: bool, begun: bool) -> None:
 def simulated_workload(
     workload: Workload, options: Options, overrides: Sequence[str]
 ) -> tuple[Workload, tuple[str, ...]]:
-    """``workload`` as it runs on the machine of its ``simulate`` section and ``options``, with notes on what differs.
+    """Returns ``workload`` as it runs on the machine of ``options`` and its own section, and notes on what differs.
 
     ``overrides``: those of -o, which win over what a simulation would leave out. Raises UsageError.
     """
@@ -88,7 +88,15 @@ def simulated_workload(
             f"--device {device}"
         )
     section |= {"device": device} | ({"tensor_parallel": count} if count > 1 else {})
-    notes = _settle_model(data, section.pop("model", None), workload)
+    notes, asked = [], section.pop("model", None)
+    if asked is not None:
+        is_path = Path(asked).suffix == ".json" or Path(asked).is_dir()
+        data["model"] = {"config": str(Path(asked).resolve()) if is_path else plan_model(asked).name}
+    else:
+        dtype, own = workload.model.dtype, plan_model(str(workload.engine["model"])).spec.default_dtype
+        if dtype not in (None, "auto", own):
+            data["model"] = {key: value for key, value in data["model"].items() if key != "dtype"}
+            notes.append(f"weights and KV are counted in {own}, the model's own dtype, not in {dtype}")
     keys = {override.partition("=")[0].strip() for override in overrides}
     keeps_budget = bool(keys & {"engine", "engine.kv_budget"}) or not given.keys() & _MACHINE
     keeps_budget |= device == THIS_CPU  # where the workload's own budget for a CPU is meant
@@ -96,19 +104,6 @@ def simulated_workload(
     data |= {"simulate": section, "max_minutes": None}
     made = resolve(data, profile=workload.profile, source=None, where=str(workload.source or workload.name))
     return dataclasses.replace(made, source=workload.source), tuple(notes)
-
-
-def _settle_model(data: dict[str, Any], asked: str | None, workload: Workload) -> list[str]:
-    """Puts the model that was asked for in the place of the workload's, and settles its name; notes on its dtype."""
-    if asked is not None:
-        is_path = Path(asked).suffix == ".json" or Path(asked).is_dir()
-        data["model"] = {"config": str(Path(asked).resolve()) if is_path else plan_model(asked).name}
-        return []
-    dtype, model = workload.model.dtype, plan_model(str(workload.engine["model"]))
-    if dtype in (None, "auto", model.spec.default_dtype):
-        return []
-    data["model"] = {key: value for key, value in data["model"].items() if key != "dtype"}
-    return [f"weights and KV are counted in {model.spec.default_dtype}, the model's own dtype, not in {dtype}"]
 
 
 def _leave_out(data: dict[str, Any], *, keeps_budget: bool) -> list[str]:
@@ -149,7 +144,7 @@ def machine_of(section: SimulateSection, model: str) -> Machine:
 def gpu_machine(
     device: str, model: str, gpus: int | None, ops: Path | None, calibration: CostCalibration | None = None
 ) -> Machine:
-    """``gpus``: None: as many as ``device`` says, as 4xA100-80GB. Raises UsageError as ``machine_of``."""
+    """Makes a machine of so many ``gpus``; None: as many as ``device`` says, as 4xA100-80GB. Raises UsageError."""
     count, gpu = parse_gpus(device)
     planned, gpus = plan_model(model), gpus or count
     tables = read_tables(find_tables(ops, gpu.name, planned.name, gpus)) if ops else None
@@ -179,7 +174,7 @@ def simulated_target(workload: Workload, notes: Sequence[str] = ()) -> ChosenTar
     }
 
     def refusal(settings: SettingsByName) -> str | None:
-        """Why a configuration is left out: the tables do not have its KV."""
+        """Returns why a configuration is left out: the tables do not have its KV."""
         config, _ = machine.settle(settings)
         try:
             machine.step_timer(config)

@@ -100,7 +100,7 @@ def _conditions(slo: str | None, rates: Sequence[float] | None) -> tuple[Conditi
 
 
 def _run_all(jobs: Sequence[SimulationJob], conditions: Sequence[Condition], options: Options) -> list[Any]:
-    """What came of each job, a ``Simulation`` or with conditions a search, in their order, while progress is told."""
+    """Returns what came of each job, a ``Simulation`` or with conditions a search, and tells progress."""
     by_name = {job.name: job for job in jobs}
     ray = RayOptions(options["ray_address"], options["ray_wait"]) if options["executor"] == "ray" else None
     with status_line(Console(stderr=True), f"simulating {plural(len(jobs), 'load')}") as update:
@@ -196,34 +196,29 @@ _LATENCIES = ("ttft", "tpot", "itl", "e2el", "client_queue")
 _SHARE = 0.0005  # of the steps' time: less is not told
 _SHOWN = ("mean", "p50", "p95", "p99", "max")
 
-# Columns of tables: the figure's name, its head, and its text.
-_COLUMNS: Mapping[str, tuple[str, Callable[[Any], str]]] = {
-    "requests": ("requests", lambda f: count(f.completed)),
-    "req/s": ("req/s", lambda f: significant(f.request_throughput)),
-    "tok/s": ("tok/s", lambda f: tokens_per_s(f.output_throughput)),
-    "mean TTFT": ("TTFT mean ms", lambda f: milliseconds(f.ttft_ms.mean)),
-    "p95 TTFT": ("p95", lambda f: milliseconds(f.ttft_ms.p95)),
-    "mean TPOT": ("TPOT mean ms", lambda f: milliseconds(f.tpot_ms.mean)),
-    "p95 TPOT": ("p95", lambda f: milliseconds(f.tpot_ms.p95)),
-    "p95 E2EL": ("E2EL p95 ms", lambda f: milliseconds(f.e2el_ms.p95)),
-    "running": ("running peak", lambda f: count(f.running.peak)),
-    "waiting": ("waiting peak", lambda f: count(f.waiting.peak)),
-    "KV": ("KV peak", lambda f: percent(f.kv_usage.peak)),
-    "hits": ("hit rate", lambda f: percent(f.hit_rate)),
-    "preempted": ("preempted", lambda f: count(f.num_preemptions)),
-    "imbalance": ("imbalance", lambda f: ratio(f.imbalance.get("total_output_tokens"))),
-}
-_OF_A_REPLICA = ("requests", "tok/s", "mean TTFT", "p95 TTFT", "running", "KV", "hits", "preempted")
-_OF_A_LOAD = (
-    "req/s", "tok/s", "mean TTFT", "p95 TTFT", "mean TPOT", "p95 TPOT", "p95 E2EL", "running", "waiting", "KV", "hits",
-    "preempted", "imbalance",
-)  # fmt: skip
+_COLUMNS: Sequence[tuple[str, str, Callable[[Any], str]]] = (
+    ("replica", "requests", lambda f: count(f.completed)),
+    ("load", "req/s", lambda f: significant(f.request_throughput)),
+    ("both", "tok/s", lambda f: tokens_per_s(f.output_throughput)),
+    ("both", "TTFT mean ms", lambda f: milliseconds(f.ttft_ms.mean)),
+    ("both", "p95", lambda f: milliseconds(f.ttft_ms.p95)),
+    ("load", "TPOT mean ms", lambda f: milliseconds(f.tpot_ms.mean)),
+    ("load", "p95", lambda f: milliseconds(f.tpot_ms.p95)),
+    ("load", "E2EL p95 ms", lambda f: milliseconds(f.e2el_ms.p95)),
+    ("both", "running peak", lambda f: count(f.running.peak)),
+    ("load", "waiting peak", lambda f: count(f.waiting.peak)),
+    ("both", "KV peak", lambda f: percent(f.kv_usage.peak)),
+    ("both", "hit rate", lambda f: percent(f.hit_rate)),
+    ("both", "preempted", lambda f: count(f.num_preemptions)),
+    ("load", "imbalance", lambda f: ratio(f.imbalance.get("total_output_tokens"))),
+)
+"""A column of the tables of loads and replicas: which of them has it, its head, and its text."""
 
 
 def show(console: Console, results: Sequence[Simulation]) -> None:
     """One simulation in full, several in a table of one line each."""
     if len(results) > 1:
-        print_table(console, _table("load", _OF_A_LOAD, {r.facts.name: r.figures for r in results}, "simulated"))
+        print_table(console, _table("load", {r.facts.name: r.figures for r in results}, "simulated"))
         print_plain(console, _machine_line(results[0].facts))
         for result in results:
             for line in [*_failures(result.figures), *_cost_notes(result.figures)]:
@@ -232,11 +227,10 @@ def show(console: Console, results: Sequence[Simulation]) -> None:
     facts, figures = results[0].facts, results[0].figures
     shown = {"TTFT": figures.ttft_ms, "  in the steady window": figures.steady_latency.ttft_ms}
     shown |= {METRICS[name].short: values for name, values in _latencies(figures).items()}
-    rows = [
-        (title, *(_entry(values, which) for which in _SHOWN), count(values.n))
-        for title, values in shown.items()
-        if values.n
-    ]
+    rows = []
+    for title, values in shown.items():
+        entries = [milliseconds(getattr(values, which)) + "*" * (which in values.uncertain) for which in _SHOWN]
+        rows += [(title, *entries, count(values.n))] if values.n else []
     title = f"load {facts.name} · ms, simulated"
     print_table(console, make_table(("", *_SHOWN, "samples"), rows, title=title))
     lines = [*_load_lines(figures), *_step_lines(figures), *_failures(figures), *_length_lines(figures)]
@@ -247,7 +241,7 @@ def show(console: Console, results: Sequence[Simulation]) -> None:
         print_plain(console, line)
     if figures.replicas:
         numbered = {str(number): replica for number, replica in enumerate(figures.replicas)}
-        print_table(console, _table("replica", _OF_A_REPLICA, numbered, "each replica, simulated"))
+        print_table(console, _table("replica", numbered, "each replica, simulated"))
 
 
 def _latencies(figures: SimulatedFigures) -> dict[str, Distribution]:
@@ -255,18 +249,13 @@ def _latencies(figures: SimulatedFigures) -> dict[str, Distribution]:
     return {name: distribution for name, distribution in values.items() if distribution.n}
 
 
-def _entry(values: Distribution, which: str) -> str:
-    return milliseconds(getattr(values, which)) + ("*" if which in values.uncertain else "")
-
-
-def _table(head: str, names: Sequence[str], figures: Mapping[str, SimulatedFigures], title: str) -> Table:
-    columns = [_COLUMNS[name] for name in names]
-    rows = [(name, *(text(one) for _, text in columns)) for name, one in figures.items()]
-    return make_table((head, *(heading for heading, _ in columns)), rows, title=title)
+def _table(what: str, figures: Mapping[str, SimulatedFigures], title: str) -> Table:
+    columns = [(head, text) for table, head, text in _COLUMNS if table in (what, "both")]
+    rows = [(name, *(text(values) for _, text in columns)) for name, values in figures.items()]
+    return make_table((what, *(head for head, _ in columns)), rows, title=title)
 
 
 def _load_lines(f: FleetFigures) -> Iterator[str]:
-    """What was served, and what it took of the engine."""
     yield (
         f"{significant(f.request_throughput)} requests/s, {tokens_per_s(f.output_throughput)} output tokens/s, "
         f"{tokens_per_s(f.total_token_throughput)} with the prompts; {plural(f.completed, 'request')} in "
@@ -297,7 +286,7 @@ def _shares(seconds: Mapping[str, float], total: float) -> list[tuple[float, str
 
 
 def _step_lines(f: FleetFigures) -> Iterator[str]:
-    """Shares of the steps' time by phase, which come to more than all of it where they overlap, and by operator."""
+    """Yields shares of the steps' time by phase, more than all of it where they overlap, and by operator."""
     if phases := [(share, name) for share, name in _shares(f.phase_seconds, f.busy_s) if share > _SHARE]:
         overlap = " (some overlap)" if sum(share for share, _ in phases) > 1.0005 else ""
         moved = f.move_seconds / f.busy_s
@@ -315,7 +304,6 @@ def _failures(f: SimulatedFigures) -> list[str]:
 
 
 def _length_lines(f: FleetFigures) -> Iterator[str]:
-    """What differs from the file's or the trace's lengths, and how evenly the replicas were used."""
     lengths = []
     if (scale := f.notes.get("length_scale", 1.0)) != 1.0:
         lengths.append(f"lengths x {scale:.4g} of those of the trace or the file")
@@ -338,7 +326,7 @@ def _machine_line(facts: SimulationFacts) -> str:
 
 
 def search_table(console: Console, results: Sequence[SimulatedRateSearch]) -> None:
-    """What ``find_rate`` found, a line each, and why the next higher rate missed."""
+    """Prints what ``find_rate`` returned, a line each, and why the next higher rate missed."""
     rows = []
     for result in results:
         missed = min((trial for trial in result.trials if not trial.met), key=lambda trial: trial.rate, default=None)

@@ -61,14 +61,14 @@ class Kernels(NamedTuple):
 
 
 class Checked(BaseModel):
-    """How well a calibration predicted a run that it was not fitted to: relative errors by latency."""
+    """The relative errors by latency, with which a calibration predicted a run that it was not fitted to."""
 
     run: str
     errors: dict[str, float]
 
 
 class Provenance(BaseModel):
-    """What a calibration was fitted to; more may be noted in a file."""
+    """The run or log that a calibration was fitted to; more may be noted in a file."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
     fitted: list[str] | None = None
@@ -85,7 +85,7 @@ class Provenance(BaseModel):
 
 
 class CostCalibration(BaseModel):
-    """What data sheets and operator tables do not have. The defaults add and correct nothing.
+    """The costs that data sheets and operator tables do not have. The defaults add and correct nothing.
 
     host_s, host_per_sequence_s: CPU time of a step and of each of its sequences [s]; with asynchronous scheduling it
         passes while the GPU computes, and costs time only where it is longer
@@ -173,7 +173,7 @@ class CostModel:
         raise NotImplementedError
 
     def notes(self) -> list[str]:
-        """What a reader of the results must know of how they came about, such as values beyond a table."""
+        """Returns what a reader must know of how the results came about, such as values beyond a table."""
         mean = sum(self.seconds.values()) / self._steps if self._steps else SHORT_STEP_S
         if mean >= SHORT_STEP_S or self.calibration.host_s:
             return []

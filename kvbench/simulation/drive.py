@@ -86,7 +86,7 @@ class Replica:
 
     @property
     def cost_notes(self) -> list[str]:
-        """What a reader must know of the step times, such as how far they lie beyond a measured table."""
+        """Returns what a reader must know of the step times, such as how far they lie beyond a measured table."""
         return getattr(self.step_time, "notes", list)()
 
     @property
@@ -225,7 +225,7 @@ class Drive:
             self._plan(turns[0].arrival_s or 0.0 if self._users is None else now, _Conversation(turns))
 
     def _is_full(self) -> bool:
-        """Whether the client has as many requests open as it may."""
+        """Tests whether the client has as many requests open as it may."""
         return self._most is not None and len(self._in_flight) >= self._most
 
     def _send(self, due: float, now: float, conversation: _Conversation) -> None:

@@ -48,7 +48,7 @@ BACKEND = CLOCK = SIMULATED
 
 
 class SimulatedTarget(Target):
-    """``start`` makes the engine; nothing is launched, and nothing called over HTTP."""
+    """A target whose ``start`` makes the engine; nothing is launched, and nothing called over HTTP."""
 
     starts_cold = True
     replica: Replica
@@ -65,7 +65,7 @@ class SimulatedTarget(Target):
         self.model = ModelFacts(self._machine.model.name, self._machine.vocab_size, length)
 
     def restart(self) -> None:
-        """A new engine in the place of the last one: nothing of an earlier load is in a figure of the next."""
+        """Makes a new engine: nothing of an earlier load is in a figure of the next."""
         self.replica = self._machine.replica(self._settings)
 
     def stop(self) -> None:
@@ -75,7 +75,6 @@ class SimulatedTarget(Target):
         return requests
 
     def server_info(self) -> ServerInfo:
-        """In the shape of /server_info."""
         engine, spec = self.replica.engine, self._machine.model.spec
         capacity = engine.capacity
         counts = {"capacity_tokens": capacity.num_slots}
@@ -255,7 +254,7 @@ def prepare(target: SimulatedTarget, load: LoadConfig, requests: Sequence[Reques
 
 
 def with_unsent(ended: Sequence[EndedRequest], requests: Sequence[RequestSpec]) -> list[EndedRequest]:
-    """Every request in the order of the load; turns after a refused one were not sent."""
+    """Returns every request in the order of the load; turns after a refused one were not sent."""
     sent = {one.spec.index: one for one in ended}
     last = {one.spec.session: one.sent for one in ended}
     unsent = [spec for spec in requests if spec.index not in sent]

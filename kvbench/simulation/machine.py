@@ -11,7 +11,7 @@ from kvbench.capacity.fit import GIB, Settings, memory_of
 from kvbench.capacity.gpus import GPU, known_gpus
 from kvbench.capacity.model import PlannedModel
 from kvbench.capacity.weights import experts_of, weights_of
-from kvbench.common.errors import UsageError
+from kvbench.common.errors import UsageError, as_usage_error
 from kvbench.common.text import format_bytes, listing
 from kvbench.simulation.cost_model import TYPICAL, CostCalibration, GpuShare, Roofline
 from kvbench.simulation.drive import Replica, SettingsByName, StepTimer
@@ -20,7 +20,7 @@ from kvbench.simulation.tables import MeasuredOperators, Tables
 
 @dataclass(frozen=True)
 class Machine:
-    """``gpus`` of one kind that share a model by tensor parallelism.
+    """A number of ``gpus`` of one kind that share a model by tensor parallelism.
 
     tables: measured operator times in the place of the data sheet
     calibration: None: nothing is known beside tables and data sheet
@@ -38,10 +38,6 @@ class Machine:
     calibration: CostCalibration | None = None
 
     def __post_init__(self) -> None:
-        self.check()
-
-    def check(self) -> None:
-        """Raises UsageError where the GPU, the model and the tables do not go together."""
         self.model.check_split(self.gpus)
         if self.gpu.performance is None:
             fast = listing([gpu.name for gpu in known_gpus() if gpu.performance])
@@ -74,7 +70,7 @@ class Machine:
 
     @property
     def cost_model(self) -> str:
-        """Where step times come from, for people."""
+        """The source of step times, for people."""
         source = f"operator times in {self.tables.folder}" if self.tables else f"data sheet of {self.gpu.name}"
         if self.calibration is None:
             return source
@@ -100,30 +96,27 @@ class Machine:
 
         Raises UsageError for settings that cannot be, and for a model that does not fit, with the numbers.
         """
-        try:
+        with as_usage_error():
             config = EngineConfig.from_mapping({**settings, "model": self.model.name, "device": self.device})
             if config.async_scheduling is None or not self.overlaps:
                 config = replace(config, async_scheduling=self.overlaps)
-            budget = self._room(config) if config.kv_budget is None else config.kv_budget
-            self._check_budget(budget)
-            shape = self.kv_shape()
+            budget, shape = self._kv_budget(config), self.kv_shape()
             config = settle_length(
                 replace(config, kv_budget=budget), self.model.spec.max_positions, shape, budget, may_lower=True
             )
             return config, capacity_of(config, shape, budget)
-        except ValueError as error:
-            raise UsageError(str(error)) from None
 
-    def _check_budget(self, budget: int) -> None:
+    def _kv_budget(self, config: EngineConfig) -> int:
+        """Bytes for KV on all GPUs: as many as asked for, or all that they have beside the weights."""
         most = self.gpu.memory_bytes * self.gpus - weights_of(self.model).total_bytes
-        if budget > most:
+        if config.kv_budget is not None and config.kv_budget > most:
             raise UsageError(
-                f"kv_budget {budget} ({format_bytes(budget)}) is more than the {format_bytes(max(0, most))} that "
-                f"{self.gpus}x{self.gpu.name} has beside the weights: lower it, or leave it out"
+                f"kv_budget {config.kv_budget} ({format_bytes(config.kv_budget)}) is more than the "
+                f"{format_bytes(max(0, most))} that {self.gpus}x{self.gpu.name} has beside the weights: lower it, or "
+                "leave it out"
             )
-
-    def _room(self, config: EngineConfig) -> int:
-        """Bytes that all GPUs have for KV beside the weights."""
+        if config.kv_budget is not None:
+            return config.kv_budget
         planned = Settings(
             kv_cache_dtype=config.kv_cache_dtype,
             page_size=config.page_size,

@@ -7,7 +7,7 @@ scheduled_ts and arrival_time [s] may be missing), and may have meta.json (model
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -100,7 +100,7 @@ class _Arguments(BaseModel):
 
 
 class _Meta(BaseModel):
-    """What else meta.json says, and config.json of the hardware (of the first engine in a cluster)."""
+    """The rest of meta.json, and config.json of the hardware (of the first engine in a cluster)."""
 
     model: str | None = None
     version: str | None = _at("vllm_version")
@@ -122,7 +122,19 @@ def read_measured_run(folder: Path) -> MeasuredRun:
 
 
 def _read_vllm(folder: Path) -> MeasuredRun:
-    rows = list(_lines(folder / "requests.jsonl"))
+    rows, path = [], folder / "requests.jsonl"
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if line.strip():
+            try:
+                rows.append(_Request.model_validate_json(line))
+            except ValidationError as error:
+                raise UsageError(f"{path}, line {number}: {explain(error, '')[0]}") from None
+    series = pd.DataFrame(columns=list(_SERIES))
+    if (path := folder / "timeseries.csv").is_file():
+        try:
+            series = pd.read_csv(path)
+        except ValueError as error:
+            raise UsageError(f"{path} is no table: {error}") from None
     arguments, meta = (_read_file(folder / "meta.json", model) for model in (_Arguments, _Meta))
     scheduled = [row.first_token_ts - row.scheduled_ts for row in rows if row.scheduled_ts is not None]
     arrivals = [row.arrival_time for row in rows if row.arrival_time is not None]
@@ -136,21 +148,11 @@ def _read_vllm(folder: Path) -> MeasuredRun:
         settings=arguments.model_dump(exclude_none=True),
         prefill=np.array(scheduled) if len(scheduled) == len(rows) else None,
         slots=meta.slots,
-        series=_series(folder / "timeseries.csv"),
+        series=series[[name for name in _SERIES if name in series]],
         device=_read_file(folder / "config.json", _Meta).device,
         model=meta.model,
         gpus=meta.gpus,
     )
-
-
-def _lines(path: Path) -> Iterator[_Request]:
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            yield _Request.model_validate_json(line)
-        except ValidationError as error:
-            raise UsageError(f"{path}, line {number}: {explain(error, '')[0]}") from None
 
 
 def _measured(folder: Path, rows: Sequence[_Request], arrivals: Sequence[float], **more: Any) -> MeasuredRun:
@@ -178,16 +180,6 @@ def _read_file(path: Path, model: type[File]) -> File:
         return model.model_validate(read_json(path) if path.is_file() else {})
     except ValidationError as error:
         raise UsageError(f"{path}: {explain(error, '')[0]}") from None
-
-
-def _series(path: Path) -> pd.DataFrame:
-    if not path.is_file():
-        return pd.DataFrame(columns=list(_SERIES))
-    try:
-        frame = pd.read_csv(path)
-    except ValueError as error:
-        raise UsageError(f"{path} is no table: {error}") from None
-    return frame[[name for name in _SERIES if name in frame]]
 
 
 def _read_own(folder: Path) -> MeasuredRun:

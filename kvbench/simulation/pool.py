@@ -52,7 +52,7 @@ def map_simulations(
     processes: int | None = None,
     ray: RayOptions | None = None,
 ) -> list[Result]:
-    """``function(job)`` of each job, in the order of ``jobs``, which are picklable and have names for messages.
+    """Calls ``function`` with each job, which is picklable; returns the results in the order of ``jobs``.
 
     processes: how many at once; None: one a core. A single one at a time runs in this process.
     ray: the cluster that runs them; None: this machine. A job whose process there is lost runs again.
@@ -166,7 +166,7 @@ def _failures_named(name: str) -> Iterator[None]:
 
 
 def _begin(parent: int) -> None:
-    """In each process: Ctrl-C is left to the parent, which ends it; and it does not outlive a killed parent."""
+    """Leaves Ctrl-C to the parent, which ends this process; and ends with a parent that is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     die_with(parent)

@@ -47,7 +47,7 @@ _EVEN_STEP_S = 0.02  # of a replay whose times do not matter; longer than the tu
 
 @dataclass(frozen=True)
 class ReplayedLoad:
-    """What is replayed.
+    """A load as it is replayed.
 
     users: of a closed loop; None: requests are sent at their arrivals, at most ``most_in_flight`` at a time
     primed: the shared prefixes were sent once before the load
@@ -65,14 +65,14 @@ class ReplayedLoad:
 
     @property
     def repeats_its_steps(self) -> bool:
-        """Whether its steps are the same however fast they are computed."""
+        """Tests whether its steps are the same however fast they are computed."""
         return self.users is not None and not any(request.turn for request in self.requests)
 
 
 def replay(
     load: ReplayedLoad, step_time: StepTimer, on_step: Callable[[float], None] = lambda end: None
 ) -> list[EndedRequest]:
-    """What becomes of the requests, in the order of their indices. ``on_step``: gets the end of each step [s]."""
+    """Returns the requests as they ended, in the order of their indices. ``on_step``: gets the end of each step [s]."""
     replica = Replica(load.config, load.capacity, load.vocab_size, step_time)
     if load.primed:
         prime(replica, distinct_prefixes(load.requests))
@@ -94,7 +94,7 @@ def replay(
 
 
 def works_of(load: ReplayedLoad) -> tuple[list[StepWork], list[float], list[EndedRequest]]:
-    """The work of each step of a load that repeats its steps, when each ended in a replay, and the requests of it."""
+    """Returns the work of each step of a load that repeats its steps; of a replay each step's end, and the requests."""
     works: list[StepWork] = []
     ends: list[float] = []
 
@@ -109,7 +109,7 @@ def works_of(load: ReplayedLoad) -> tuple[list[StepWork], list[float], list[Ende
 def step_ends(
     ends: Sequence[float], ended: Sequence[EndedRequest], token_times: Sequence[Sequence[float]]
 ) -> np.ndarray:
-    """When each step of a measured load ended [s], NaN where no token came at its end.
+    """Returns when each step of a measured load ended [s], NaN where no token came at its end.
 
     ends, ended: of a replay, as ``works_of`` returns them
     token_times: of each request in the order of the indices, when each token came [s]; a request with another number
@@ -194,7 +194,7 @@ def _fittable(loads: LoadsByCell) -> tuple[list[tuple[_StoredLoad, MeasuredSteps
 
 
 def _loads_of(run: Run) -> tuple[LoadsByCell, list[str]]:
-    """Every load that can be replayed and whose files are there, and why cells are left out. UsageError without any."""
+    """Reads every load that can be replayed, and notes why cells are left out. UsageError without any."""
     if run.simulated:
         raise UsageError(f"{run.folder} is simulated itself: predict a run that was measured")
     if not run.is_built_in or run.manifest.serve_cmd:
@@ -232,7 +232,7 @@ def _why_not(cell: MeasuredCell, engine: SettingsByName, run: Run, load: LoadCon
 
 
 def _load(cell: MeasuredCell, engine: SettingsByName, repeat: Repeat, run: Run, load: LoadConfig) -> _StoredLoad | None:
-    """None where its files are not kept. Raises UsageError for one that cannot be replayed."""
+    """Reads a load; None where its files are not kept. Raises UsageError for one that cannot be replayed."""
     folder = cell.folder / "loads" / str(repeat.repeat)
     if not (folder / DONE).is_file() or not (folder / "requests.parquet").is_file():
         return None
@@ -255,13 +255,13 @@ def _load(cell: MeasuredCell, engine: SettingsByName, repeat: Repeat, run: Run, 
 
 
 def predicted_cells(run: Run, costs: UnitCosts) -> dict[str, dict[str, Predicted]]:
-    """Each cell that can be replayed, with ``costs`` from elsewhere. Raises UsageError where there is none."""
+    """Predicts each cell that can be replayed, with ``costs`` from elsewhere. Raises UsageError where there is none."""
     loads, _ = _loads_of(run)
     return {cell_id: _predicted(of_cell, costs) for cell_id, of_cell in loads.items()}
 
 
 def _predicted(loads: Sequence[_StoredLoad], costs: UnitCosts) -> dict[str, Predicted]:
-    """What was predicted and measured by metric, each the mean over a cell's loads."""
+    """Returns predicted and measured values by metric, each the mean over a cell's loads."""
     pairs: dict[str, list[tuple[float, float]]] = {}
     for load in loads:
         simulated = predicted_metrics(load.replayed, costs)

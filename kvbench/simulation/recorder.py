@@ -111,7 +111,7 @@ class Gaps:
 
 @dataclass
 class Tally:
-    """What one replica did. ``rows``: ``_COLUMNS`` of each answered request; ``tpot``: of each sequence that has one.
+    """The work of one replica. ``rows``: ``_COLUMNS`` of each answered request; ``tpot``: of each sequence with one.
 
     good: requests that met every limit; not_sent: later turns of those that failed
     peaks, integrals: of ``_LEVELS``, over the time of the steps
@@ -135,7 +135,7 @@ class Tally:
     integrals: list[float] = field(default_factory=lambda: [0.0] * len(_LEVELS))
 
     def end(self, ended: EndedRequest, limits: Mapping[str, float]) -> None:
-        """``limits`` [ms] of ttft_ms, ttfo_ms (the same here), tpot_ms, itl_ms and e2el_ms."""
+        """Counts a request; ``limits`` [ms] of ttft_ms, ttfo_ms (the same here), tpot_ms, itl_ms and e2el_ms."""
         self.sent_first = min(self.sent_first, ended.sent)
         if ended.error is not None:
             self.failed += 1
@@ -199,7 +199,7 @@ class Recorder:
         self._tallies[replica.number].step(replica, outputs)
 
     def columns(self) -> list[np.ndarray]:
-        """``_COLUMNS`` of all answered requests, replica by replica."""
+        """Returns ``_COLUMNS`` of all answered requests, replica by replica."""
         return list(_rows(self._tallies).T.copy())
 
     def figures(self, load: LoadOutcome, seconds_by_class: Mapping[str, float]) -> FleetFigures:
@@ -240,7 +240,7 @@ def _rows(tallies: Sequence[Tally]) -> np.ndarray:
 
 
 def engine_counters(replica: Replica) -> dict[str, Count]:
-    """What the engine has counted so far, and the seconds of each phase; ``prepare`` counts ``move_seconds`` too."""
+    """Reads the engine's counters, and the seconds of each phase; ``prepare`` counts ``move_seconds`` too."""
     stats = replica.engine.stats()
     return {
         "steps": stats.steps,

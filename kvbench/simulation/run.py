@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from kvbench.common.errors import UsageError
+from kvbench.common.errors import as_usage_error
 from kvbench.common.files import pack, write_json
 from kvbench.common.records import Record
 from kvbench.metrics.model import LoadOutcome
@@ -20,7 +20,7 @@ from kvbench.runs.results import COST_NOTES
 from kvbench.simulation.choose import machine_of
 from kvbench.simulation.drive import ROUTERS, TURNAROUND_S, Drive, EndedRequest, Replica, SettingsByName, prime
 from kvbench.simulation.recorder import FleetFigures, Recorder, row_writer
-from kvbench.sweep.rate_plan import at_rate, mean_rate
+from kvbench.sweep.rate_run import at_rate, mean_rate
 from kvbench.sweep.rate_search import Condition, misses, queue_growth
 from kvbench.workload.design import LoadPoint
 from kvbench.workload.file import SimulateSection
@@ -38,7 +38,7 @@ Progress = Callable[[int, int | None], None]
 
 
 class SimulationFacts(Record):
-    """What was simulated, as summary.json has it before the figures."""
+    """The simulated load and machine, as summary.json has them before the figures."""
 
     simulated: bool = True
     name: str
@@ -85,13 +85,11 @@ class SimulationJob:
         """The requests for engines such as ``replica``. Raises UsageError."""
         longest = replica.engine.config.max_model_len
         assert longest is not None
-        try:
+        with as_usage_error():
             return stream_requests(
                 self.load, vocab_size=replica.engine.model_info.vocab_size, max_model_len=longest, seed=self.seed,
                 repeat=_REPEAT, concurrency=self.point.concurrency, rate=self.point.request_rate,
             )  # fmt: skip
-        except ValueError as error:
-            raise UsageError(str(error)) from None
 
     @property
     def native_rate(self) -> float:
@@ -102,7 +100,7 @@ class SimulationJob:
 
 @dataclass(frozen=True)
 class Simulation:
-    """What came of a job. ``due``, ``ends``: of each answered request [s]."""
+    """The result of a job. ``due``, ``ends``: of each answered request [s]."""
 
     facts: SimulationFacts | None
     figures: FleetFigures
@@ -114,7 +112,7 @@ class Simulation:
 
 
 def simulate_and_pack(job: SimulationJob) -> tuple[Simulation, bytes | None]:
-    """``simulate``, and a tar of the files for the job's folder, which is on another machine; None without a folder."""
+    """Simulates a job of another machine; returns its files as a tar too, None without a folder."""
     if job.folder is None:
         return simulate(job), None
     with tempfile.TemporaryDirectory(prefix="kvbench-simulate-") as scratch:
@@ -250,7 +248,7 @@ def sustainable_rate(run: Callable[[float], bool], first: float, tolerance: floa
 
 
 def job_at_rate(job: SimulationJob, rate: float, seconds: float) -> SimulationJob:
-    """``job`` at ``rate`` [1/s] for at least ``seconds``; of a trace the times are scaled."""
+    """Returns ``job`` at ``rate`` [1/s] for at least ``seconds``; of a trace the times are scaled."""
     if job.load.arrivals == "trace":
         load, point = at_rate(job.load, rate, 0, job.native_rate), job.point
     else:

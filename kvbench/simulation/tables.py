@@ -91,7 +91,7 @@ class Grid:
 
 
 def grid_of(points: Mapping[tuple[float, ...], float]) -> Grid:
-    """A grid of points that need not fill it: of two sweeps with steps of their own, or without what had no room.
+    """Makes a grid of points that need not fill it: of two sweeps with other steps, or without what had no room.
 
     A hole between known values of a line is interpolated, along the last axis first. Where a line only begins or
     ends too early, its first value holds before it, and its last two are continued.
@@ -147,7 +147,7 @@ class Tables:
 
 
 def find_tables(root: Path, gpu: str, model: str, gpus: int) -> Path:
-    """``root`` itself, or of a collection the folder GPU/MODEL/tpN, whose names are compared without case and dashes.
+    """Returns ``root``, or in a collection its GPU/MODEL/tpN; names are compared without case and dashes.
 
     Raises UsageError where there is none, with what is there.
     """

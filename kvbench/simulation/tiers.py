@@ -33,7 +33,7 @@ from kvbench.capacity.fit import GIB, Settings, memory_of
 from kvbench.capacity.gpus import parse_gpus
 from kvbench.capacity.model import plan_model
 from kvbench.capacity.weights import weights_of
-from kvbench.common.errors import UsageError
+from kvbench.common.errors import UsageError, as_usage_error
 from kvbench.common.text import format_bytes, parse_bytes
 from kvbench.simulation.machine import Machine
 from kvbench.trace_analysis.cache_sim import PagedPrefixes, PrefixNodes, hit_rates
@@ -50,7 +50,7 @@ _EXAMPLE = "write for example hbm=40GiB,dram=40GiB@50GB/s,ssd=1TiB@6.5GB/s@100us
 
 @dataclass(frozen=True)
 class Tier:
-    """``bytes_per_s``, ``latency_s``: of loading from it into HBM; the latency once for each request that loads."""
+    """A tier and its speed of loading into HBM; ``latency_s`` counts once for each request that loads."""
 
     name: str
     num_bytes: int
@@ -59,7 +59,7 @@ class Tier:
 
 
 def parse_tiers(text: str, machine: Machine, kv_cache_dtype: str = "auto") -> tuple[Tier, ...]:
-    """``hbm=40GiB,dram=40GiB@50GB/s,ssd=1TiB@6.5GB/s@100us``: from HBM down, whatever their order.
+    """Reads ``hbm=40GiB,dram=40GiB@50GB/s,ssd=1TiB@6.5GB/s@100us`` as tiers from HBM down, whatever their order.
 
     HBM that is left out is all that the GPUs have for KV. DRAM is read at the speed of the GPUs' links to the host,
     each GPU its share. Raises UsageError.
@@ -155,7 +155,7 @@ class Store:
 
 
 class TieredCache:
-    """Where each page of a trace is. ``num_pages`` of each tier, HBM first.
+    """The place of each page of a trace. ``num_pages`` of each tier, HBM first.
 
     A page is known by its node: its number among all distinct prefixes of whole pages.
     """
@@ -177,7 +177,8 @@ class TieredCache:
         self._uses.update(nodes)
         seq = self._hbm.match(kept)
         first = len(seq.pages)
-        below = [self._tier_of(node) for node in nodes[first:]]
+        tiered = list(enumerate(self.stores, 1))
+        below = [next((tier for tier, store in tiered if node in store), None) for node in nodes[first:]]
         for node, tier in zip(nodes[first:], below, strict=True):  # before evictions, which would push them out
             if tier is not None:
                 self.stores[tier - 1].remove(node)
@@ -185,9 +186,6 @@ class TieredCache:
         self._hbm.fill(seq)
         self._node_in.update(zip(seq.pages[first:], nodes[first:], strict=True))
         return tiers
-
-    def _tier_of(self, node: int) -> int | None:
-        return next((tier for tier, store in enumerate(self.stores, 1) if node in store), None)
 
     def _on_evict(self, pages: list[int]) -> None:
         for page in pages:
@@ -281,7 +279,7 @@ class FirstTokens:
 
 @dataclass(frozen=True)
 class TierValue:
-    """What one tier gives beside those above it, as ``--json`` has it. Times in s, rates are shares of all pages.
+    """The gain of one tier beside those above it, for ``--json``. Times in s, rates are shares of all pages.
 
     bytes_per_s, latency_s: of loading from it; None of HBM
     pages_not_computed: of the pages hit in it, those that were not computed again
@@ -308,7 +306,7 @@ class TierValue:
 
 @dataclass(frozen=True)
 class TieredSimulation:
-    """``mean_ttft_s``, ``p95_ttft_s``: without a cache; ``tiers``: each added to those above it.
+    """A trace without a cache (``mean_ttft_s``, ``p95_ttft_s``), and with each of ``tiers`` added to those above it.
 
     pages: of the requests that count; num_cut: requests longer than HBM
     """
@@ -380,13 +378,11 @@ def tiers_command(
     count, gpu = parse_gpus(device)
     machine, dtype = Machine(plan_model(model), gpu, count), kv_cache_dtype or "auto"
     sizes = parse_tiers(tiers, machine, dtype)
-    try:
+    with as_usage_error():
         read = read_page_ids(trace, format, page_size)
         assert read.page_size is not None
         with Console(stderr=True).status(f"replaying {len(read):,} requests"):
             result = simulate_tiers(read, FirstTokens(machine, read.page_size, sizes, dtype), policy or "lru", warm_up)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
     title = f"{file_names(trace)}: {machine.model.name} on {machine.title}"
     if html is not None:
         html.write_text(_figure(result, title).to_html(include_plotlyjs=True), encoding="utf-8")
@@ -435,7 +431,7 @@ def _saves(tier: TierValue) -> str:
 
 
 def facts(result: TieredSimulation) -> list[str]:
-    """What was counted, and how."""
+    """Returns sentences on what was counted, and how."""
     trace, times = result.trace, result.times
     counted = f"; the first {result.warm_up:,} warm the cache and are not counted" if result.warm_up else ""
     loads = [
@@ -460,7 +456,7 @@ def facts(result: TieredSimulation) -> list[str]:
 
 
 def as_dict(result: TieredSimulation) -> dict[str, Any]:
-    """What ``--json`` prints beside the trace's name."""
+    """Returns what ``--json`` prints beside the trace's name."""
     trace, times = result.trace, result.times
     return {
         "simulated": True,

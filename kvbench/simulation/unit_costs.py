@@ -74,7 +74,7 @@ class UnitCostModel:
         self._notes = [note] if measured != kv_cache_dtype else []
 
     def notes(self) -> list[str]:
-        """What a reader of the results must know of how they came about."""
+        """Returns what a reader of the results must know of how they came about."""
         return self._notes
 
     def __call__(self, work: StepWork) -> StepTime:
@@ -173,7 +173,7 @@ class _UnitCostFile(BaseModel):
 
 @dataclass(frozen=True)
 class ThisCPU(Machine):
-    """``costs``: of a step of ``model`` in ``dtype``; ``measured``: on what, by which run."""
+    """This machine with ``costs`` of a step of ``model`` in ``dtype``; ``measured``: on what, by which run."""
 
     device: ClassVar[str] = "cpu"
     overlaps: ClassVar[bool] = False
@@ -181,18 +181,15 @@ class ThisCPU(Machine):
     dtype: str = "float32"
     measured: str = ""
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         """There is nothing that a data sheet would have to know."""
 
     @property
     def cost_model(self) -> str:
         return f"unit costs fitted to {self.measured}"
 
-    def _room(self, config: EngineConfig) -> int:
-        return DEFAULT_CPU_BUDGET
-
-    def _check_budget(self, budget: int) -> None:
-        """Host memory is not looked at."""
+    def _kv_budget(self, config: EngineConfig) -> int:
+        return DEFAULT_CPU_BUDGET if config.kv_budget is None else config.kv_budget
 
     def kv_shape(self) -> KVShape:
         return self.model.spec.kv_shape(self.dtype)

@@ -1,8 +1,12 @@
-"""One block: a fresh engine of one configuration, warmed up, and its loads one after another."""
+"""One block: a fresh engine of one configuration, warmed up, and its loads one after another.
+
+Blocks run here, one after another; ``RayMachines`` (ray_machines.py) run them elsewhere, several at a time.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -10,22 +14,10 @@ from typing import NamedTuple
 from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.measure.instrument import Instrument
 from kvbench.metrics.model import LoadMetrics, failed_words
+from kvbench.runs.manifest import StoredManifest
+from kvbench.runs.results import Environment, FailedLoad
 from kvbench.targets.builtin import ServerRefusedError
 from kvbench.workload.design import Block, Cell
-
-
-@dataclass(frozen=True)
-class Failure:
-    """A load without a result; --resume runs it again.
-
-    ``of_server``: its server did not start, or died; ``unanswered``: it was sent to one that lives, in vain.
-    """
-
-    cell_id: str
-    repeat: int
-    reason: str
-    of_server: bool = False
-    unanswered: bool = False
 
 
 class Unanswered(NamedTuple):
@@ -53,13 +45,13 @@ class BlockRunner:
     """
 
     instrument: Instrument
-    failures: list[Failure] = field(default_factory=list)
+    failures: list[FailedLoad] = field(default_factory=list)
     served: list[str] = field(default_factory=list)
     keeps_cache: list[str] = field(default_factory=list)
     on_sent: Callable[[Cell, Unanswered | None], None] = lambda cell, unanswered: None
 
     def run_block(self, block: Block) -> bool:
-        """Every load of ``block`` that is not done yet. A load that fails is recorded, and the next one tried.
+        """Runs every load of ``block`` that is not done yet. A load that fails is recorded, and the next one tried.
 
         False when the engine could not be started. Raises ServerRefusedError when it does not take its settings.
         """
@@ -101,7 +93,7 @@ class BlockRunner:
         return True
 
     def _open(self, block: Block) -> None:
-        """A UsageError fails this block only, where an engine has started before."""
+        """Opens the engine. A UsageError fails this block only, where an engine has started before."""
         try:
             self.instrument.open(block)
         except ServerRefusedError:
@@ -123,7 +115,57 @@ class BlockRunner:
 
     def fail(self, cell: Cell, repeat: int, reason: str, *, of_server: bool, unanswered: bool = False) -> None:
         """Records a load without a result."""
-        self.failures.append(Failure(cell.cell_id, repeat, reason, of_server, unanswered))
+        failed = FailedLoad(
+            cell_id=cell.cell_id, repeat=repeat, reason=reason, of_server=of_server, unanswered=unanswered
+        )
+        self.failures.append(failed)
         self.instrument.job.listener.load_failed(cell, repeat, reason)
         if unanswered:
             self.on_sent(cell, Unanswered(reason))
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A block that has run. ``started``: whether its server was up; ``seconds``: what it took."""
+
+    block: Block
+    started: bool
+    seconds: float
+
+
+class ThisMachine:
+    """Runs each block in this process. ``at_once``: blocks that may run at the same time.
+
+    ``environment``: of other machines; None: it is this one's. ``is_like_here``: whether this one is and runs the same.
+    ``resume_options``: of the command line, for --resume.
+    """
+
+    at_once: int = 1
+    is_here: bool = True
+    is_like_here: bool = True
+    environment: Environment | None = None
+    resume_options: Sequence[str] = ()
+    notes: Sequence[str] = ()
+
+    def begin(self, runner: BlockRunner, manifest: StoredManifest) -> None:
+        """Sets the ``runner`` of the blocks; ``manifest`` may keep which machine ran which load."""
+        self.runner = runner
+        self._next: Block | None = None
+
+    def next_block(self, left: Sequence[Block]) -> Block | None:
+        """The first of the blocks that are ``left`` that can begin now; None: none."""
+        return left[0] if left and self._next is None else None
+
+    def submit(self, block: Block) -> None:
+        """Begins ``block``."""
+        self._next = block
+
+    def next_finished(self) -> Finished | None:
+        """Waits for the end of a block, None where none runs any more. Raises what ``run_block`` does."""
+        if self._next is None:
+            return None
+        block, self._next, began = self._next, None, time.monotonic()
+        return Finished(block, self.runner.run_block(block), time.monotonic() - began)
+
+    def close(self) -> None:
+        """Ends what still runs."""

@@ -23,9 +23,9 @@ from kvbench.measure.http import HttpInstrument
 from kvbench.measure.instrument import Job, Listener
 from kvbench.requests.request import notes_path
 from kvbench.runs.folder import RunFolder
-from kvbench.runs.results import Capacity, LoadResult, Manifest
+from kvbench.runs.results import Capacity, FailedLoad, LoadResult, Manifest
 from kvbench.runs.server_info import ServerInfo
-from kvbench.sweep.block import BlockRunner, Failure
+from kvbench.sweep.block import BlockRunner
 from kvbench.targets.base import ModelFacts, Target
 from kvbench.targets.choose import choose
 from kvbench.workload.design import Block, Cell
@@ -39,7 +39,7 @@ _END_S = 10.0  # a load that is told to stop has ended and stopped its server
 
 @dataclass(frozen=True)
 class BlockTask:
-    """What a machine needs to know to run ``block``.
+    """The facts that a machine needs to run ``block``.
 
     ``workload``, ``options``, ``stored``: what ``choose`` makes the target of; ``served``: whether a server of this
     sweep has started before; ``keeps_cache``: as in BlockRunner; ``calibrations``: rows of calibration.json of the
@@ -57,18 +57,13 @@ class BlockTask:
 
 
 @dataclass(frozen=True)
-class Began:
-    """The task runs."""
-
-
-@dataclass(frozen=True)
 class Status:
     text: str
 
 
 @dataclass(frozen=True)
 class ServerUp:
-    """``info``: its /server_info; ``model``: its facts of the model."""
+    """A server with its /server_info and its facts of the model."""
 
     info: ServerInfo
     model: ModelFacts
@@ -76,7 +71,7 @@ class ServerUp:
 
 @dataclass(frozen=True)
 class LoadDone:
-    """``files``: a tar of the load's folder, with the requests that it sent. ``done``: its done.json."""
+    """A finished load with its done.json. ``files``: a tar of its folder, with the requests that it sent."""
 
     cell: Cell
     done: LoadResult
@@ -86,12 +81,12 @@ class LoadDone:
 @dataclass(frozen=True)
 class LoadFailed:
     cell: Cell
-    failure: Failure
+    failure: FailedLoad
 
 
 @dataclass(frozen=True)
 class BlockEnded:
-    """``started``: as ``run_block`` returns it; ``files``: a tar of logs and of failed loads.
+    """The end of a block. ``started``: as ``run_block`` returns it; ``files``: a tar of logs and of failed loads.
 
     ``refused``: the sentence of a UsageError; ``problem``: of a MeasurementError, or of a full disk.
     """
@@ -104,7 +99,7 @@ class BlockEnded:
     problem: str | None = None
 
 
-Event = Began | Status | ServerUp | LoadDone | LoadFailed | BlockEnded
+Event = Status | ServerUp | LoadDone | LoadFailed | BlockEnded
 
 
 def run_block_task(task: BlockTask) -> Iterator[Event]:
@@ -113,7 +108,7 @@ def run_block_task(task: BlockTask) -> Iterator[Event]:
     with tempfile.TemporaryDirectory(prefix=_PREFIX) as folder, RunFolder(Path(folder)).locked():
         work = _Work(task, RunFolder(Path(folder)))
         thread = threading.Thread(target=work.run, name="kvbench-block")
-        yield Began()
+        yield Status("starting")  # the task runs
         thread.start()
         try:
             while thread.is_alive() or not work.events.empty():
@@ -157,7 +152,7 @@ class _Work:
             self.error = error
 
     def kill_server(self) -> None:
-        """Ends the wait for it; the thread then stops what it has started."""
+        """Ends the wait for the server; the thread then stops what it has started."""
         pid = self.target.server().pid if self.target else None
         if pid is not None:
             with suppress(OSError):
@@ -198,7 +193,8 @@ class _Work:
                 raise
         known = self.run_folder.path / cache.FILE
         rows = read_json(known) if known.is_file() else []
-        files = pack(self.run_folder.path, [*self.run_folder.path.glob("logs/*"), *_failed(self.run_folder.path)])
+        kept = [path for pattern in ("logs/*", "cells/*/loads/failed-*") for path in self.run_folder.path.glob(pattern)]
+        files = pack(self.run_folder.path, kept)
         self.events.put(BlockEnded(started, tuple(keeps_cache), rows, files, refused, problem))
 
     def _check(self) -> None:
@@ -217,7 +213,7 @@ class _Listener(Listener):
 
     put: Callable[[Event], None]
     run: RunFolder
-    failures: Sequence[Failure]
+    failures: Sequence[FailedLoad]
 
     def load_started(self, cell: Cell, repeat: int, total: int) -> None:
         self.status(f"{cell.cell_id} repeat {repeat}")
@@ -233,7 +229,3 @@ class _Listener(Listener):
 
     def status(self, text: str) -> None:
         self.put(Status(text))
-
-
-def _failed(run: Path) -> list[Path]:
-    return sorted(run.glob("cells/*/loads/failed-*"))

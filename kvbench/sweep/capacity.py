@@ -103,9 +103,9 @@ def lengths_of(requests: Sequence[RequestSpec]) -> Lengths:
 
 
 def memory_notes(design: Design, capacity: Mapping[str, Capacity], lengths: Mapping[str, Lengths]) -> list[str]:
-    """A sentence a load: whether its requests fit into each configuration's KV at once; ``lengths``: by load id.
+    """Tells of each load whether its requests fit into each configuration's KV at once; ``lengths``: by load id.
 
-    None of them where the budget is known at start only. Last, what the engine keeps of layers with a sliding window.
+    Nothing where the budget is known at start only. Last, what the engine keeps of layers with a sliding window.
     """
     sized = [c for c in design.configurations if capacity[c.config_id].num_pages is not None]
     loads = list(dict.fromkeys(cell.load for cell in design.cells))
@@ -129,14 +129,14 @@ def _memory_note(
     seqs = {c.config_id: int(effective(c.settings, "max_num_seqs") or users * widest) for c in sized}
     most = {config_id: min(users, number // widest) for config_id, number in seqs.items()}
     full = [config_id for config_id, (_, share) in held.items() if share(most[config_id]) > 1]
-    parts = [_limits(full, held, most, counts)] if full else [_no_limits(sized, capacity)]
+    parts = [_limits(full, held, most, counts) if full else _no_limits(sized, capacity)]
     if capped := [f"{config_id} ({n})" for config_id, n in most.items() if n < users]:
         parts.append(f"max_num_seqs admits fewer than {users} to {and_more(capped, 6)}")
     return f"{needed}; {'; '.join(parts)}"
 
 
 def _limits(full: Sequence[str], held: Mapping[str, Any], most: Mapping[str, int], counts: Mapping[str, str]) -> str:
-    """Which configurations are too small, for the mean request or for the longest ones only, and which are not."""
+    """Names the configurations that are too small, for the mean request or the longest ones only, and the others."""
     some = [counts[config_id] for config_id in full if held[config_id][0] < most[config_id]]
     rare = [config_id for config_id in full if held[config_id][0] >= most[config_id]]
     rest = [config_id for config_id in held if config_id not in full]
@@ -155,7 +155,7 @@ def _no_limits(sized: Sequence[Configuration], capacity: Mapping[str, Capacity])
 
 
 def at_once(configuration: Configuration, known: Capacity, lengths: Lengths) -> tuple[float, Callable[[int], float]]:
-    """Requests of the mean size that fit at once, and the share of the KV that the ``n`` largest take.
+    """Counts requests of the mean size that fit at once, and the share of the KV that the ``n`` largest take.
 
     With prefix caching a shared prefix is there once.
     """

@@ -86,7 +86,7 @@ def workload_source(
 
 
 def choose_load(path: str | Path, chosen: LoadOptions, **how: Any) -> tuple[Workload, LoadPoint]:
-    """The workload with one load: the one that ``chosen.at`` names (else its first), changed as the options say.
+    """Reads the workload with the load that ``chosen.at`` names (else its first), changed as the options say.
 
     ``how``: ``profile``, ``overrides`` and ``seed`` of ``load_workload``. Raises UsageError.
     """
@@ -121,7 +121,7 @@ def check_named_load(path: str | Path, chosen: LoadOptions, how: Mapping[str, An
 
 
 def _changes(workload: Workload, point: LoadPoint, chosen: LoadOptions) -> dict[str, Any]:
-    """Values under ``load:`` that leave one load point."""
+    """The values under ``load:`` that leave one load point."""
     load, burstiness = workload.load, chosen.burstiness
     count = chosen.num_prompts or load.count_for(point.concurrency if point.mode == "closed" else point.request_rate)
     changes: dict[str, Any] = {}
@@ -158,7 +158,7 @@ def _changes(workload: Workload, point: LoadPoint, chosen: LoadOptions) -> dict[
 
 
 def parse_goodput(words: Sequence[str]) -> dict[str, float]:
-    """``ttft:200 tpot:50`` [ms], as vllm bench serve takes it. Raises UsageError."""
+    """Parses ``ttft:200 tpot:50`` [ms], as vllm bench serve takes it. Raises UsageError."""
     limits: dict[str, float] = {}
     for word in " ".join(words).replace(",", " ").split():
         name, _, text = word.partition(":")
@@ -179,7 +179,7 @@ def parse_goodput(words: Sequence[str]) -> dict[str, float]:
 
 
 def parse_canaries(text: str) -> dict[str, Any]:
-    """``0.1`` or ``0.1:FILE`` as ``load.canaries`` has it. Raises UsageError."""
+    """Parses ``0.1`` or ``0.1:FILE`` as ``load.canaries`` has it. Raises UsageError."""
     share, _, file = text.partition(":")
     try:
         return {"share": float(share), "file": str(Path(file).resolve()) if Path(file).is_file() else file or None}

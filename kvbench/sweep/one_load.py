@@ -36,7 +36,7 @@ from kvbench.runs.aggregate import aggregate_cell
 from kvbench.runs.folder import RunFolder
 from kvbench.runs.manifest import new_manifest
 from kvbench.runs.results import CellLoad, LoadResult, WarmUpResult
-from kvbench.runs.work import FolderWork, begun, kept, work_in
+from kvbench.runs.work import FolderWork, kept, work_in
 from kvbench.sweep.load_folder import METRICS, LoadFolder, LoadManifest, SearchRuns, open_folder
 from kvbench.sweep.load_options import (
     LoadOptions,
@@ -48,8 +48,7 @@ from kvbench.sweep.load_options import (
     workload_source,
 )
 from kvbench.sweep.progress import LiveServer
-from kvbench.sweep.rate_plan import SearchPlan, at_rate, mean_rate, plan_search
-from kvbench.sweep.rate_run import RateSearch
+from kvbench.sweep.rate_run import RateSearch, SearchPlan, at_rate, mean_rate, plan_search
 from kvbench.sweep.show_load import StoredLoad, show, stored_load
 from kvbench.targets.base import Target
 from kvbench.targets.choose import preset_named, running_server
@@ -71,7 +70,7 @@ def load_command(
     find_max_rate: str | None,
     **options: Any,
 ) -> int:
-    """The exit code. ``given``: which of the options stand on the command line. Raises UsageError, MeasurementError."""
+    """Runs the command; its exit code. ``given``: options on the command line. Raises UsageError, MeasurementError."""
     check_combination(given, options["overrides"])
     if options["worker"]:
         become_worker(options)
@@ -147,14 +146,6 @@ def describe(
     workload: Workload, block: Block, target: Target, plan: SearchPlan | None, sharing: Mapping[str, Any]
 ) -> LoadManifest:
     """The manifest of a load, before anything is sent; never with a key."""
-    point = block.cells[0].load
-    load = CellLoad(
-        load_id=point.load_id,
-        mode=point.mode,
-        concurrency=point.concurrency,
-        request_rate="inf" if point.request_rate == float("inf") else point.request_rate,
-        num_requests=point.num_requests,
-    )
     facts = dataclasses.asdict(target.model)
     served = {"url": target.base_url, "preset": target.preset.name, "version": target.version()}
     served |= {"endpoint": target.dialect.endpoint, "template_tokens": target.template_tokens}
@@ -164,7 +155,7 @@ def describe(
         [] if plan else [block],
         kind="load",
         seed=workload.seed,
-        load=load,
+        load=CellLoad.of(block.cells[0].load),
         target=served | {"model": facts.pop("name"), **facts},
         search=dataclasses.asdict(plan) if plan else None,
         sharing=dict(sharing),
@@ -189,7 +180,7 @@ def _work(
 
 
 def resume_command(command: Sequence[str], resume: bool) -> str:
-    """How to go on with a load that was begun by ``command``. ``resume``: it was given --resume itself."""
+    """The command that goes on with a load that was begun by ``command``. ``resume``: it was given --resume itself."""
     return shlex.join([*command, *([] if resume else ["--resume"])])
 
 
@@ -202,10 +193,7 @@ _PHASES = {
 
 
 class LoadDisplay(Listener):
-    """Shows what a load does: in the status line on a terminal, as a printed line elsewhere.
-
-    ``done``: the result of the last load.
-    """
+    """Shows what a load does, on a terminal in the status line. ``done``: the result of the last load."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -224,7 +212,7 @@ class LoadDisplay(Listener):
         self._update = lambda text: None
 
     def say(self, text: str) -> None:
-        """Something else that takes seconds is being done."""
+        """Tells that something else that takes seconds is being done."""
         if self._console.is_terminal:
             self._update(f"{self._name}: {text}")
         else:
@@ -265,7 +253,7 @@ class OneLoad:
         return self.block.cells[0]
 
     def run(self, next_step: str) -> int:
-        """A single load; the exit code. ``next_step``: how to measure an invalid one again; empty: not at all."""
+        """Runs a single load; the exit code. ``next_step``: how to measure an invalid one again; empty: not at all."""
         metrics_file = self.folder.path / METRICS
         if self.folder.finished:
             print_plain(self.console, "this load is finished and is not run again")
@@ -295,7 +283,7 @@ class OneLoad:
         return EXIT_INVALID
 
     def search(self, plan: SearchPlan, next_step: str) -> int:
-        """A search over rates; the exit code. ``next_step``: how to go on with one that is not at its end."""
+        """Runs a search over rates; the exit code. ``next_step``: how to go on with one that is not at its end."""
         server, job, native_rate, least = self.instrument.server, self.instrument.job, None, self.cell.load.num_requests
         load, check = server.load, job.check
         if load.arrivals == "trace":
@@ -328,12 +316,12 @@ class OneLoad:
         return code
 
     def say_what_is_kept(self, work: FolderWork, command: str) -> None:
-        """At an early end: where no load was measured to its end, ``command`` begins again."""
+        """Settles the next step at an early end: where no load was measured to its end, ``command`` begins again."""
         if not (self.display.done or any(self.folder.finished_runs())):
-            work.next_step = begun(command)
+            work.next_step = f"no load was measured to its end. Begin again with:\n  {command}"
 
     def measure(self, cell: Cell, number: int) -> StoredLoad:
-        """One load, after the warm-up if it is the first; what metrics.json holds."""
+        """Measures one load, after the warm-up if it is the first; returns what metrics.json holds."""
         target = self.instrument.server.target
         if not self.instrument.loads:
             notes_before = len(target.notes)

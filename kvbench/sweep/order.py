@@ -34,7 +34,7 @@ _DECIDING = ("output_throughput", "p95_ttft_ms")  # what further repeats are for
 
 @dataclass
 class Measured:
-    """``done``: results of the finished loads; ``attempts``: how often each was measured in this execution.
+    """The results of the finished loads, ``done``, and how often each was measured in this execution, ``attempts``.
 
     ``again``: whether loads that were disturbed in this execution are measured again.
     """
@@ -44,7 +44,7 @@ class Measured:
     again: bool = True
 
     def is_left(self, load: LoadKey) -> bool:
-        """Whether the load is still to be measured; one that failed is not tried again."""
+        """Tests whether the load is still to be measured; one that failed is not tried again."""
         done, attempts = self.done.get(load), self.attempts[load]
         if attempts and not self.again:
             return False
@@ -59,7 +59,7 @@ class Measured:
                 self.done[load] = read_record(LoadResult, run.load(*load) / DONE, "remove the load's folder")
 
     def take(self, run: RunFolder, block: Block) -> None:
-        """``block`` was measured: counts the attempts, and reads what there is of it.
+        """Counts the attempts at ``block``, and reads what there is of it.
 
         A calibration that the client failed before a load and passed since was disturbed, whatever disturbed it.
         """
@@ -73,7 +73,7 @@ class Measured:
                 write_record(run.load(*load) / DONE, self.done[load])
 
     def disturbed_in_a_row(self, block: Block, before: int) -> int:
-        """How many of the loads up to the end of ``block`` were disturbed one after the other."""
+        """Counts the loads up to the end of ``block`` that were disturbed one after the other."""
         for cell in block.cells:
             if (done := self.done.get((cell.cell_id, block.repeat))) is not None:
                 before = before + 1 if done.is_disturbed else 0
@@ -87,7 +87,7 @@ class Measured:
 
 
 def measures_again(done: LoadResult, attempts: int) -> bool:
-    """Whether a finished load is measured again: if it was disturbed, or is invalid from before a --resume.
+    """Tests whether a finished load is measured again: if it was disturbed, or is invalid from before a --resume.
 
     Never one with wrong answers: they may not come again, and are what was to be found.
     """
@@ -97,7 +97,7 @@ def measures_again(done: LoadResult, attempts: int) -> bool:
 
 
 def blocks_left(blocks: Sequence[Block], measured: Measured) -> list[Block]:
-    """The blocks with what is left of them, in order: first loads without an attempt, then those with one, ..."""
+    """Lists the blocks with what is left of them: first loads without an attempt, then those with one, ..."""
     rounds = []
     for attempts in range(ATTEMPTS):
         for block in blocks:
@@ -111,10 +111,10 @@ def blocks_left(blocks: Sequence[Block], measured: Measured) -> list[Block]:
 def blocks_in_time(
     design: Design, blocks: Sequence[Block], measured: Measured, time_left_s: float, seconds: Callable[[Block], float]
 ) -> list[Block]:
-    """Of ``blocks_left`` those that end in time, what decides most first, after those that are measured in any case.
+    """Lists those of ``blocks_left`` that end in time; ``seconds``: what a block is expected to take.
 
-    Measured in any case: every cell's first repeat, again if it was disturbed and the cell has no valid load.
-    ``seconds``: what a block is expected to take.
+    First those that are measured in any case: every cell's first repeat, again if it was disturbed and the cell has no
+    valid load. Then what decides most.
     """
     every = blocks_left(blocks, measured)
 
@@ -138,7 +138,7 @@ def _part(block: Block, cells: Collection[Cell]) -> Block:
 
 
 def _by_decision(design: Design, rest: Sequence[Block], measured: Measured) -> list[list[Block]]:
-    """``rest`` in units of a configuration's and the baseline's block of one repeat.
+    """Groups ``rest`` in units of a configuration's and the baseline's block of one repeat.
 
     First those that lead a configuration to ``FEWEST`` repeats, one configuration after the other; then the least
     decided, where each configuration's next unit comes before any configuration's second one.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from kvbench.common.text import clock, plural
 from kvbench.measure.http import HttpInstrument
 from kvbench.measure.instrument import Instrument
 from kvbench.requests.build import build_requests
-from kvbench.requests.canaries import CanarySet, canaries_of
+from kvbench.requests.canaries import canaries_of
 from kvbench.runs.results import Capacity
 from kvbench.sweep.capacity import Lengths, lengths_of
 from kvbench.workload.design import Block, Check, Design, capacities
@@ -26,9 +26,7 @@ _UNKNOWN = 2**20  # a limit that only the server knows is checked once it runs
 
 @dataclass(frozen=True)
 class Preflight:
-    """What is known before a launch: ``capacity`` by configuration id; by load id its guessed seconds, and the lengths
-    of its requests.
-    """
+    """The facts before a launch: ``capacity`` by configuration id; ``seconds`` (guessed) and ``lengths`` by load id."""
 
     capacity: dict[str, Capacity]
     seconds: dict[str, float]
@@ -38,7 +36,7 @@ class Preflight:
 def preflight(
     workload: Workload, design: Design, check: Check, instrument: type[Instrument] = HttpInstrument
 ) -> Preflight:
-    """Everything that can be refused before a launch: each configuration, and the prompts of each load. UsageError."""
+    """Checks all that can be refused before a launch: each configuration, and the prompts of each load. UsageError."""
     capacity = capacities(design, check)
     guesses: dict[str, float] = {}
     lengths: dict[str, Lengths] = {}
@@ -51,7 +49,9 @@ def preflight(
             continue
         drawn.add(key)
         try:
-            canaries = _canaries(workload, cell.configuration.settings)
+            canaries, model = None, cell.configuration.settings.get("model")
+            if model is not None or (workload.load.canaries and workload.load.canaries.file):
+                canaries = canaries_of(workload.load, str(model or ""))  # else only the server tells its model
             for repeat in range(1, workload.load.repeats + 1):
                 requests = build_requests(
                     workload.load, vocab_size=vocab, max_model_len=limit, seed=workload.seed, repeat=repeat,
@@ -62,13 +62,6 @@ def preflight(
         guesses[cell.load.load_id] = instrument.guess_s(cell.load, requests, workload.profile)
         lengths[cell.load.load_id] = lengths_of(requests)
     return Preflight(capacity, guesses, lengths)
-
-
-def _canaries(workload: Workload, settings: Mapping[str, Any]) -> CanarySet | None:
-    """The canaries of the model in ``settings``; None where the load has none, or only the server tells its model."""
-    if "model" not in settings and (workload.load.canaries is None or workload.load.canaries.file is None):
-        return None
-    return canaries_of(workload.load, str(settings.get("model", "")))
 
 
 def describe_plan(

@@ -24,7 +24,7 @@ from kvbench.workload.design import Block, Cell
 
 
 class Estimator:
-    """Seconds that loads and server starts take: the median of those that are finished, else a guess.
+    """The seconds that loads and server starts take: the median of those that are finished, else a guess.
 
     A load is like those of the same cell, else like those of the same load point under other configurations.
     """
@@ -37,14 +37,14 @@ class Estimator:
         self._rest: list[float] = []
 
     def observe(self, cell: Cell, wall_s: float, server_start_s: float | None = None) -> None:
-        """A finished load took ``wall_s``, checks included; its server took ``server_start_s`` to start."""
+        """Notes that a load took ``wall_s``, checks included, and its server ``server_start_s`` to start."""
         for key in (cell.cell_id, cell.load.load_id):
             self._seen.setdefault(key, []).append(wall_s)
         if server_start_s is not None:
             self._starts.append(server_start_s)
 
     def observe_block(self, block: Block, wall_s: float) -> None:
-        """A finished block took ``wall_s``: what is beyond start and loads (warm-up, the server's end) is counted."""
+        """Notes what a block took beyond start and loads (warm-up, the server's end)."""
         known = statistics.median(self._starts or [0.0]) + sum(self.load_s(cell) for cell in block.cells)
         self._rest.append(max(0.0, wall_s - known))
 
@@ -56,16 +56,16 @@ class Estimator:
 
     @property
     def guesses_starts(self) -> bool:
-        """Whether no launch has been measured yet."""
+        """Tests whether no launch has been measured yet."""
         return not self._starts
 
     def start_s(self) -> float:
-        """Everything but the loads of a block."""
+        """The seconds of everything but the loads of a block."""
         start = statistics.median(self._starts) if self._starts else self._start_guess_s
         return start + statistics.median(self._rest or [0.0])
 
     def total_s(self, blocks: Sequence[Block]) -> float:
-        """Seconds for ``blocks`` from nothing."""
+        """The seconds for ``blocks`` from nothing."""
         return sum(self.start_s() + sum(self.load_s(c) for c in b.cells) for b in blocks if b.cells)
 
 
@@ -83,31 +83,25 @@ class LiveServer:
         self._samples: tuple[MetricsSample, ...] = ()
 
     def take(self, sample: MetricsSample) -> None:
-        """The next reading of the same server."""
+        """Adds the next reading of the same server."""
         self._samples = (*(each for each in self._samples if sample.at - each.at <= WINDOW_S), sample)
 
     def rows(self, width: int) -> Sequence[str]:
-        """``412 tok/s, 18 running, 14 waiting, KV 93 %`` as far as the server tells; none where it tells nothing."""
-        now = time.perf_counter()
-        recent = [each for each in self._samples if now - each.at <= WINDOW_S]
-        line = fit(_server_parts(recent), width, ", ")
+        """Writes ``412 tok/s, 18 running, 14 waiting, KV 93 %`` as far as the server tells that."""
+        now, parts = time.perf_counter(), []
+        recent = [sample for sample in self._samples if now - sample.at <= WINDOW_S]
+        counted = [sample for sample in recent if _TOKENS in sample.counters]
+        if len(counted) > 1 and (seconds := counted[-1].at - counted[0].at) > 0:
+            made = counted[-1].counters[_TOKENS] - counted[0].counters[_TOKENS]
+            parts.append((f"{words.tokens_per_s(made / seconds)} tok/s", 1))
+        gauges = recent[-1].gauges if recent else {}
+        for name, what, rank in (("num_requests_running", "running", 3), ("num_requests_waiting", "waiting", 4)):
+            if name in gauges:
+                parts.append((f"{gauges[name]:.0f} {what}", rank))
+        if "kv_cache_usage_perc" in gauges:
+            parts.append((f"KV {100 * gauges['kv_cache_usage_perc']:.0f} %", 2))
+        line = fit(parts, width, ", ")
         return (line,) if line else ()
-
-
-def _server_parts(recent: Sequence[MetricsSample]) -> list[Part]:
-    if not recent:
-        return []
-    gauges, counted = recent[-1].gauges, [each for each in recent if _TOKENS in each.counters]
-    parts = []
-    if len(counted) > 1 and (seconds := counted[-1].at - counted[0].at) > 0:
-        made = counted[-1].counters[_TOKENS] - counted[0].counters[_TOKENS]
-        parts.append((f"{words.tokens_per_s(made / seconds)} tok/s", 1))
-    for name, what, rank in (("num_requests_running", "running", 3), ("num_requests_waiting", "waiting", 4)):
-        if name in gauges:
-            parts.append((f"{gauges[name]:.0f} {what}", rank))
-    if (usage := gauges.get("kv_cache_usage_perc")) is not None:
-        parts.append((f"KV {100 * usage:.0f} %", 2))
-    return parts
 
 
 class SweepProgress(Listener):
@@ -143,13 +137,13 @@ class SweepProgress(Listener):
         self._live = LiveText(console, self._rows, quiet_s)
 
     def expect(self, blocks: Sequence[Block]) -> None:
-        """``blocks`` are those still to run. A load that is measured again counts once, as not finished."""
+        """Sets the blocks still to run. A load that is measured again counts once, as not finished."""
         self._left = {(c.cell_id, b.repeat): (b, c) for b in blocks for c in b.cells}
         self._finished -= self._left.keys()
         self._total = len(self._finished) + len(self._left)
 
     def loads_begin_in(self, seconds: float) -> None:
-        """The loads begin about then: something else is measured first."""
+        """Tells when the loads begin: something else is measured first."""
         self._loads_from = time.monotonic() + seconds
 
     def __enter__(self) -> SweepProgress:
@@ -160,7 +154,7 @@ class SweepProgress(Listener):
         self._live.__exit__(*exc)
 
     def time_left_s(self) -> float:
-        """Loads not finished, plus one server start for each block that still has some."""
+        """The seconds of loads not finished, plus one server start for each block that still has some."""
         left = list(self._left.values())  # a copy: this runs in the thread of the live line, too
         blocks = {b.block_id for b, _ in left}
         seconds = max(0.0, self._loads_from - time.monotonic())
@@ -171,7 +165,7 @@ class SweepProgress(Listener):
         return max(0.0, seconds) / self._at_once
 
     def status(self, text: str | Callable[[], str]) -> None:
-        """What is being done; a function is asked whenever it is shown."""
+        """Tells what is being done; a function is asked whenever it is shown."""
         self._current, self._requests = None, []
         self._doing, self._load_began = text, time.monotonic()
 
@@ -204,9 +198,9 @@ class SweepProgress(Listener):
         self._finished.add((cell.cell_id, repeat))
         self.status("between loads")
         self._live.printed()
-        elapsed, left = clock(time.monotonic() - self._began), self._left_words()
+        elapsed = clock(time.monotonic() - self._began)
         head = f"[{len(self._finished)}/{self._about}{self._total}] {cell.cell_id} repeat {repeat}: "
-        print_plain(self._console, f"{head}{text}  (elapsed {elapsed}, {left})")
+        print_plain(self._console, f"{head}{text}  (elapsed {elapsed}, {self._time_left()}{self._guess()})")
 
     def _rows(self, width: int) -> list[str]:
         number, requests = min(len(self._finished) + 1, self._total), self._requests
@@ -220,9 +214,6 @@ class SweepProgress(Listener):
             (f"{', ' if requests else ': '}{clock(time.monotonic() - self._load_began)}", 4),
         ]
         return [fit(parts, width), *(self._server.rows(width) if self._current else ())]
-
-    def _left_words(self) -> str:
-        return self._time_left() + self._guess()
 
     def _time_left(self) -> str:
         return f"about {clock(self.time_left_s())} left"

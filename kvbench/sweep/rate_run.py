@@ -1,54 +1,216 @@
-"""Runs the rate search of ``kvbench load --find-max-rate``: one measured load after the other, each kept."""
+"""Plans and runs the rate search of ``kvbench load --find-max-rate``: one measured load after the other, each kept."""
 
 from __future__ import annotations
 
 import math
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from rich.console import Console
-from rich.table import Table
 
 from kvbench.calibration.calibrate import Calibration
 from kvbench.common.console import make_table, print_plain, print_table
-from kvbench.common.errors import EXIT_INCONCLUSIVE, EXIT_INVALID, EXIT_OK, MeasurementError
+from kvbench.common.errors import EXIT_INCONCLUSIVE, EXIT_INVALID, EXIT_OK, MeasurementError, UsageError
 from kvbench.common.files import write_json
 from kvbench.common.records import read_record, write_record
 from kvbench.common.text import clock, plural, significant
 from kvbench.load.validity import client_reasons
+from kvbench.metrics.latency import QUANTILES
 from kvbench.metrics.model import LoadMetrics, LoadOutcome
 from kvbench.sweep.load_folder import METRICS, LoadFolder
-from kvbench.sweep.rate_plan import RunLength
+from kvbench.sweep.load_options import LoadOptions, choose_load
 from kvbench.sweep.rate_search import (
     ALWAYS,
     CLIENT_LIMIT,
+    CONFIDENCE,
     FOUND,
     INVALID,
     NEVER,
     OUT_OF_TIME,
     TOO_SHORT,
-    Answer,
     Bounds,
     Condition,
-    NextRun,
+    Interval,
+    SearchAnswer,
     Trial,
+    arrivals_to_detect,
+    detectable_share,
     filling_s,
     interval_so_far,
     misses,
     next_step,
+    parse_conditions,
     queue_growth,
 )
-from kvbench.sweep.rate_threshold import CONFIDENCE, Interval
 from kvbench.sweep.show_load import StoredLoad
+from kvbench.workload.design import LoadPoint
+from kvbench.workload.file import Workload
+from kvbench.workload.load_section import LoadConfig, Slo
 
+_FIRST_RATE = 1.0  # of a closed-loop workload, which has none
+_BELOW, _ABOVE = 64.0, 1024.0  # how far from the first rate the search goes by itself
+_INCLUDE_THE_WAIT = ("ttft_ms", "ttfo_ms", "e2el_ms")
+_REACHED = {**QUANTILES, "max": 1.0}  # share of the longest wait, as waits grow evenly; the mean is half of it
 _RUN_OVER_FILLING = 4.0  # a run is so many times as long as the queue takes to fill
+
+
+@dataclass(frozen=True)
+class RunLength:
+    """The length of a run: at least ``least`` requests, or conversations, and ``seconds`` of arrivals.
+
+    ``enough``: also as many requests as the percentiles of the SLO need, and as a rate ``overload`` (a share) above
+    the capacity needs to show (by ``patience_s``, or by the number of arrivals); False with --num-prompts.
+    ``fixed``: exactly ``least``, the requests of a trace.
+    """
+
+    least: int
+    seconds: float
+    enough: bool = True
+    overload: float = 1.0
+    patience_s: float = math.inf
+    fixed: bool = False
+    unit: str = "requests"
+
+    def requests(self, rate: float, conditions: Sequence[Condition]) -> int:
+        """The requests of a run at ``rate`` [1/s]."""
+        if self.fixed:
+            return self.least
+        counts = [self.least, math.ceil(rate * self.seconds)]
+        if self.enough:
+            counts += [c.samples_needed for c in conditions]
+            by_number = arrivals_to_detect(self.overload)
+            counts.append(math.ceil(min(rate * self.patience_s / self.overload, by_number)))
+        return max(counts)
+
+    def seconds_of(self, rate: float, conditions: Sequence[Condition]) -> float:
+        """The seconds for which a run at ``rate`` [1/s] sends."""
+        return self.requests(rate, conditions) / rate
+
+    def detectable_overload(self, rate: float, requests: int) -> float:
+        """The least overload, as a share of the capacity, that a run of so many requests at ``rate`` [1/s] shows."""
+        return min(rate * self.patience_s / max(requests, 1), detectable_share(requests))
+
+
+def patience_s(conditions: Sequence[Condition], slo: Slo | None) -> float:
+    """The seconds T after which an overload of 100 % breaks the SLO; an overload of a share x needs T / x.
+
+    After T seconds the last requests wait T, so the quantile q of a latency that includes the wait is q * T: it
+    reaches its limit at T = limit / q. Infinite where no latency of the SLO includes the wait.
+    """
+    found = [math.inf]
+    for condition in conditions:
+        if condition.metric in _INCLUDE_THE_WAIT:
+            found.append(condition.limit / 1000.0 / _REACHED.get(condition.stat, 0.5))
+        elif condition.metric == "goodput" and slo is not None:
+            limits = [limit for name in _INCLUDE_THE_WAIT if (limit := getattr(slo, name)) is not None]
+            found += [limit / 1000.0 / condition.limit for limit in limits]
+    return min(found)
+
+
+@dataclass(frozen=True)
+class SearchPlan:
+    """The options of a search; two searches with equal ones are one search."""
+
+    slo: str
+    start: float | None
+    min_rate: float | None
+    max_rate: float | None
+    tolerance: float
+    max_runs: int
+    run_seconds: float
+    num_prompts: int | None
+    max_minutes: float
+
+    @property
+    def conditions(self) -> tuple[Condition, ...]:
+        try:
+            return parse_conditions(self.slo)
+        except ValueError as error:
+            raise UsageError(f"--find-max-rate: {error}") from None
+
+    def bounds(self, start: float | None) -> Bounds:
+        """The rates to search; ``start``: the workload's own [1/s]. Raises UsageError for rates that contradict."""
+        named = {"--min-rate": self.min_rate, "--request-rate": self.start, "--max-rate": self.max_rate}
+        given = [(name, rate) for name, rate in named.items() if rate is not None]
+        for (one, below), (other, above) in pairwise(given):
+            if below > above:
+                raise UsageError(f"{one} {below:g} is above {other} {above:g}: change one of them")
+        first = self.start or start or _FIRST_RATE
+        first = min(first, self.max_rate or first)  # an option wins over what the file begins with
+        first = max(first, self.min_rate or first)
+        low, high = self.min_rate or first / _BELOW, self.max_rate or first * _ABOVE
+        return Bounds(first, low, high, self.tolerance, self.max_runs)
+
+    def run_length(self, load: LoadConfig, least: int | None) -> RunLength:
+        """The length of a run; ``least``: requests of ``load``, or of a trace."""
+        return RunLength(
+            self.num_prompts or least or 1,
+            self.run_seconds,
+            enough=self.num_prompts is None,
+            overload=self.bounds(None).overload,
+            patience_s=patience_s(self.conditions, load.slo),
+            fixed=load.arrivals == "trace",
+            unit="requests" if load.sessions is None else "conversations",
+        )
+
+
+def plan_search(
+    path: str, slo: str, chosen: LoadOptions, how: Mapping[str, Any], options: Mapping[str, Any]
+) -> tuple[Workload, LoadPoint, SearchPlan]:
+    """Plans a search: the workload in open loop, its load point, and the search. Raises UsageError."""
+    if chosen.request_rate is not None and math.isinf(chosen.request_rate):
+        raise UsageError("--find-max-rate begins at a finite --request-rate: leave inf out")
+    names = ("min_rate", "max_rate", "tolerance", "max_runs", "run_seconds", "num_prompts", "max_minutes")
+    plan = SearchPlan(slo, chosen.request_rate, **{name: options[name] for name in names})
+    conditions = plan.conditions
+    workload, point = choose_load(path, replace(chosen, request_rate=None, burstiness=None), **how)
+    if workload.load.arrivals in ("ramp", "step"):
+        raise UsageError(
+            f"--find-max-rate needs one rate a run, and this load's arrivals are a {workload.load.arrivals}: use "
+            "poisson, constant, gamma or a trace (-o load.arrivals=poisson)"
+        )
+    if any(c.metric == "goodput" for c in conditions) and workload.load.slo is None:
+        raise UsageError("a goodput condition needs an SLO: give --goodput 'ttft:200 tpot:50', or load.slo in the file")
+    if workload.load.arrivals != "trace":  # which is played faster or slower, gaps and all
+        rate = plan.bounds(point.request_rate).start
+        workload, point = choose_load(path, replace(chosen, request_rate=rate), **how)
+    plan.bounds(point.request_rate)
+    return workload, point, plan
+
+
+def at_rate(load: LoadConfig, rate: float, count: int, native_rate: float | None = None) -> LoadConfig:
+    """The ``load`` with ``count`` requests (or conversations) at ``rate`` [1/s].
+
+    A trace has its own requests and gaps: it is played ``rate / native_rate`` times as fast as ``load`` plays it.
+    """
+    if load.arrivals == "trace":
+        assert native_rate is not None
+        scale = load.prompts.rate_scale * rate / native_rate
+        return load.model_copy(update={"prompts": load.prompts.model_copy(update={"rate_scale": scale})})
+    update: dict[str, Any] = {"request_rate": (rate,), "duration_s": None}
+    if load.sessions is None:
+        update["num_requests"] = (count,)
+    else:
+        update["sessions"] = load.sessions.model_copy(update={"num_sessions": (count,)})
+    return load.model_copy(update=update)
+
+
+def mean_rate(requests: Sequence[Any]) -> float:
+    """The arrivals a second of requests with times of their own. Raises UsageError where no time passes."""
+    times = [r.arrival_s for r in requests if r.arrival_s is not None]
+    span = max(times, default=0.0) - min(times, default=0.0)
+    if span <= 0:
+        raise UsageError("--find-max-rate needs arrivals at different times, and these are all at once")
+    return (len(times) - 1) / span
+
 
 Measure = Callable[[float, int, int], StoredLoad]
 """Runs one load: rate [1/s], number of requests, number of the run (its seed)."""
@@ -66,11 +228,6 @@ class SearchRun:
     trial: Trial
     requests: int
     failed: int
-
-    def to_json(self) -> dict[str, Any]:
-        """A row of search.json."""
-        sent = {"requests": self.requests, "failed": self.failed}
-        return {"run": self.name, **sent, **asdict(self.trial)}
 
 
 @dataclass
@@ -97,7 +254,7 @@ class RateSearch:
 
     @property
     def can_continue(self) -> bool:
-        """Whether the same command can measure more of it: its time was over, or its runs were invalid."""
+        """Tests whether the same command can measure more of it: its time was over, or its runs were invalid."""
         return self.outcome in (INVALID, OUT_OF_TIME)
 
     def run(self) -> int:
@@ -105,8 +262,8 @@ class RateSearch:
         self._read_finished()
         self._ends_at = time.monotonic() + self.limit_s
         allowed = f"{self.limit_s / 60:g} minutes were allowed (--max-minutes)"
-        while isinstance(step := next_step(self.trials, self.bounds), NextRun):
-            rate, needed = f"{step.rate:g} {self.length.unit}/s", self.length.seconds_of(step.rate, self.conditions)
+        while not isinstance(step := next_step(self.trials, self.bounds), SearchAnswer):
+            rate, needed = f"{step:g} {self.length.unit}/s", self.length.seconds_of(step, self.conditions)
             reason = f"{allowed}; the next run, at {rate}, takes {clock(needed)}"
             if time.monotonic() + needed <= self._ends_at:
                 try:
@@ -114,7 +271,7 @@ class RateSearch:
                     continue
                 except OutOfTimeError:
                     reason = f"{allowed}, and the run at {rate} was cut"
-            step = Answer(OUT_OF_TIME, interval_so_far(self.trials, self.bounds), reason)
+            step = SearchAnswer(OUT_OF_TIME, interval_so_far(self.trials, self.bounds), reason)
             break
         return self._conclude(step)
 
@@ -133,18 +290,18 @@ class RateSearch:
         if self.runs:
             self._print(f"{plural(len(self.runs), 'finished run')}: not run again")
 
-    def _run_one(self, step: NextRun) -> None:
-        number, count = len(self.runs) + 1, self.length.requests(step.rate, self.conditions)
-        path = self.folder.run(number, f"r{step.rate:g}")
-        name = f"run {number}: {step.rate:g} {self.length.unit}/s"
-        seconds = clock(self.length.seconds_of(step.rate, self.conditions))
+    def _run_one(self, rate: float) -> None:
+        number, count = len(self.runs) + 1, self.length.requests(rate, self.conditions)
+        path = self.folder.run(number, f"r{rate:g}")
+        name = f"run {number}: {rate:g} {self.length.unit}/s"
+        seconds = clock(self.length.seconds_of(rate, self.conditions))
         self._print(f"{name}, {count} {self.length.unit}, about {seconds}")
         try:
-            kept = self.measure(step.rate, count, number)
+            kept = self.measure(rate, count, number)
         except MeasurementError as error:  # as an invalid run, which is measured again
             kept = StoredLoad(valid=False, invalid_reasons=(str(error),), metrics=LoadMetrics())
             path.mkdir(parents=True, exist_ok=True)
-        trial = self._judged(step.rate, kept, path)
+        trial = self._judged(rate, kept, path)
         kept = kept.model_copy(update={"trial": trial})
         self._note(path, kept)
         verdict = {True: "met", False: "missed", None: f"NOT JUDGED ({trial.cause})"}[trial.met]
@@ -154,7 +311,7 @@ class RateSearch:
         write_record(path / METRICS, kept)  # after it is told: a full disk must not take it away
 
     def _judged(self, rate: float, kept: StoredLoad, run: Path) -> Trial:
-        """What the run shows of the rate."""
+        """Judges what the run shows of the rate."""
         starts, ends = request_times(run / "requests.parquet")
         growth = queue_growth(starts, ends)
         trial = Trial(
@@ -183,10 +340,11 @@ class RateSearch:
             self.length = replace(self.length, seconds=max(self.length.seconds, trial.seconds))
         self.runs.append(SearchRun(path.name, trial, kept.metrics.sent, kept.metrics.failed))
 
-    def _conclude(self, answer: Answer) -> int:
+    def _conclude(self, answer: SearchAnswer) -> int:
         self.outcome, interval = answer.outcome, answer.interval
         sentence = answer_sentence(answer, self.conditions, self.runs, self.bounds, self.length)
-        print_table(self.console, _table(self.conditions, self.runs))
+        heads = ("run", "rate/s", "requests", *(c.title for c in self.conditions), "failed", "in flight", "result")
+        print_table(self.console, make_table(heads, [_table_row(self.conditions, run) for run in self.runs]))
         self._print(sentence)
         ends = {"low": interval.low, "high": interval.high, "confidence": CONFIDENCE} if interval else None
         write_json(
@@ -200,7 +358,10 @@ class RateSearch:
                 "reason": answer.reason or None,
                 "answer": sentence,
                 "tolerance": self.bounds.tolerance,
-                "runs": [run.to_json() for run in self.runs],
+                "runs": [
+                    {"run": run.name, "requests": run.requests, "failed": run.failed, **asdict(run.trial)}
+                    for run in self.runs
+                ],
             },
         )
         if answer.outcome == INVALID:
@@ -209,7 +370,7 @@ class RateSearch:
 
 
 def client_alone(kept: StoredLoad, run: Path) -> bool:
-    """Whether nothing but the load client's own figures made a run invalid: it was too much for the client."""
+    """Tests whether nothing but the load client's own figures made a run invalid: it was too much for the client."""
     if not (run / "load.json").is_file():
         return False
     outcome = read_record(LoadOutcome, run / "load.json", "remove the run's folder")
@@ -221,7 +382,7 @@ def client_alone(kept: StoredLoad, run: Path) -> bool:
 
 
 def request_times(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Starts and ends [s] of the requests, a conversation as one: from its first turn to the end of its last."""
+    """The starts and ends [s] of requests; a conversation lasts from its first turn to the end of its last."""
     if not path.is_file():
         return np.empty(0), np.empty(0)
     rows = pd.read_parquet(path, columns=["index", "session", "t0", "end"])
@@ -231,14 +392,16 @@ def request_times(path: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def answer_sentence(
-    answer: Answer, conditions: Sequence[Condition], runs: Sequence[SearchRun], bounds: Bounds, length: RunLength
+    answer: SearchAnswer, conditions: Sequence[Condition], runs: Sequence[SearchRun], bounds: Bounds, length: RunLength
 ) -> str:
     """The answer in words, with the runs behind it and what they could not show."""
     slo, interval = " and ".join(c.text for c in conditions), answer.interval
     if interval is None:
         text = f"Not known whether any rate meets {slo}: no run could be judged."
     else:
-        text = f"Highest rate that meets {slo}: {_interval_words(interval, length.unit)}{_open_end(answer, bounds)}; "
+        bound = {ALWAYS: f" (--max-rate is {bounds.high:g})", NEVER: f" (--min-rate is {bounds.low:g})"}
+        end = bound.get(answer.outcome, "")  # beyond which nothing was tried
+        text = f"Highest rate that meets {slo}: {_interval_words(interval, length.unit)}{end}; "
         text += f"{_evidence(conditions, runs)}.{_undetected_overload(runs, bounds, length)}"
     if not answer.reason:
         return text
@@ -257,14 +420,8 @@ def _interval_words(interval: Interval, unit: str) -> str:
     return f"at least {low} {unit}/s" if high is None else f"less than {high} {unit}/s"
 
 
-def _open_end(answer: Answer, bounds: Bounds) -> str:
-    """The bound that ended the search, beyond which nothing was tried."""
-    ends = {ALWAYS: f" (--max-rate is {bounds.high:g})", NEVER: f" (--min-rate is {bounds.low:g})"}
-    return ends.get(answer.outcome, "")
-
-
 def _evidence(conditions: Sequence[Condition], runs: Sequence[SearchRun]) -> str:
-    """How many runs and requests were judged. Each run was judged by the percentile of its own requests."""
+    """Counts the runs and requests that were judged. Each run was judged by the percentile of its own requests."""
     judged = [run for run in runs if run.trial.met is not None]
     text = f"{plural(len(judged), 'run')} with {sum(run.requests for run in judged):,} requests"
     if left_out := len(runs) - len(judged):
@@ -276,7 +433,7 @@ def _evidence(conditions: Sequence[Condition], runs: Sequence[SearchRun]) -> str
 
 
 def _undetected_overload(runs: Sequence[SearchRun], bounds: Bounds, length: RunLength) -> str:
-    """A sentence when the highest rate that met the SLO ran too shortly to show a small overload, else empty."""
+    """Warns where the highest rate that met the SLO ran too shortly to show a small overload; else empty."""
     highest = max((run.trial for run in runs if run.trial.met), key=lambda trial: trial.rate, default=None)
     share = length.detectable_overload(highest.rate, highest.arrivals) if highest else 0.0
     if share <= bounds.overload * 1.01:
@@ -285,12 +442,6 @@ def _undetected_overload(runs: Sequence[SearchRun], bounds: Bounds, length: RunL
         f" Runs this short show an overload only from {share:.0%} on: what the server can serve may be that much less. "
         "Give more --run-seconds, or a longer trace."
     )
-
-
-def _table(conditions: Sequence[Condition], runs: Sequence[SearchRun]) -> Table:
-    """All runs, in their order."""
-    heads = ("run", "rate/s", "requests", *(c.title for c in conditions), "failed", "in flight", "result")
-    return make_table(heads, [_table_row(conditions, run) for run in runs])
 
 
 def _table_row(conditions: Sequence[Condition], run: SearchRun) -> tuple[str, ...]:

@@ -3,7 +3,16 @@
 Pure functions. ``next_step(trials, bounds)`` says what to run next or what the answer is, from nothing but the runs so
 far: a search that was interrupted goes on from its stored runs. It doubles (or halves) from the first rate until one
 run met the SLO and another missed it. Then runs are made by turns at the 10 % and the 90 % quantile of what is known of
-the threshold (``threshold.py``), until its 95 % interval is as narrow as the tolerance.
+the threshold, until its 95 % interval is as narrow as the tolerance.
+
+Runs at one rate do not all end alike: arrivals are drawn anew and the machine's speed changes. The highest rate that
+meets the SLO is the one at which half of the runs meet it. A run at rate r meets it with probability
+(1 - LAPSE) * Phi(log(threshold / r) / spread), a probit curve in the logarithm of the rate (Finney, Probit Analysis,
+3rd ed. 1971, with the lapses of Wichmann and Hill, Perception & Psychophysics 63, 2001). ``spread``, the standard
+deviation of a run's own log threshold, is not known either: it is summed out on a grid. The interval holds the middle
+95 % of the posterior. It does not depend on why the runs were made at these rates or when they were stopped, so it
+holds for a sequential search (Kontsevich and Tyler, Vision Research 39, 1999); how often it covers the true rate is
+simulated in tests/unit/sweep/test_max_rate_threshold.py.
 """
 
 from __future__ import annotations
@@ -12,6 +21,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 
@@ -19,12 +29,18 @@ from kvbench.metrics.definitions import STATISTICS, latencies
 from kvbench.metrics.latency import QUANTILES, samples_needed
 from kvbench.metrics.model import LoadMetrics
 from kvbench.metrics.steady_window import in_system
-from kvbench.sweep.rate_threshold import Interval, Posterior, interval, posterior
 
 LATENCIES = tuple(metric.name for metric in latencies())
 ATTEMPTS = 2  # runs in a row at one rate that are too short, or too much for the client, before that is believed
 INVALID_ATTEMPTS = 6  # in a row that other work disturbed, before the search gives up: it comes and goes
 _TURNS = (0.1, 0.9)  # quantiles of the threshold at which runs are made: apart, so that they show the spread too
+
+CONFIDENCE = 0.95
+LAPSE = 0.03  # share of the runs that miss at any rate, by something that lasts as long as a run and is not noticed
+_MOST_SPREAD, _SPREADS = 0.5, 10  # up to 50 % of the rate; in as many classes, evenly in the logarithm, alike likely
+_LEAST_SPREAD = 1 / 20  # of the tolerance: what is smaller changes nothing
+_STEP = 1 / 10  # of the tolerance: the grid of log thresholds
+_BEYOND = 2.0  # how far beyond the rates that may be run the threshold may lie
 
 INVALID = "invalid"  # why a run tells nothing: it was disturbed
 FOUND, ALWAYS, NEVER = "found", "always met", "never met"
@@ -58,7 +74,7 @@ class Condition:
         return metrics.value(f"{self.metric}.{self.stat}")
 
     def met(self, metrics: LoadMetrics) -> bool:
-        """Whether the limit is kept; what was not measured is not kept."""
+        """Tests whether the limit is kept; what was not measured is not kept."""
         value = self.value(metrics)
         if value is None:
             return False
@@ -71,18 +87,18 @@ class Condition:
 
     @property
     def title(self) -> str:
-        """For the head of a column: ``p95 ttft ms``, ``goodput``."""
+        """The head of a column: ``p95 ttft ms``, ``goodput``."""
         return self.metric if self.metric == "goodput" else f"{self.stat} {self.metric.removesuffix('_ms')} ms"
 
     @property
     def samples_needed(self) -> int:
-        """Requests that its percentile needs at 99 % confidence (``metrics.samples_needed``); gaps are many."""
+        """The requests that its percentile needs at 99 % confidence (``metrics.samples_needed``); gaps are many."""
         quantile = QUANTILES.get(self.stat)
         return 1 if quantile is None or self.metric in ("goodput", "itl_ms") else samples_needed(quantile)
 
 
 def parse_conditions(text: str) -> tuple[Condition, ...]:
-    """``p95_ttft<=500ms,p99_itl<=50ms``, ``goodput>=95%``. Raises ValueError with the offending part."""
+    """Parses ``p95_ttft<=500ms,p99_itl<=50ms``, ``goodput>=95%``. Raises ValueError with the offending part."""
     parts = [part.strip().lower() for part in text.split(",") if part.strip()]
     if not parts:
         raise ValueError(f"the SLO {text!r} has no condition; {_EXAMPLE}.")
@@ -121,12 +137,12 @@ _SETTLED_QUANTILE = 0.95  # of the times in the system: the number in flight cli
 
 
 def arrivals_to_detect(share: float) -> float:
-    """Arrivals of a run that shows an overload of ``share`` of the capacity by their number alone."""
+    """The arrivals of a run that shows an overload of ``share`` of the capacity by their number alone."""
     return _CERTAINTY / share**2
 
 
 def detectable_share(arrivals: int) -> float:
-    """The inverse of ``arrivals_to_detect``: the least overload that so many arrivals show."""
+    """The least overload that so many arrivals show: the inverse of ``arrivals_to_detect``."""
     return math.sqrt(_CERTAINTY / max(arrivals, 1))
 
 
@@ -146,12 +162,12 @@ class QueueGrowth:
     ended: int = 0
 
     def falls_behind(self, tolerance: float) -> bool:
-        """Whether fewer than (1 - tolerance) of what came was served, by numbers that can tell so much."""
+        """Tests whether fewer than (1 - tolerance) of what came was served, by numbers that can tell so much."""
         return self.came >= 1.0 / tolerance**2 and self.ended < (1.0 - tolerance) * self.came
 
     @property
     def grows(self) -> bool:
-        """More came than was served: such a run has no latency of its own, a longer one would show a higher one.
+        """Tests whether more came than was served: a longer run would show a higher latency.
 
         The growth must be beyond what the number in flight of a server that keeps up swings by (Poisson, as in an
         M/G/inf queue), and a share of the arrivals.
@@ -161,12 +177,12 @@ class QueueGrowth:
 
 
 def filling_s(starts: Sequence[float], ends: Sequence[float]) -> float:
-    """Seconds until as many are in flight as will be: the median time of the first quarter of the arrivals."""
+    """The seconds until as many are in flight as will be: the median time of the first quarter of the arrivals."""
     return float(np.median(_first_times(*_ordered(starts, ends))))
 
 
 def queue_growth(starts: Sequence[float], ends: Sequence[float]) -> QueueGrowth | None:
-    """How the queue of an open loop grew, from intended starts and ends [s], each [requests].
+    """Measures how the queue of an open loop grew, from intended starts and ends [s], each [requests].
 
     The first quarter of the arrivals is left out, and ``filling_s``; of the rest the first third is compared with the
     last. None when that cannot be known: under 8 arrivals, or in less than twice ``filling_s``. An end that is not
@@ -198,14 +214,14 @@ def _ordered(starts: Sequence[float], ends: Sequence[float]) -> tuple[np.ndarray
 
 
 def _first_times(start: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """Seconds in the system of the first quarter of the arrivals."""
+    """The seconds in the system of the first quarter of the arrivals."""
     first = max(1, len(start) // 4)
     return end[:first] - start[:first]
 
 
 @dataclass(frozen=True)
 class Miss:
-    """Why a run missed the SLO. ``cause``: in a word or two, for a table; ``text``: with the figures."""
+    """The reason why a run missed the SLO. ``cause``: in a word or two, for a table; ``text``: with the figures."""
 
     cause: str
     text: str
@@ -214,7 +230,7 @@ class Miss:
 def misses(
     conditions: Sequence[Condition], metrics: LoadMetrics, growth: QueueGrowth | None, overload: float
 ) -> list[Miss]:
-    """Why a valid run does not meet the SLO; empty when it does.
+    """Lists why a valid run does not meet the SLO; empty when it does.
 
     A rate that is more than ``overload`` (a share) above what the server serves is a miss, whatever the conditions.
     """
@@ -281,46 +297,36 @@ class Bounds:
 
 
 @dataclass(frozen=True)
-class NextRun:
-    """Run this rate next."""
-
-    rate: float
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The end. ``interval``: None when no run could be judged. ``reason``: why a search ended without reaching its
-    tolerance, else empty.
-    """
+class SearchAnswer:
+    """The end of a search. ``interval``: None when no run could be judged. ``reason``: why it stopped short."""
 
     outcome: str
     interval: Interval | None
     reason: str = ""
 
 
-def next_step(trials: Sequence[Trial], bounds: Bounds) -> NextRun | Answer:
-    """What to run next, or the answer."""
+def next_step(trials: Sequence[Trial], bounds: Bounds) -> float | SearchAnswer:
+    """Returns the rate [1/s] to run next, or the answer."""
     met, missed = _rates(trials, True), _rates(trials, False)
     ceiling = _client_limit(trials)
     highest = bounds.high if ceiling is None else _below_ceiling(ceiling.rate, [*met, *missed], bounds)
     known = _posterior(trials, bounds)
     found = _interval(known, trials, bounds)
-    if (why := _given_up(trials)) is not None:
-        return Answer(why[0], found, why[1])
-    limit = (
-        ""
-        if ceiling is None
-        else (f"at {ceiling.rate:g}/s the client, not the server, was the limit ({'; '.join(ceiling.reasons)})")
-    )
+    if (given_up := _given_up(trials)) is not None:
+        outcome, reason = given_up
+        return SearchAnswer(outcome, found, reason)
+    limit = ""
+    if ceiling is not None:
+        limit = f"at {ceiling.rate:g}/s the client, not the server, was the limit ({'; '.join(ceiling.reasons)})"
     if highest is None:
-        return Answer(CLIENT_LIMIT, found, limit)
+        return SearchAnswer(CLIENT_LIMIT, found, limit)
     if found is not None and _narrow(found, bounds, highest):
         if found.high is None:
-            return Answer(CLIENT_LIMIT, found, limit) if limit else Answer(ALWAYS, found)
-        return Answer(NEVER if found.low is None else FOUND, found)
+            return SearchAnswer(CLIENT_LIMIT, found, limit) if limit else SearchAnswer(ALWAYS, found)
+        return SearchAnswer(NEVER if found.low is None else FOUND, found)
     if len(trials) >= bounds.max_runs:
-        return Answer(OUT_OF_RUNS, found, f"{bounds.max_runs} runs were allowed (--max-runs)")
-    return NextRun(_next_rate(met, missed, known, bounds, highest))  # the same again after one that is not judged
+        return SearchAnswer(OUT_OF_RUNS, found, f"{bounds.max_runs} runs were allowed (--max-runs)")
+    return _next_rate(met, missed, known, bounds, highest)  # the same again after one that is not judged
 
 
 def interval_so_far(trials: Sequence[Trial], bounds: Bounds) -> Interval | None:
@@ -343,7 +349,7 @@ def _rates(trials: Sequence[Trial], met: bool) -> list[float]:
 
 
 def _narrow(found: Interval, bounds: Bounds, highest: float) -> bool:
-    """Whether the interval is within the tolerance; an open end counts as the rate beyond which none may be run."""
+    """Tests whether the interval is within the tolerance; an open end counts as the last rate that may be run."""
     if found.low is None and found.high is None:
         return False
     low, high = (bounds.low if found.low is None else found.low), (highest if found.high is None else found.high)
@@ -365,10 +371,7 @@ def _next_rate(
 
 
 def _below_ceiling(ceiling: float, judged: Sequence[float], bounds: Bounds) -> float | None:
-    """The highest rate to run where the client cannot send ``ceiling``: bisected from the runs that it could send.
-
-    None when there is none within the bounds.
-    """
+    """The highest rate to run where the client cannot send ``ceiling``, bisected; None where there is none."""
     if ceiling <= bounds.low:
         return None
     below = max((rate for rate in judged if rate < ceiling), default=None)
@@ -385,7 +388,7 @@ def _client_limit(trials: Sequence[Trial]) -> Trial | None:
 
 
 def _given_up(trials: Sequence[Trial]) -> tuple[str, str] | None:
-    """Outcome and reason, when the last runs end the search: none of them could be judged.
+    """The outcome and the reason, when none of the last runs could be judged, which ends the search.
 
     Where the client was the limit, lower rates are tried.
     """
@@ -398,3 +401,69 @@ def _given_up(trials: Sequence[Trial]) -> tuple[str, str] | None:
     if causes == {TOO_SHORT}:
         return TOO_SHORT, f"{len(last)} runs at {last[-1].rate:g}/s were too short to tell: {reasons}"
     return INVALID, f"{len(last)} runs in a row were invalid, the last because {reasons}"
+
+
+@dataclass(frozen=True)
+class Interval:
+    """The rates [1/s] between which the threshold lies with 95 % confidence; None: open, then without a ``rate``."""
+
+    low: float | None
+    rate: float | None
+    high: float | None
+
+
+@dataclass(frozen=True)
+class Posterior:
+    """The likelihood of each threshold. ``log_rates`` [cells], ascending; ``weights`` [cells], of sum 1."""
+
+    log_rates: np.ndarray
+    weights: np.ndarray
+
+    def quantile(self, share: float) -> float:
+        """The rate [1/s] below which the threshold lies with probability ``share``."""
+        return math.exp(float(np.interp(share, np.cumsum(self.weights), self.log_rates)))
+
+
+def posterior(met: Sequence[float], missed: Sequence[float], low: float, high: float, tolerance: float) -> Posterior:
+    """Computes what is known of the threshold after runs at the rates ``met`` and ``missed`` [1/s].
+
+    Before any run every log rate from half of ``low`` to twice ``high`` is as likely as another. ``tolerance``: the
+    relative width that the interval is to reach.
+    """
+    log_rates, spreads = _grid(low, high, tolerance)
+    likelihood = np.zeros((len(spreads), len(log_rates)))
+    for rates, outcome in ((met, True), (missed, False)):
+        for rate in rates:
+            likelihood += _log_chance(rate, outcome, low, high, tolerance)
+    weights = np.exp(likelihood - likelihood.max()).sum(axis=0)
+    return Posterior(log_rates, weights / weights.sum())
+
+
+def _grid(low: float, high: float, tolerance: float) -> tuple[np.ndarray, np.ndarray]:
+    step = math.log1p(tolerance) * _STEP
+    log_rates = np.arange(math.log(low / _BEYOND), math.log(high * _BEYOND) + step, step)
+    classes = np.geomspace(tolerance * _LEAST_SPREAD, _MOST_SPREAD, _SPREADS + 1)
+    return log_rates, np.sqrt(classes[1:] * classes[:-1])
+
+
+@lru_cache(maxsize=64)
+def _log_chance(rate: float, met: bool, low: float, high: float, tolerance: float) -> np.ndarray:
+    """The log probability that a run at ``rate`` ends so. [spreads, thresholds]"""
+    from scipy.special import ndtr  # slow to import
+
+    log_rates, spreads = _grid(low, high, tolerance)
+    chance = (1 - LAPSE) * ndtr((log_rates - math.log(rate)) / spreads[:, None])
+    return np.log(np.maximum(chance, 1e-300)) if met else np.log1p(-chance)
+
+
+def interval(found: Posterior, met: Sequence[float], missed: Sequence[float], low: float, high: float) -> Interval:
+    """The 95 % interval. An end beyond the rates that may be run (``low`` to ``high``) is open, and so is one on whose
+    side no run was made that shows it. "At least" is never more than a rate that was met, "less than" never less than
+    one that was missed.
+    """
+    tail = (1 - CONFIDENCE) / 2
+    lower = min(found.quantile(tail), max(met)) if met else None
+    upper = max(found.quantile(1 - tail), min(missed)) if missed else None
+    lower = None if lower is None or lower < low else lower
+    upper = None if upper is None or upper > high else upper
+    return Interval(lower, None if lower is None or upper is None else found.quantile(0.5), upper)

@@ -40,7 +40,7 @@ from kvbench.common.text import and_more, plural
 from kvbench.runs.manifest import StoredManifest
 from kvbench.runs.results import ClusterMachine, Environment, Executor, GitState, LostBlock, Manifest
 from kvbench.runs.resume import environment_differences
-from kvbench.sweep.block import BlockRunner, why_unanswered
+from kvbench.sweep.block import BlockRunner, Finished, ThisMachine, why_unanswered
 from kvbench.sweep.block_task import (
     BlockEnded,
     BlockTask,
@@ -51,7 +51,6 @@ from kvbench.sweep.block_task import (
     Status,
     run_block_task,
 )
-from kvbench.sweep.machines import Finished, ThisMachine
 from kvbench.targets.base import Target
 from kvbench.targets.choose import ChosenTarget
 from kvbench.workload.design import Block, Design
@@ -63,9 +62,7 @@ _PARALLEL = re.compile(r"(?:--(?:tensor|pipeline)-parallel-size|--tp(?:-size)?|-
 
 @dataclass(frozen=True)
 class CellNeeds:
-    """What one cell asks of a machine. ``gpus``: 0 for a cell on the CPU, which gets the machine for itself;
-    ``resource``: a Ray resource that the machine must have.
-    """
+    """The GPUs that one cell asks of a machine (0: the CPU, and the machine for itself), and a Ray resource."""
 
     gpus: int
     resource: str | None = None
@@ -85,7 +82,7 @@ class CellNeeds:
         return needs | {"CPU": float(cores // self._cells(have, needs))}
 
     def cells(self, node: ClusterNode) -> int:
-        """How many cells may run on ``node`` at once."""
+        """Counts the cells that may run on ``node`` at once."""
         needs = self.needs(node)
         return 0 if needs is None else self._cells(node.resources, needs)
 
@@ -100,7 +97,7 @@ class CellNeeds:
 
 
 def needs_of(workload: Workload, design: Design, options: Mapping[str, Any]) -> CellNeeds:
-    """What the cells of ``design`` ask for, by the workload's profile or ``device`` and the flags of the server."""
+    """The needs of the cells of ``design``, by the workload's profile or ``device`` and the flags of the server."""
     devices = {each.settings.get("device", "auto") for each in design.configurations}
     on_gpu = "cuda" in devices or (workload.profile == "gpu" and devices != {"cpu"})
     gpus = 1
@@ -204,7 +201,7 @@ class RayMachines(ThisMachine):
         return next(at_home, None) or next(new, None) or next(iter(waiting), None)
 
     def submit(self, block: Block, done: Collection[str] = ()) -> None:
-        """``done``: ids of cells that have an outcome from a machine that was lost."""
+        """Begins a block; ``done``: ids of cells that have an outcome from a machine that was lost."""
         home = self._home.get(block.repeat)
         node = home if home in self._slots.free else self._slots.free[0]
         self._home[block.repeat] = home if home in self._slots.nodes else node
@@ -241,7 +238,7 @@ class RayMachines(ThisMachine):
         self._slots.close()
 
     def _again_elsewhere(self, run: _Run, end: TaskEnded | Lost) -> Finished | None:
-        """The task has ended before its block: what is left of it runs again, unless that was tried too often."""
+        """Runs what is left of a block again whose task ended before it, unless that was tried too often."""
         left = [cell for cell in run.block.cells if cell.cell_id not in run.done]
         reason = end.reason if isinstance(end, Lost) else "it ended"
         lost = LostBlock(block_id=run.block.block_id, machine=run.node.name, reason=reason, loads_kept=len(run.done))
@@ -289,21 +286,17 @@ class RayMachines(ThisMachine):
 
     def _end(self, run: _Run, end: BlockEnded) -> Finished:
         unpack(end.files, self.job.folder.path)
-        self._keep_calibrations(run.node, end.calibrations)
+        self._calibrations[run.node.name] = list(end.calibrations)  # for further blocks on the machine
+        path = self.job.folder.path / cache.FILE
+        stored = read_json(path) if path.is_file() else []
+        if new := [row for row in end.calibrations if row not in stored]:
+            write_json(path, stored + new)
         self.runner.keeps_cache.extend(each for each in end.keeps_cache if each not in self.runner.keeps_cache)
         if end.refused is not None:
             raise UsageError(end.refused)
         if end.problem is not None:
             raise MeasurementError(f"machine {run.node.name}: {end.problem}")
         return Finished(run.block, end.started, time.monotonic() - run.began)
-
-    def _keep_calibrations(self, node: ClusterNode, rows: Sequence[Any]) -> None:
-        """For further blocks on the machine, and in the run's folder those of all machines."""
-        self._calibrations[node.name] = list(rows)
-        path = self.job.folder.path / cache.FILE
-        known = read_json(path) if path.is_file() else []
-        if new := [row for row in rows if row not in known]:
-            write_json(path, known + new)
 
     def _show(self) -> None:
         doing = [f"{run.node.name}: {run.doing}" for run in self._slots.running.values()]
@@ -347,7 +340,7 @@ def machines_for(
 
 
 def _require_alike(machines: Sequence[tuple[ClusterNode, Environment]]) -> None:
-    """A table of loads of different machines would compare the machines."""
+    """Refuses machines that differ: a table of loads of both would compare the machines."""
     first, before = machines[0]
     for node, now in machines[1:]:
         differences, _ = environment_differences(before.model_copy(update={"git": GitState()}), now)

@@ -8,7 +8,7 @@ import math
 import os
 import shlex
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -39,21 +39,20 @@ from kvbench.runs.aggregate import aggregate_cell
 from kvbench.runs.engine_time import EngineTime, read_engine_time
 from kvbench.runs.folder import RunFolder, create_run
 from kvbench.runs.manifest import StoredManifest, new_manifest, with_server
+from kvbench.runs.model import repeat_notes
 from kvbench.runs.quality import read_quality
-from kvbench.runs.repeats import repeat_notes
 from kvbench.runs.results import COMPLETE, INCOMPLETE, Capacity, CellSummary, FailedLoad, LoadResult, Manifest, SetAside
 from kvbench.runs.resume import accept_server, reopen, require_same_workload
 from kvbench.runs.server_info import ServerInfo
 from kvbench.runs.work import FolderWork, kept, work_in
-from kvbench.sweep.block import BlockRunner, Failure, Unanswered, why_unanswered
+from kvbench.sweep.block import BlockRunner, ThisMachine, Unanswered, why_unanswered
 from kvbench.sweep.capacity import memory_notes
-from kvbench.sweep.machines import ThisMachine
 from kvbench.sweep.order import Measured, blocks_in_time, blocks_left
 from kvbench.sweep.plan import describe_plan, preflight
 from kvbench.sweep.progress import Estimator, SweepProgress
 from kvbench.targets.base import Target
 from kvbench.targets.choose import ChosenTarget
-from kvbench.workload.design import Block, Cell, Design, design_of
+from kvbench.workload.design import Block, Cell, design_of
 from kvbench.workload.file import Workload, portable
 from kvbench.workload.load_section import LoadConfig
 
@@ -93,7 +92,7 @@ class Sweep:
     instrument: type[Instrument] = HttpInstrument
     machines: ThisMachine = field(default_factory=ThisMachine)
     ended_early: str = field(default="", init=False)  # why
-    failures: list[Failure] = field(default_factory=list, init=False)
+    failures: list[FailedLoad] = field(default_factory=list, init=False)
     summaries: list[CellSummary] = field(default_factory=list, init=False)
 
     @property
@@ -115,6 +114,10 @@ class Sweep:
         check_output_dir(self.resumed.path if self.resumed else self.output_dir)
         if self.resumed:  # before its cells are looked for in a workload that may not have them
             require_same_workload(self.resumed.path, self.begun, self.workload)
+        self.engine_time: EngineTime | None = None
+        if self.resumed:
+            with contextlib.suppress(UsageError):  # a damaged file: it is measured anew
+                self.engine_time = read_engine_time(self.resumed.path)
         self.design, self.blocks = self.target.plan(self.only)
         self.known = preflight(self.workload, self.design, self.target.check, self.instrument)
         self.measured, self.estimator = Measured({}), Estimator(self.known.seconds, self.target.start_guess_s)
@@ -160,7 +163,7 @@ class Sweep:
         return EXIT_OK
 
     def execute(self) -> int:
-        """Run what is not done; the exit code. Raises UsageError before anything is launched."""
+        """Runs what is not done; the exit code. Raises UsageError before anything is launched."""
         self._plan()
         for note in self.design.notes:
             self._note(note)
@@ -182,7 +185,7 @@ class Sweep:
         return EXIT_INTERRUPTED
 
     def _measure(self, work: FolderWork) -> bool:
-        """Measures what is left; whether every planned load is measured."""
+        """Measures what is left; returns whether every planned load is measured."""
         self._began = time.monotonic() - self._spent_s
         left = self._left(self._spent_s)
         manifest = self._reopen(something_left=bool(left)) if self.resumed else self._new_manifest()
@@ -213,8 +216,11 @@ class Sweep:
             on_sent = _ends_without_answers(self.workload.load, len(self.design.configurations), self.measured)
             runner = BlockRunner(self.instrument(job), self.failures, on_sent=on_sent)
             self.machines.begin(runner, self.stored)
-            with self._ends_unanswered(), contextlib.closing(self.machines):
-                left = self._measure_blocks(job)
+            try:
+                with contextlib.closing(self.machines):
+                    left = self._measure_blocks(job)
+            except UnansweredError as error:
+                self.ended_early = str(error)
         planned = [(cell, block.repeat) for block in self.stored.manifest.plan for cell in block.cells]
         missing = [load for load in planned if not self.run.is_done(*load)]
         given_up = {*manifest.left_out} - self.measured.attempts.keys()
@@ -260,22 +266,16 @@ class Sweep:
             left = self._left(time.monotonic() - self._began)
         return left
 
-    @contextlib.contextmanager
-    def _ends_unanswered(self) -> Iterator[None]:
-        try:
-            yield
-        except UnansweredError as error:
-            self.ended_early = str(error)
-
     def _has_engine_time(self) -> bool:
         """Tests whether the run still begins with a sitting in engine time."""
         if not (self.machines.is_like_here and self.target.manifest.is_built_in and self.lockstep_minutes > 0):
             return False
-        stored = _engine_time(self.resumed) if self.resumed else None
-        return len(self.design.configurations) > 1 and not (stored and stored.finished)
+        finished = self.engine_time is not None and self.engine_time.finished
+        return len(self.design.configurations) > 1 and not finished
 
     def _measure_engine_time(self, job: Job) -> None:
         """Measures all configurations in engine time (``kvbench/lockstep``)."""
+        self.engine_time = None
         if begin_anew(self.run):
             self._note("engine time begins anew: launches of an earlier hour cannot be joined with those of now")
         sitting = Sitting(
@@ -286,7 +286,7 @@ class Sweep:
             self._note(f"engine time is not measured: {reason}")
             return
         try:
-            measured = sitting.execute()
+            measured = self.engine_time = sitting.execute()
         except MeasurementError as error:
             self._note(f"engine time is not measured: {error}")
             return
@@ -308,11 +308,8 @@ class Sweep:
         except UsageError:
             return True
         measured = quality.configurations.keys() if quality and not quality.differs_from(manifest) else set()
-        return not {each.config_id for each in self._whole_design(manifest).configurations} <= measured
-
-    def _whole_design(self, manifest: Manifest) -> Design:
-        """The design of the run, of which this execution may measure a part."""
-        return design_of(self.workload, manifest.only or ())
+        design = design_of(self.workload, manifest.only or ())  # this execution may measure a part of it
+        return not {configuration.config_id for configuration in design.configurations} <= measured
 
     def _measure_quality(self, work: FolderWork) -> None:
         """Measures the quality of the answers, where it is missing. A failure costs nothing that was measured."""
@@ -349,7 +346,7 @@ class Sweep:
         return manifest
 
     def _waits_for_quiet(self, job: Job) -> str:
-        """Which programs keep the machine busy for as long as the sweep may wait; empty once they leave it alone."""
+        """Waits for other programs to leave the machine alone; returns those that do not, else an empty text."""
         busy = ""
 
         def on_busy(words: str) -> None:
@@ -371,10 +368,7 @@ class Sweep:
         return bool(busy)
 
     def _wait_or_end(self, disturbed: int, job: Job) -> float:
-        """After too many ``disturbed`` loads in a row: waits for a quiet machine; the seconds that it took.
-
-        Ends the sweep where that is hopeless.
-        """
+        """Waits after too many ``disturbed`` loads in a row, or ends the sweep; returns the seconds that it took."""
         if disturbed < DISTURBED_IN_A_ROW or not self._may_wait():
             return 0.0
         began = time.monotonic()
@@ -386,7 +380,7 @@ class Sweep:
         return time.monotonic() - began
 
     def _may_wait(self) -> bool:
-        """Not beside a server that runs already, which would be taken for another program."""
+        """Tests whether it may wait: beside no server that runs already, which would be taken for another program."""
         return self.wait_idle_minutes > 0 and self._times_this_machine() and not self.target.runs_already
 
     def _times_this_machine(self) -> bool:
@@ -465,12 +459,12 @@ class Sweep:
             measured_s=time.monotonic() - self._began,
             status=INCOMPLETE,
             ended=utc_now(),
-            failures=tuple(FailedLoad(**dataclasses.asdict(failure)) for failure in self.failures),
+            failures=tuple(self.failures),
             calibration=Calibrator(self.run.path, self.calibrate).facts(),
         )
         manifest = self.stored.manifest
-        found = [aggregate_cell(self.run, cell, manifest) for cell in self._whole_design(manifest).cells]
-        self.summaries = [summary for summary in found if summary is not None]
+        cells = design_of(self.workload, manifest.only or ()).cells
+        self.summaries = [summary for cell in cells if (summary := aggregate_cell(self.run, cell, manifest))]
         if status == COMPLETE:
             self.stored.replace(status=COMPLETE)
 
@@ -481,7 +475,7 @@ class Sweep:
         print_plain(self.console, text)
 
     def _conclude(self, complete: bool) -> int:
-        """Report, what failed and what is invalid; the exit code."""
+        """Reports, tells what failed and what is invalid; the exit code."""
         run, problems = self.run, failed_loads(self.failures)
         if self.ended_early:
             problems.append(f"ended early: {self.ended_early}")
@@ -522,7 +516,7 @@ class Sweep:
                        "none", refused)  # fmt: skip
         if problems:
             self._list("INVALID: not every cell is validly measured (exit code 4); the results are kept", problems)
-            if only_disturbed and _engine_time(run):
+            if only_disturbed and self.engine_time and self.engine_time.effects:
                 self._say("The changes in engine time stay valid: other programs only widen their intervals.")
         if self.failures or (problems and complete):
             self._say(f"run the failed and invalid loads again with:\n  {self.resume}")
@@ -569,22 +563,14 @@ def _ends_without_answers(
     return on_sent
 
 
-def _engine_time(run: RunFolder) -> EngineTime | None:
-    """What was measured in engine time; None where nothing was, or its file is damaged: it is measured anew."""
-    try:
-        return read_engine_time(run.path)
-    except UsageError:
-        return None
-
-
 def _invalid(run: RunFolder, cell_id: str) -> list[LoadResult]:
-    """The invalid loads of a cell."""
+    """Reads the invalid loads of a cell."""
     results = [run.result(cell_id, repeat) for repeat in run.done_repeats(cell_id)]
     return [result for result in results if result.invalid_reasons]
 
 
-def failed_loads(failures: Sequence[Failure]) -> list[str]:
-    """One line a reason: a server that does not start fails several loads."""
+def failed_loads(failures: Sequence[FailedLoad]) -> list[str]:
+    """Writes one line a reason: a server that does not start fails several loads."""
     by_reason: dict[str, list[str]] = {}
     for failure in failures:
         by_reason.setdefault(failure.reason, []).append(f"{failure.cell_id} repeat {failure.repeat}")

@@ -43,7 +43,7 @@ _SHOWN = ("mean", "p50", "p90", "p95", "p99")
 
 
 class ScaledLengths(Record):
-    """How the lengths of a file's or a trace's requests were scaled; ``auto``: for the server's longest sequence."""
+    """The scale of the lengths of a file's or a trace's requests; ``auto``: for the server's longest sequence."""
 
     scale: float
     auto: bool
@@ -89,7 +89,7 @@ def stored_load(instrument: TargetInstrument, point: LoadPoint, result: LoadResu
 
 
 def lengths_of(load: LoadConfig, requests: RequestList, max_model_len: int | None) -> ScaledLengths | None:
-    """How the lengths of ``requests`` were scaled; None where nothing was or could be."""
+    """Tells how the lengths of ``requests`` were scaled; None where nothing was or could be."""
     wanted = getattr(load.prompts, "length_scale", 1.0)
     scale = requests.notes.get("length_scale")  # not of a trace's texts, which are never cut
     if wanted == 1.0 or (scale is None and load.prompts.kind == "trace"):
@@ -104,7 +104,7 @@ def lengths_of(load: LoadConfig, requests: RequestList, max_model_len: int | Non
 
 
 def one_line(done: LoadResult) -> str:
-    """``412.3 output tok/s, TTFT p95 210 ms``, with what is wrong with the load."""
+    """Writes ``412.3 output tok/s, TTFT p95 210 ms``, with what is wrong with the load."""
     metrics = done.metrics
     steady, ttft = metrics.steady_output_throughput, metrics.leading_latencies.ttft_ms.p95
     text = f"{steady or metrics.output_throughput or 0.0:.1f} output tok/s{'' if steady else ' (whole run)'}"
@@ -170,7 +170,7 @@ def _figures(metric: Metric, values: Distribution) -> tuple[str, ...]:
 
 
 def lines(kept: StoredLoad) -> list[str]:
-    """What is not in the table, one sentence each."""
+    """Writes what is not in the table, one sentence each."""
     metrics = kept.metrics
     sentences = [_warm_up(kept), _lengths(kept.lengths), _prompts(kept), *_remarks(metrics)]
     sentences += [_throughput(metrics), _reasoning(metrics), _goodput(kept)]

@@ -74,7 +74,7 @@ class Point:
         return "" if self.num_bytes is None else format_bytes(self.num_bytes)
 
     def as_dict(self) -> Mapping[str, float | None]:
-        """What ``--json`` prints. Rates are shares, 0 to 1."""
+        """Returns what ``--json`` prints. Rates are shares, 0 to 1."""
         rates = {f"{key}_hit_rate": value for key, value in dataclasses.asdict(self.rates).items()}
         return {"num_pages": self.run.num_pages, "num_tokens": self.num_tokens, "kv_bytes": self.num_bytes, **rates}
 
@@ -211,7 +211,7 @@ def capacities(trace: Trace, distinct: int) -> list[int]:
 
 
 def parse_pages(texts: Iterable[str]) -> list[int]:
-    """``["1k,5k", "2M"]`` -> 1000, 5000, 2000000: ascending, each once. ValueError for what is no number of pages."""
+    """Reads ``["1k,5k", "2M"]`` as 1000, 5000, 2000000: ascending, each once. Raises ValueError for other words."""
     numbers = set()
     for word in ",".join(texts).split(","):
         text = word.strip().replace("_", "")
@@ -264,7 +264,7 @@ def cache_facts(result: CacheSimulation) -> list[str]:
 
 
 def cache_dict(result: CacheSimulation) -> dict[str, Any]:
-    """What ``cache-sim --json`` prints beside the trace's name."""
+    """Returns what ``cache-sim --json`` prints beside the trace's name."""
     trace = result.trace
     entries = [
         {**p.as_dict(), "evicted_pages": p.run.evictions, "requests_longer_than_pool": p.run.num_cut}

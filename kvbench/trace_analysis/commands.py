@@ -10,7 +10,7 @@ from rich.console import Console
 
 from engine.model.spec import find_model
 from kvbench.common.console import make_table, print_plain, print_table
-from kvbench.common.errors import UsageError
+from kvbench.common.errors import as_usage_error
 from kvbench.trace_analysis import describe
 from kvbench.trace_analysis.cache_sim import cache_dict, cache_facts, cache_table, parse_pages, simulate
 from kvbench.traces.model import file_names
@@ -31,7 +31,7 @@ def describe_command(
     plot: Path | None,
 ) -> int:
     """Runs ``kvbench trace describe``. Raises UsageError."""
-    try:
+    with as_usage_error():
         capacities = parse_pages(pages) if pages else None
         with Console(stderr=True).status("reading"):
             trace = read_trace(files, name, page_size)
@@ -47,8 +47,6 @@ def describe_command(
             given = {"--pages": pages, "--kv-bytes-per-token": kv_bytes_per_token}
             if description.cache is None and (useless := [flag for flag, value in given.items() if value]):
                 raise ValueError(f"{useless[0]} has no meaning: {description.why_no_cache}; leave it out")
-    except ValueError as error:
-        raise UsageError(str(error)) from None
     if plot is not None:
         from kvbench.trace_analysis.page import page
 
@@ -83,14 +81,12 @@ def cache_sim_command(
     html: Path | None,
 ) -> int:
     """Runs ``kvbench cache-sim`` without tiers. Raises UsageError."""
-    try:
+    with as_usage_error():
         bytes_per_token = _bytes_per_token(kv_bytes_per_token, model, kv_cache_dtype)
         sizes = parse_pages(pages) if pages else None
         read = read_page_ids(trace, format, page_size)
         with Console(stderr=True).status(f"replaying {len(read):,} requests"):
             result = simulate(read, sizes, warm_up, bytes_per_token)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
     title = f"{file_names(trace)}: prefix-cache hit rate against capacity"
     if html is not None:
         from kvbench.trace_analysis.page import cache_figure

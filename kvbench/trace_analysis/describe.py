@@ -36,7 +36,7 @@ LENGTH_HEADS = ("", *(field.name for field in dataclasses.fields(Quantiles)), "t
 
 @dataclass(frozen=True)
 class MemoryStats:
-    """How much KV the requests need, in tokens of prompt + output, and how much of a reservation they fill.
+    """The KV that the requests need, in tokens of prompt + output, and the share of a reservation that they fill.
 
     reserve_max_util, reserve_p99_filled: filled share when every request gets room for the longest one, or for the
         99th percentile (a longer request fills its room)
@@ -55,7 +55,7 @@ class MemoryStats:
 
 @dataclass(frozen=True)
 class Arrivals:
-    """When requests come; ``rate``: requests over span [1/s].
+    """The times at which requests come; ``rate``: requests over span [1/s].
 
     cv: standard deviation of the gaps over their mean, 1 for Poisson
     zero_gap_share: share of the gaps that are 0
@@ -151,7 +151,7 @@ def spread(values: Sequence[float] | np.ndarray) -> Quantiles:
 
 
 def memory(total_tokens: np.ndarray) -> MemoryStats:
-    """``total_tokens`` [requests, at least one]: prompt + output."""
+    """Computes the need of requests with ``total_tokens`` of prompt + output [requests, at least one]."""
     total = spread(total_tokens)
     needed = float(total_tokens.sum())
     return MemoryStats(
@@ -192,40 +192,30 @@ def about(description: Description) -> list[str]:
 
 def facts(description: Description) -> list[str]:
     """Sentences on arrivals, sessions, memory and prefixes, and on what the trace does not tell."""
-    sections = (_arrival_facts, _session_facts, _memory_facts, _prefix_facts)
-    return [line for section in sections for line in section(description)]
+    lines, trace = [], description.trace
+    if (arrivals := description.arrivals) is None:
+        lines.append("Arrivals: the trace has no times to tell a rate from.")
+    else:
+        fano = ", ".join(f"{w} s {'unknown' if f is None else f'{f:.2f}'}" for w, f in arrivals.fano.items())
+        peak = "" if arrivals.peak_rate_10s is None else f", at most {arrivals.peak_rate_10s:.1f}/s over 10 s"
+        lines.append(f"Arrivals: {arrivals.rate:.3f} requests/s over {arrivals.span_s:,.1f} s{peak}.")
+        lines.append(f"Burstiness: cv of the gaps {arrivals.cv:.2f}, Fano factor in windows of {fano} (1 is Poisson).")
+        if trace.tick_s is not None:
+            lines.append(
+                f"The clock ticks every {trace.tick_s:g} s: {arrivals.zero_gap_share:.0%} of the gaps are 0, so cv and "
+                "the Fano factor of short windows describe the clock (load.spread_ticks spreads the arrivals)."
+            )
+    if (sessions := description.sessions) is not None:
+        turns, think = sessions.turns, sessions.think_s
+        line = f"Sessions: {sessions.count:,}, of {turns.p50:g} turns (median; at most {turns.max:g})"
+        if think is not None:
+            line += f", {think.p50:g} s of thinking between them (median; p90 {think.p90:.1f} s)"
+        lines.append(line + ".")
+    return lines + _memory_facts(description.memory) + _prefix_facts(description)
 
 
-def _arrival_facts(description: Description) -> list[str]:
-    arrivals, tick = description.arrivals, description.trace.tick_s
-    if arrivals is None:
-        return ["Arrivals: the trace has no times to tell a rate from."]
-    fano = ", ".join(f"{w} s {'unknown' if f is None else f'{f:.2f}'}" for w, f in arrivals.fano.items())
-    peak = "" if arrivals.peak_rate_10s is None else f", at most {arrivals.peak_rate_10s:.1f}/s over 10 s"
-    lines = [
-        f"Arrivals: {arrivals.rate:.3f} requests/s over {arrivals.span_s:,.1f} s{peak}.",
-        f"Burstiness: cv of the gaps {arrivals.cv:.2f}, Fano factor in windows of {fano} (1 is Poisson).",
-    ]
-    if tick is not None:
-        lines.append(
-            f"The clock ticks every {tick:g} s: {arrivals.zero_gap_share:.0%} of the gaps are 0, so cv and the Fano "
-            "factor of short windows describe the clock (load.spread_ticks spreads the arrivals)."
-        )
-    return lines
-
-
-def _session_facts(description: Description) -> list[str]:
-    if (sessions := description.sessions) is None:
-        return []
-    turns, think = sessions.turns, sessions.think_s
-    line = f"Sessions: {sessions.count:,}, of {turns.p50:g} turns (median; at most {turns.max:g})"
-    if think is not None:
-        line += f", {think.p50:g} s of thinking between them (median; p90 {think.p90:.1f} s)"
-    return [line + "."]
-
-
-def _memory_facts(description: Description) -> list[str]:
-    if (memory := description.memory) is None:
+def _memory_facts(memory: MemoryStats | None) -> list[str]:
+    if memory is None:
         return ["Memory: prompt or output tokens are not known."]
     waste = ", ".join(f"{share:.2%} of pages of {size}" for size, share in memory.waste.items())
     fits = ", ".join(f"{size:,}: {share:.1%}" for size, share in memory.share_up_to.items())
@@ -264,7 +254,7 @@ def _number(value: float) -> str:
 
 
 def as_dict(description: Description) -> dict[str, Any]:
-    """What ``--json`` prints. Rates are shares, 0 to 1; null where the trace does not tell."""
+    """Returns what ``--json`` prints. Rates are shares, 0 to 1; null where the trace does not tell."""
     trace, cache = description.trace, description.cache
     memory, arrivals, sessions = (
         None if part is None else dataclasses.asdict(part)

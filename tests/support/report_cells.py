@@ -49,13 +49,13 @@ def cell(
     known = {} if running is None else {"running_mean": running}
     repeats = tuple(
         Repeat(
-            i,
-            LoadMetrics.model_validate(
+            repeat=i,
+            metrics=LoadMetrics.model_validate(
                 {"completed": 48 - failed, "failed": failed, "client": client or {}, **_measured(*figures)}
             ),
-            counted,
-            known | (observed if isinstance(observed, dict) else observed[i] if observed else {}),
-            MachineReport.model_validate(machine or {}),
+            server=counted,
+            observed=known | (observed if isinstance(observed, dict) else observed[i] if observed else {}),
+            machine=MachineReport.model_validate(machine or {}),
         )
         for i, figures in enumerate(zip(throughput, tpot, ttft, strict=False))
     )
@@ -117,7 +117,7 @@ def with_cache(repeat: Repeat, counts: Mapping[str, Any]) -> Repeat:
     cache, bounds = CacheCounts.model_validate(counts), None
     if "high" in counts:
         bounds = CacheBounds(low=counts["low"], high=counts["high"])
-    return replace(repeat, cache=cache, bounds=bounds)
+    return repeat.model_copy(update={"prefix_cache": cache, "prefix_cache_bounds": bounds})
 
 
 def _measured(*figures: float) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from kvbench.gate.compare.request import StoredRequest
 from kvbench.gate.policy import StoredPolicy
 from kvbench.gate.timing.plan import CANDIDATE, SIDES, Match, PairedCell
 from kvbench.runs.folder import DONE, MANIFEST, RunFolder, move_numbered
-from kvbench.runs.results import Environment, LoadResult, Resumed
+from kvbench.runs.results import Environment, LoadResult, Resumed, ServerCounters
 from kvbench.runs.server_info import ServerInfo
 
 KIND = "compare"
@@ -111,13 +111,6 @@ class LockstepFacts(Record):
     def _whole(cls, stored: Any) -> Any:
         """What pairs add to later is stored with the rest."""
         return {"turn_lengths": {}, "times": {}} | stored if isinstance(stored, dict) else stored
-
-
-class ServerCounters(Record):
-    """The counters of the server over one load, by name: counters.json."""
-
-    model_config = ConfigDict(extra="allow")
-    __pydantic_extra__: dict[str, float | None]
 
 
 class GivenWorkload(Record):

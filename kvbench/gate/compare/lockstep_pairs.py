@@ -42,7 +42,7 @@ from kvbench.lockstep.process import (
 from kvbench.lockstep.turns import TurnTaker, choose_turn, cold_facts, mean_step, warm_up
 from kvbench.measure.instrument import Job
 from kvbench.requests.request import RequestList
-from kvbench.sweep.block import Failure
+from kvbench.runs.results import FailedLoad
 from kvbench.workload.design import Cell
 from kvbench.workload.load_section import LoadPoint
 
@@ -122,18 +122,23 @@ class LockstepPairs:
     show: Callable[[str], None]
     check: Callable[[], None]
 
-    def measure(self, turn: Turn, sides: Sequence[str], pair: int) -> dict[str, list[Failure]]:
-        failures: dict[str, list[Failure]] = {side: [] for side in SIDES}
+    def measure(self, turn: Turn, sides: Sequence[str], pair: int) -> dict[str, list[FailedLoad]]:
+        failures: dict[str, list[FailedLoad]] = {side: [] for side in SIDES}
         owner: dict[int, str] = {}
         try:
             with ExitStack() as stack:
                 self._measure(stack, turn, sides, pair, owner)
         except EngineFailedError as error:
             side = owner[id(error.process)]
-            failures[side] = [Failure(c.cell_id, pair, str(error), of_server=True) for c in turn.match.cells(side)]
+            failures[side] = [
+                FailedLoad(cell_id=c.cell_id, repeat=pair, reason=str(error), of_server=True)
+                for c in turn.match.cells(side)
+            ]
         except MeasurementError as error:  # of no engine alone: the load did not end in time, or cannot be drawn
             for side in SIDES:
-                failures[side] = [Failure(c.cell_id, pair, str(error)) for c in turn.match.cells(side)]
+                failures[side] = [
+                    FailedLoad(cell_id=c.cell_id, repeat=pair, reason=str(error)) for c in turn.match.cells(side)
+                ]
         return failures
 
     def _measure(self, stack: ExitStack, turn: Turn, sides: Sequence[str], pair: int, owner: dict[int, str]) -> None:

@@ -10,7 +10,8 @@ from kvbench.gate.compare.folder import CompareFolder, FailedAttempt
 from kvbench.gate.timing.plan import CANDIDATE, SIDES, Turn
 from kvbench.gate.timing.rules import MetricRule
 from kvbench.metrics.definitions import figure
-from kvbench.sweep.block import BlockRunner, Failure
+from kvbench.runs.results import FailedLoad
+from kvbench.sweep.block import BlockRunner
 
 ATTEMPTS = 3  # of one configuration in one pair
 ATTEMPTS_TO_BLAME = 8  # where the candidate's server alone fails each time: 2^-8 rules chance out (see conclude.py)
@@ -52,7 +53,7 @@ def measure_again(
         sides = sides[::-1]
 
 
-MeasurePair = Callable[[Turn, Sequence[str], int], dict[str, list[Failure]]]
+MeasurePair = Callable[[Turn, Sequence[str], int], dict[str, list[FailedLoad]]]
 """Writes the loads of both sides of one configuration in one pair into their run folders; by side, what failed.
 
 It gets the sides, the first one first, and the pair. Nothing but the sides may tell base from candidate: swapping them
@@ -62,7 +63,7 @@ must swap the measured values and no more.
 
 def measure_launched(
     runners: Mapping[tuple[str, str], BlockRunner], clock: Clock, turn: Turn, sides: Sequence[str], pair: int
-) -> dict[str, list[Failure]]:
+) -> dict[str, list[FailedLoad]]:
     """Measures one side after the other, each on a new server. ``runners``: by side and workload.
 
     Raises DeadlineError before a side that would not end in time.
@@ -115,7 +116,7 @@ class PairRunner:
             self.on_measured(turn, ended)
         return None
 
-    def _judge(self, turn: Turn, pair: int, failures: Mapping[str, Sequence[Failure]]) -> tuple[Reasons, Reasons]:
+    def _judge(self, turn: Turn, pair: int, failures: Mapping[str, Sequence[FailedLoad]]) -> tuple[Reasons, Reasons]:
         """Returns by side why the attempt failed, and which of these reasons are the server's fault."""
         reasons: Reasons = {side: [] for side in SIDES}
         faults: Reasons = {side: [] for side in SIDES}

@@ -12,7 +12,7 @@ from kvbench.gate.compare.folder import CompareFolder
 from kvbench.gate.compare.pair_runner import ATTEMPTS, ATTEMPTS_TO_BLAME, PairRunner, measure_launched
 from kvbench.gate.timing.plan import SIDES, match_designs, turns
 from kvbench.gate.timing.rules import DEFAULT_RULES
-from kvbench.sweep.block import Failure
+from kvbench.runs.results import FailedLoad
 from kvbench.workload.design import make_design
 from kvbench.workload.load_section import load_point
 from tests.support.compare_folders import write_load
@@ -45,7 +45,9 @@ class Sides:
             log.write_text(word)
             for cell in block.cells:
                 if word in ("dead", "client"):
-                    failures.append(Failure(cell.cell_id, block.repeat, word, of_server=word == "dead"))
+                    failures.append(
+                        FailedLoad(cell_id=cell.cell_id, repeat=block.repeat, reason=word, of_server=word == "dead")
+                    )
                     continue
                 reasons = [] if word in ("good", "silent") else [word.lstrip("!?")]
                 faults = reasons if word[0] in "!?" else []

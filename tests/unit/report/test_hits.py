@@ -46,7 +46,7 @@ def stored_run(
         put(repeat.metrics, total_cached_tokens=counted if told is None else told,
             total_input_tokens=sum(map(len, prompts)))  # fmt: skip
         cache = {"hits": counted, "queries": sum(map(len, prompts))} | ({"state": state} if state else {})
-        done.append(dataclasses.replace(with_cache(repeat, cache), requests_sha256=digest))
+        done.append(with_cache(repeat, cache).model_copy(update={"requests_sha256": digest}))
     pd.concat(frames).to_parquet(where / "requests.parquet")
     capacity = Capacity.model_validate({"num_pages": pages, "page_size": 4})
     one = dataclasses.replace(one, folder=where, capacity=capacity, repeats=tuple(done))

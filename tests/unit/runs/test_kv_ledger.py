@@ -12,9 +12,9 @@ import pandas as pd
 import pytest
 
 from kvbench.report.document import document
-from kvbench.report.kv import ledger_figure, ledger_table
+from kvbench.report.kv import USES, ledger_figure, ledger_table
 from kvbench.report.page import markdown, write_report
-from kvbench.runs.kv_ledger import SLOT_USES, USES, accounting, ledger, mean_slots, swapped_bytes
+from kvbench.runs.kv_ledger import SLOT_USES, accounting, ledger, mean_slots, swapped_bytes
 from kvbench.runs.model import Run
 from kvbench.runs.read import read_run
 from tests.support.report_cells import cell

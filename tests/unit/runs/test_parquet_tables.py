@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 
 from kvbench.common.errors import UsageError
-from kvbench.runs.tables import read_table
+from kvbench.runs.folder import read_table
 
 ROWS = pd.DataFrame({"ok": [True], "t0": [0.0], "ts": [0.0], "class": ["a"], "chunk_times": [[0.1]], "text": [None]})
 

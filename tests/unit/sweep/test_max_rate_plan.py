@@ -8,7 +8,7 @@ import pytest
 
 from kvbench.common.errors import UsageError
 from kvbench.metrics.model import Distribution, LoadMetrics
-from kvbench.sweep.rate_plan import RunLength, SearchPlan, at_rate, mean_rate, patience_s
+from kvbench.sweep.rate_run import RunLength, SearchPlan, at_rate, mean_rate, patience_s
 from kvbench.sweep.rate_search import arrivals_to_detect, detectable_share, parse_conditions
 from kvbench.workload.load_section import LoadConfig, Slo
 

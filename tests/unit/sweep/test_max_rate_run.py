@@ -20,10 +20,8 @@ from kvbench.load.validity import client_report, invalid_reasons
 from kvbench.metrics.latency import summarise
 from kvbench.metrics.model import LoadMetrics
 from kvbench.sweep.load_folder import LoadFolder
-from kvbench.sweep.rate_plan import RunLength
-from kvbench.sweep.rate_run import RateSearch, answer_sentence, client_alone, request_times
-from kvbench.sweep.rate_search import Answer, Bounds, parse_conditions
-from kvbench.sweep.rate_threshold import Interval
+from kvbench.sweep.rate_run import RateSearch, RunLength, answer_sentence, client_alone, request_times
+from kvbench.sweep.rate_search import Bounds, Interval, SearchAnswer, parse_conditions
 from kvbench.sweep.show_load import StoredLoad
 from tests.unit.calibration.test_calibration import taken
 
@@ -226,7 +224,9 @@ def test_what_the_answer_says_of_the_runs_behind_it(new):
             )
             for run in search.runs
         ]
-        return answer_sentence(Answer("found", interval or AT_LEAST), search.conditions, runs, search.bounds, length)
+        return answer_sentence(
+            SearchAnswer("found", interval or AT_LEAST), search.conditions, runs, search.bounds, length
+        )
 
     assert "fewer" not in sentence(130, 0) and "129 completed" in sentence(130, 1)
     assert "overload" not in sentence(130, 0, RunLength(1, 0.0, overload=0.05, patience_s=0.5))

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from kvbench.cli.main import cli
 from kvbench.metrics.model import LoadMetrics
-from kvbench.sweep.rate_plan import RunLength, patience_s
+from kvbench.sweep.rate_run import RunLength, patience_s
 from kvbench.sweep.rate_search import (
     ALWAYS,
     CLIENT_LIMIT,
@@ -19,10 +19,9 @@ from kvbench.sweep.rate_search import (
     NEVER,
     OUT_OF_RUNS,
     TOO_SHORT,
-    Answer,
     Bounds,
-    NextRun,
     QueueGrowth,
+    SearchAnswer,
     Trial,
     filling_s,
     interval_so_far,
@@ -37,8 +36,8 @@ from kvbench.workload.load_section import Slo
 def search(verdict, bounds):
     """Runs to the answer; ``verdict(rate, n)``: of the n-th run, True, False or None."""
     trials: list[Trial] = []
-    while isinstance(step := next_step(trials, bounds), NextRun):
-        trials.append(Trial(step.rate, verdict(step.rate, len(trials)), ("because",)))
+    while not isinstance(step := next_step(trials, bounds), SearchAnswer):
+        trials.append(Trial(step, verdict(step, len(trials)), ("because",)))
         assert len(trials) <= bounds.max_runs
     return step, trials
 
@@ -67,7 +66,7 @@ def test_bounds_that_are_met_or_missed_throughout_leave_an_end_open():
 
 def test_where_only_one_rate_may_be_run_nothing_is_known_before_it_was():
     bounds = Bounds(20, 20, 20)
-    assert next_step([], bounds) == NextRun(20)
+    assert next_step([], bounds) == 20
     answer, trials = search(lambda rate, _: True, bounds)
     assert answer.outcome == ALWAYS and answer.interval.low >= 20 and len(trials) <= 10
 
@@ -85,9 +84,9 @@ def nothing(rate, cause, why="because"):
 def test_where_the_client_is_the_limit_lower_rates_are_tried():
     def busy(limit_of_the_server):
         trials = []
-        while isinstance(step := next_step(trials, Bounds(4, 0.1, 1000)), NextRun):
-            met = step.rate <= limit_of_the_server
-            trials.append(nothing(step.rate, CLIENT_LIMIT, "it lagged") if step.rate > 20 else Trial(step.rate, met))
+        while not isinstance(step := next_step(trials, Bounds(4, 0.1, 1000)), SearchAnswer):
+            met = step <= limit_of_the_server
+            trials.append(nothing(step, CLIENT_LIMIT, "it lagged") if step > 20 else Trial(step, met))
         return step
 
     found = busy(13)  # twice at 32 the client lagged, and the server's own limit is below
@@ -99,14 +98,14 @@ def test_where_the_client_is_the_limit_lower_rates_are_tried():
     bounds = Bounds(4, 2, 100)
     none = next_step([nothing(rate, CLIENT_LIMIT) for rate in (4, 4, 2, 2)], bounds)
     assert none.outcome == CLIENT_LIMIT and none.interval is None
-    assert next_step([nothing(4, CLIENT_LIMIT)] * 2, bounds) == NextRun(2)
+    assert next_step([nothing(4, CLIENT_LIMIT)] * 2, bounds) == 2
 
 
 def test_invalid_runs_are_made_again_and_end_the_search_only_after_six_in_a_row():
     bounds, lost = Bounds(1, 0.1, 100), nothing(2, INVALID, "the disk lagged")
     for attempts in range(1, 6):
-        assert next_step([Trial(1, True), *[lost] * attempts], bounds) == NextRun(2)
-    assert next_step([Trial(1, True), *[lost] * 5, Trial(2, True)], bounds) == NextRun(4)
+        assert next_step([Trial(1, True), *[lost] * attempts], bounds) == 2
+    assert next_step([Trial(1, True), *[lost] * 5, Trial(2, True)], bounds) == 4
     assert next_step([Trial(1, True), lost, lost], Bounds(1, 0.1, 100, max_runs=3)).outcome == OUT_OF_RUNS
     answer = next_step([Trial(1, True), *[lost] * 6], bounds)
     assert answer.outcome == INVALID and answer.interval.high is None and "the disk lagged" in answer.reason
@@ -281,9 +280,9 @@ def test_no_search_answers_a_rate_beyond_the_capacity(slo, least):
     answers = []
     for seed in range(8):
         trials: list[Trial] = []
-        while isinstance(step := next_step(trials, Bounds(4.0, 4 / 64, 4 * 1024.0, TOLERANCE)), NextRun):
-            trials.append(judged(step.rate, conditions, length, np.random.default_rng([seed, len(trials)])))
-        assert isinstance(step, Answer) and step.outcome in (FOUND, OUT_OF_RUNS)
+        while not isinstance(step := next_step(trials, Bounds(4.0, 4 / 64, 4 * 1024.0, TOLERANCE)), SearchAnswer):
+            trials.append(judged(step, conditions, length, np.random.default_rng([seed, len(trials)])))
+        assert isinstance(step, SearchAnswer) and step.outcome in (FOUND, OUT_OF_RUNS)
         answers.append(step.interval.rate)
     assert max(answers) <= CAPACITY * 1.11
     assert np.mean(np.array(answers) > CAPACITY * 1.06) <= 0.08

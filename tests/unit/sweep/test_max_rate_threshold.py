@@ -8,8 +8,17 @@ import numpy as np
 import pytest
 from scipy.stats import norm
 
-from kvbench.sweep.rate_search import FOUND, OUT_OF_RUNS, Answer, Bounds, NextRun, Trial, next_step
-from kvbench.sweep.rate_threshold import LAPSE, interval, posterior
+from kvbench.sweep.rate_search import (
+    FOUND,
+    LAPSE,
+    OUT_OF_RUNS,
+    Bounds,
+    SearchAnswer,
+    Trial,
+    interval,
+    next_step,
+    posterior,
+)
 
 
 def test_the_posterior_is_that_of_a_probit_curve_with_unknown_spread():
@@ -51,11 +60,11 @@ def test_an_end_beyond_the_rates_that_may_be_run_is_open():
 def search(threshold, spread, lapse, disturbed, rng):
     """One search of a server whose own threshold differs from run to run; ``disturbed``: share of invalid runs."""
     trials, bounds = [], Bounds(4.0, 2.0, 40.0, 0.1)
-    while isinstance(step := next_step(trials, bounds), NextRun):
-        invalid, below = rng.random() < disturbed, step.rate <= threshold * math.exp(rng.normal(0, spread))
+    while not isinstance(step := next_step(trials, bounds), SearchAnswer):
+        invalid, below = rng.random() < disturbed, step <= threshold * math.exp(rng.normal(0, spread))
         met = None if invalid else bool(below and rng.random() >= lapse)
-        trials.append(Trial(step.rate, met, ("other work",) if invalid else (), "invalid" if invalid else None))
-    assert isinstance(step, Answer) and len(trials) <= bounds.max_runs
+        trials.append(Trial(step, met, ("other work",) if invalid else (), "invalid" if invalid else None))
+    assert isinstance(step, SearchAnswer) and len(trials) <= bounds.max_runs
     return step, trials
 
 
