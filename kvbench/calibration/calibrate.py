@@ -6,18 +6,20 @@ and must be counted as failures. A load whose calibration is over the limits is 
 
 There are up to 3 attempts, and the client is good if it keeps to every limit in one of them: a stall of the machine
 spoils one attempt, a client that cannot keep up fails each time. All attempts are kept, with what else ran meanwhile.
+What a load needs is measured once and kept in the folder of the sweep or load (``Calibrator``).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import platform
 import ssl
 import tempfile
 import time
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -29,13 +31,21 @@ from pydantic import TypeAdapter
 
 from kvbench.calibration.mock.process import MockProcess, self_signed
 from kvbench.calibration.mock.settings import Stamp
+from kvbench.common.files import read_json, write_json
 from kvbench.common.foreign_cpu import MAX_STEAL_SHARE, MachineReport, MachineWatch, ServerProcess, foreign_limit
 from kvbench.common.machine import machine, usable_cores, versions
 from kvbench.common.records import read_record
 from kvbench.load import launch
 from kvbench.load.completion import SENT_TOGETHER_S
 from kvbench.load.spec import LoadSpec
-from kvbench.load.validity import MAX_COALESCED_SHARE, MAX_CPU_FRACTION, MAX_SLIP_MS, lag_limit_ms, percentile_ms
+from kvbench.load.validity import (
+    MAX_COALESCED_SHARE,
+    MAX_CPU_FRACTION,
+    MAX_SLIP_MS,
+    RATE_MARGIN,
+    lag_limit_ms,
+    percentile_ms,
+)
 from kvbench.metrics.model import ClientFigures, LoadOutcome
 from kvbench.requests.request import RequestSpec, write_requests
 
@@ -45,11 +55,14 @@ _LEAST_ROUNDS, _LEAST_REQUESTS = 2, 8
 _FAULT_SHARE = 0.02  # of each of three kinds
 _BUSY_EVENTS_PER_S = 1000  # of one process
 _TIMEOUT_S, _MARGIN_S = 10.0, 60.0
+FILE = "calibration.json"
+_SIZES = (4, 16, 64, 256, 512, 1024, 2048, 4096, 8192)  # streams of one process, and at most so many in all
+_FULL_STREAMS = 256  # of one process with more, chunks are as many a second, until a load shows how many they are
 
 
 @dataclass(frozen=True)
 class CalibrationSettings:
-    """``streams`` at once, over ``processes`` load processes; a chunk every ``itl_ms`` on each, for ``seconds``."""
+    """A load of ``streams`` over ``processes`` load processes; a chunk every ``itl_ms`` on each, for ``seconds``."""
 
     streams: int = 64
     itl_ms: float = DEFAULT_ITL_MS
@@ -86,7 +99,7 @@ class Limits:
 
 
 def aims(settings: CalibrationSettings) -> Limits:
-    """What the client is built to reach. CPU an event is judged where events are most of the process's work."""
+    """Returns what the client is built to reach. CPU an event is judged where events are most of its work."""
     rate = settings.events_per_s / settings.processes
     return Limits(
         lag_p99_ms=0.7,
@@ -103,7 +116,7 @@ def validity_limits(itl_ms: float) -> Limits:
 
 
 @dataclass(frozen=True)
-class Figures:
+class CalibrationFigures:
     """Times in ms. None: too little came back to tell.
 
     ``lag``: receipt minus the server's send, its p99 that of its size, since a stamp that is too early is as wrong;
@@ -138,9 +151,12 @@ class Figures:
 
 def figures_of(
     samples: pd.DataFrame, stamps: Sequence[Stamp], client: ClientFigures, zero: float, planned: int
-) -> Figures:
-    """``samples``: requests.parquet, times since ``zero`` [s, perf_counter]; ``stamps``: the mock's /stamps, whose
-    prompts' last ids are the requests' indices; ``client``: of load.json; ``planned``: requests of the load."""
+) -> CalibrationFigures:
+    """Compares what the client saw with what was sent.
+
+    ``samples``: requests.parquet, times since ``zero`` [s, perf_counter]; ``stamps``: the mock's /stamps, whose
+    prompts' last ids are the requests' indices; ``client``: of load.json; ``planned``: requests of the load.
+    """
     rows = {int(row["index"]): row for row in samples.to_dict("records")}
     sent = {int(stamp.prompt[-1]): stamp for stamp in stamps}
     lags, errors, shared, lost = [np.empty(0)], [np.empty(0)], 0, 0
@@ -157,7 +173,7 @@ def figures_of(
     faulty = {i for i, stamp in sent.items() if stamp.fault}
     ok = {i for i, row in rows.items() if row["ok"]}
     late = [s - d for stamp in stamps for s, d in zip(stamp.sends, stamp.due, strict=True)]
-    return Figures(
+    return CalibrationFigures(
         events=sum(len(stamp.sends) for stamp in stamps),
         events_lost=lost,
         requests=len(sent),
@@ -188,14 +204,14 @@ class Attempt:
     None: not known.
     """
 
-    figures: Figures
+    figures: CalibrationFigures
     reasons: tuple[str, ...] = ()
     foreign_cpu_cores: float | None = None
     steal_share: float | None = None
 
     @property
     def disturbed(self) -> str:
-        """What other work on the machine would have made a load invalid, in words; empty if there was none."""
+        """The other work on the machine that would have made a load invalid, in words; empty if there was none."""
         foreign, steal = self.foreign_cpu_cores or 0.0, self.steal_share or 0.0
         causes = [f"other processes used {foreign:.2f} of a core"] if foreign > foreign_limit(usable_cores()) else []
         causes += [f"the host took {steal:.1%} of the CPU time away"] if steal > MAX_STEAL_SHARE else []
@@ -203,15 +219,15 @@ class Attempt:
 
 
 @dataclass(frozen=True)
-class Calibration:
-    """``reasons``: one sentence for everything that is over ``limits`` or was lost; empty when the client is good.
+class ClientCalibration:
+    """A client measured on this machine; without ``reasons`` (sentences on what is over ``limits`` or lost) it is good.
 
     ``figures`` and ``reasons`` are those of the attempt in which least was over the limits. ``attempts``: all of them,
     in their order.
     """
 
     settings: CalibrationSettings
-    figures: Figures
+    figures: CalibrationFigures
     limits: Limits
     reasons: tuple[str, ...]
     machine: str
@@ -222,7 +238,7 @@ class Calibration:
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Calibration:
+    def from_json(cls, data: Mapping[str, Any]) -> ClientCalibration:
         """The reverse of ``to_json``; ValueError for something else."""
         return TypeAdapter(cls).validate_python(data)
 
@@ -239,7 +255,7 @@ _WORDS = {  # of a limit that is exceeded: what happened, with the value and the
 }  # fmt: skip
 
 
-def judge_figures(figures: Figures, limits: Limits, settings: CalibrationSettings) -> tuple[str, ...]:
+def judge_figures(figures: CalibrationFigures, limits: Limits, settings: CalibrationSettings) -> tuple[str, ...]:
     """One sentence for each limit that is exceeded and each kind of loss."""
     reasons = []
     for name, limit in dataclasses.asdict(limits).items():
@@ -264,7 +280,9 @@ def judge_figures(figures: Figures, limits: Limits, settings: CalibrationSetting
     return tuple(f"the load client does not keep up with the mock server at {at}: {reason}." for reason in reasons)
 
 
-def calibrate(settings: CalibrationSettings, limits: Limits | None = None, attempts: int = ATTEMPTS) -> Calibration:
+def calibrate(
+    settings: CalibrationSettings, limits: Limits | None = None, attempts: int = ATTEMPTS
+) -> ClientCalibration:
     """Runs the mock server and the load process for ``settings.seconds``, and compares. ``limits``: default validity.
 
     While something is over the limits and attempts are left it runs again; see the top of this file.
@@ -278,10 +296,10 @@ def calibrate(settings: CalibrationSettings, limits: Limits | None = None, attem
         made.append(Attempt(figures, reasons, machine.foreign_cpu_cores, machine.steal_share))
     best = min(reversed(made), key=lambda attempt: len(attempt.reasons))
     taken = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    return Calibration(settings, best.figures, limits, best.reasons, machine_key(), taken, tuple(made))
+    return ClientCalibration(settings, best.figures, limits, best.reasons, machine_key(), taken, tuple(made))
 
 
-def _measure(settings: CalibrationSettings) -> tuple[Figures, MachineReport]:
+def _measure(settings: CalibrationSettings) -> tuple[CalibrationFigures, MachineReport]:
     """One attempt: what it found, and how the machine was meanwhile."""
     count = settings.requests
     rate = max(_FAULT_SHARE, 1.0 / count)  # exact for the mock: at least one of each kind
@@ -326,7 +344,116 @@ def _measure(settings: CalibrationSettings) -> tuple[Figures, MachineReport]:
 
 @lru_cache(maxsize=1)
 def machine_key() -> str:
-    """What a calibration depends on besides its settings."""
+    """Names what a calibration depends on besides its settings."""
     here, installed = machine(), versions()
     parts = (here["cpu"]["model"], f"{here['cpu']['cores']} cores", here["os"], f"python {platform.python_version()}")
     return ", ".join((*parts, *(f"{name} {installed[name]}" for name in ("kvbench", "gevent", "locust"))))
+
+
+@dataclass(frozen=True)
+class ClientLoad:
+    """The load on the client: ``streams`` at once and chunks a second (None: not known), over ``processes``."""
+
+    streams: int
+    processes: int = 1
+    events_per_s: float | None = None
+    tls: bool = False
+
+    def covered_by(self, settings: CalibrationSettings) -> bool:
+        """Tests whether a client calibrated with ``settings`` has kept up with at least as much."""
+        return self.streams <= settings.streams and (self.events_per_s or 0.0) <= RATE_MARGIN * settings.events_per_s
+
+
+def settings_for(demand: ClientLoad) -> CalibrationSettings:
+    """At least what is needed, in steps, so that a sweep's many loads need few calibrations.
+
+    Streams a process are rounded up to 4, 16, 64, 256, 512 and so on, 8,192 in all; chunks a second, where they are
+    known to be more than 20 ms of ITL make, to half powers of 2.
+    """
+    share = -(-demand.streams // demand.processes)
+    streams = min(demand.processes * next((size for size in _SIZES if share <= size), _SIZES[-1]), _SIZES[-1])
+    rate = min(streams, demand.processes * _FULL_STREAMS) * 1000 / DEFAULT_ITL_MS
+    if demand.events_per_s is not None and demand.events_per_s > RATE_MARGIN * rate:
+        rate = 2 ** (math.ceil(2 * math.log2(demand.events_per_s / RATE_MARGIN)) / 2)
+    return CalibrationSettings(streams, streams * 1000 / rate, demand.processes, tls=demand.tls)
+
+
+@dataclass(frozen=True)
+class Calibrator:
+    """Calibrates the client before a load, once per machine and settings. ``wanted`` False: nothing is measured.
+
+    ``folder``: of a sweep or a load; its calibration.json keeps what was measured. Only a calibration that the client
+    passed is used again: one that failed in all its attempts has one more before each further load, and by --resume.
+    ``say``: progress for the user; ``warn``: warnings, which are to be read later, too. ``check``: called before a load
+    is begun with a new calibration, with the seconds that it takes; may raise.
+    """
+
+    folder: Path
+    wanted: bool = True
+    say: Callable[[str], None] = lambda text: None
+    warn: Callable[[str], None] = lambda text: None
+    check: Callable[[float], None] = lambda seconds: None
+
+    def __call__(self, demand: ClientLoad, before: ClientCalibration | None = None) -> ClientCalibration | None:
+        """The calibration for ``demand``: ``before``, if that is enough; None where none is wanted.
+
+        Raises MeasurementError.
+        """
+        if not self.wanted:
+            return None
+        if before is not None and demand.covered_by(before.settings):
+            return before
+        settings = settings_for(demand)
+        calibration = self._at(settings, again=before is not None)
+        if demand.covered_by(settings):
+            return calibration
+        too_much = (
+            f"the load had up to {demand.streams} streams at once, and the client can be calibrated at "
+            f"{settings.streams} at most; use fewer."
+        )
+        return dataclasses.replace(calibration, reasons=(*calibration.reasons, too_much))
+
+    def _at(self, settings: CalibrationSettings, again: bool) -> ClientCalibration:
+        """A stored good calibration, else a new one. ``again``: the load needed more than was expected before it."""
+        stored = _stored(self.folder)
+        same = [c for c in stored if (c.machine, c.settings) == (machine_key(), settings)]
+        failed = [c for c in same if c.reasons]
+        if good := [c for c in same if not c.reasons]:
+            return good[-1]
+        where = f"{settings.streams} streams{' through TLS' if settings.tls else ''}"
+        why = "again, as the load needed more than expected, " if again else ""
+        at = f"{where} of {settings.itl_ms:.4g} ms ITL"
+        if not again:  # else it judges what is measured already
+            self.check(settings.seconds + 2)
+        self.say(f"calibrating the load client {why}at {at} (about {settings.seconds + 2:.0f} s, once)")
+        new = calibrate(settings, attempts=1 if failed else ATTEMPTS)
+        for reason in new.reasons:
+            self.warn(f"loads of {where} will be invalid: {reason}")
+        if new.reasons and (disturbed := [attempt.disturbed for attempt in new.attempts if attempt.disturbed]):
+            self.warn(f"while the client was calibrated {disturbed[-1]}: stop what runs there and try again")
+        kept = [c for c in stored if c not in failed] if new.reasons else stored
+        write_json(self.folder / FILE, [c.to_json() for c in (*kept, new)])
+        return new
+
+    def facts(self) -> dict[str, Any]:
+        """For a manifest: what was measured so far, or that it was left out."""
+        return {"left_out": not self.wanted, "measured": [c.to_json() for c in _stored(self.folder)]}
+
+
+def passed_since(folder: Path, failed: ClientCalibration) -> bool:
+    """Tests whether the client later passed what it had failed before a load of the run in ``folder``."""
+    return any(
+        not stored.reasons
+        and (stored.machine, stored.settings) == (failed.machine, failed.settings)
+        and stored.taken != failed.taken
+        for stored in _stored(folder)
+    )
+
+
+def _stored(folder: Path) -> list[ClientCalibration]:
+    if not (folder / FILE).is_file():
+        return []
+    try:
+        return [ClientCalibration.from_json(row) for row in read_json(folder / FILE)]
+    except (KeyError, TypeError, ValueError):  # of another version: measured anew
+        return []

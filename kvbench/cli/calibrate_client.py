@@ -65,7 +65,7 @@ def calibrate_client(json_path: Path | None, attempts: int, **options: Any) -> i
 
 
 def _attempts(calibration: Any) -> Iterator[str]:
-    """What happened in each; nothing where the first was good."""
+    """Says what happened in each attempt; nothing where the first was good."""
     count = len(calibration.attempts)
     for number, attempt in enumerate(calibration.attempts, 1):
         meanwhile = f" (meanwhile {attempt.disturbed})" if attempt.disturbed else ""

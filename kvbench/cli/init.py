@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from kvbench.cli.options import ANSWER_OPTIONS, add_options
 from kvbench.common.errors import UsageError
+
+if TYPE_CHECKING:
+    from kvbench.workload.from_options import Answers
 
 
 @click.command()
@@ -40,25 +44,26 @@ def init(file: Path, profile: str | None, **options: Any) -> int:
         raise UsageError(f"{file} is there already: give a new name, or remove it first")
     if why := why_unwritable(file.absolute().parent):
         raise UsageError(f"{file} cannot be written: {why}")
+    answers = answers_in(options)
     if sys.stdin.isatty():
-        options |= _ask(options)
+        answers = _ask(answers)
     chosen = profile or default_profile()
-    text = workload_text(answers_in(options), profile=chosen, name=slug(file.stem).lstrip("._-") or None)
+    text = workload_text(answers, profile=chosen, name=slug(file.stem).lstrip("._-") or None)
     load_workload(file, text=text, profile=chosen)  # refuses what no workload can have
     file.write_text(text, encoding="utf-8")
     click.echo(f"written: {file}. Next: kvbench plan {file}, then kvbench sweep {file}")
     return 0
 
 
-def _ask(options: dict[str, Any]) -> dict[str, Any]:
-    """Answers to what the options do not say."""
-    answers: dict[str, Any] = {}
-    if not options["dataset_path"]:
+def _ask(answers: Answers) -> Answers:
+    """Asks for what the options do not say."""
+    lengths, users, vary = {}, answers.concurrency, answers.vary
+    if not answers.dataset_path:
         for name, question, default in (("input_len", "tokens in", "600"), ("output_len", "tokens out", "150")):
-            answers[name] = options[name] or click.prompt(f"{question} (or LOW:HIGH)", default=default)
-    if not (options["concurrency"] or options["request_rate"] or options["dataset_path"]):
-        answers["concurrency"] = (click.prompt("users at once", default=8, type=click.IntRange(1)),)
-    if not options["vary"]:
+            lengths[name] = getattr(answers, name) or click.prompt(f"{question} (or LOW:HIGH)", default=default)
+    if not (users or answers.request_rate or answers.dataset_path):
+        users = (click.prompt("users at once", default=8, type=click.IntRange(1)),)
+    if not vary:
         asked = click.prompt("what to compare (setting=A,B setting=A,B; - for nothing)", default="page_size=16,32")
-        answers["vary"] = () if asked.strip() == "-" else tuple(asked.split())
-    return answers
+        vary = () if asked.strip() == "-" else tuple(asked.split())
+    return dataclasses.replace(answers, concurrency=users, vary=vary, **lengths)

@@ -41,6 +41,15 @@ def parse_json(data: str | bytes) -> Any:
     return value
 
 
+def json_at(value: Any, *path: str) -> Any:
+    """Returns what lies at ``path`` in JSON from outside; None where it, or an object on the way to it, is missing."""
+    for name in path:
+        if not isinstance(value, dict):
+            return None
+        value = value.get(name)
+    return value
+
+
 def _check_depth(value: Any) -> None:
     level: list[Any] = [[value]]
     for _ in range(MOST_DEPTH + 1):

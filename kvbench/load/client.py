@@ -122,7 +122,7 @@ class Connection:
 
 
 class TlsConnection(Connection):
-    """The same through TLS. Bytes that arrive are decrypted at once; their moment is that of the last packet."""
+    """A connection through TLS. Bytes that arrive are decrypted at once; their moment is that of the last packet."""
 
     def __init__(self, sock: socket.socket, context: ssl.SSLContext, host: str) -> None:
         super().__init__(sock)
@@ -204,25 +204,20 @@ def open_connection(address: Address, timeouts: Timeouts, tls: ssl.SSLContext | 
             sock.close()
         if error is timer or isinstance(error, TimeoutError):
             raise StreamFailure("connect_timeout", f"{where} {phase} within {timeouts.connect:g} s") from None
-        if (failure := _failure(error, where)) is not None:
-            raise failure from error
+        if isinstance(error, OSError):
+            raise _failure(error, where) from error
         raise
 
 
-def _failure(error: BaseException, where: str) -> StreamFailure | None:
+def _failure(error: OSError, where: str) -> StreamFailure:
     if isinstance(error, ConnectionRefusedError):
         return StreamFailure("refused", f"{where} refused the connection")
     if isinstance(error, ssl.SSLCertVerificationError):
-        return StreamFailure(
-            "tls",
-            f"the certificate of {where} is not trusted ({error.verify_message}); name its authority with "
-            "--tls-ca-file, or give --no-tls-verify",
-        )
+        way_out = "name its authority with --tls-ca-file, or give --no-tls-verify"
+        return StreamFailure("tls", f"the certificate of {where} is not trusted ({error.verify_message}); {way_out}")
     if isinstance(error, ssl.SSLError):
         return StreamFailure("tls", f"no TLS with {where}: {error.reason or error}")
-    if isinstance(error, OSError):
-        return StreamFailure("connection", f"cannot connect to {where}: {error}")
-    return None
+    return StreamFailure("connection", f"cannot connect to {where}: {error}")
 
 
 @dataclass
@@ -247,7 +242,10 @@ class RawStream:
 
 
 class StreamingClient:
-    """One keep-alive connection; one exchange at a time. ``tls``: for an https address."""
+    """One keep-alive connection; one exchange at a time. ``tls``: for an https address.
+
+    ``raw``: the newest exchange, also when it was interrupted.
+    """
 
     def __init__(self, address: Address, timeouts: Timeouts, tls: ssl.SSLContext | None = None) -> None:
         self.address = address
@@ -256,7 +254,7 @@ class StreamingClient:
         self._connection: Connection | None = None
         self._watcher = None
         self._done = Event()
-        self._raw = RawStream(0.0)
+        self.raw = RawStream(0.0)
         self._reader = ResponseReader()
         self._left = 0  # bytes that the response may still bring
 
@@ -306,27 +304,19 @@ class StreamingClient:
         return raw
 
     @property
-    def last_raw(self) -> RawStream:
-        """The newest exchange, also when it was interrupted."""
-        return self._raw
-
-    @property
     def status(self) -> int:
         """The HTTP status of the newest exchange; 0: it had no whole response head."""
         return self._reader.status
 
     def _is_quiet(self) -> bool:
-        """Tests whether nothing, not even a close, has come over the kept connection since the last response.
-
-        Stray bytes would be taken for the beginning of the next response, and shift all later ones.
-        """
+        """Tests whether nothing, not even a close, came over the kept connection: stray bytes would shift answers."""
         try:
             return self._connection.receive()[0] is None
         except OSError:
             return False
 
     def _attempt(self, request: bytes, ts: float, most_bytes: int) -> RawStream:
-        raw = self._raw = RawStream(ts)
+        raw = self.raw = RawStream(ts)
         self._left = most_bytes
         self._reader = ResponseReader()
         self._done.clear()
@@ -365,7 +355,7 @@ class StreamingClient:
 
     def _deadline(self) -> tuple[float, str]:
         """The nearest time-out [s, perf_counter], which moves on as bytes arrive, and what it would mean."""
-        limits, raw = self.timeouts, self._raw
+        limits, raw = self.timeouts, self.raw
         total = (raw.ts + limits.total, f"not done within {limits.total:g} s")
         if raw.times:
             return min(total, (raw.times[-1] + limits.idle, f"nothing more came for {limits.idle:g} s"))
@@ -376,14 +366,14 @@ class StreamingClient:
         try:
             data, arrived = self._connection.receive()
         except OSError as error:
-            self._finish("truncated" if self._raw.times else "dropped", f"the connection broke: {error}")
+            self._finish("truncated" if self.raw.times else "dropped", f"the connection broke: {error}")
             return
         if data is None:
             return
         if not data:
             self._on_closed()
             return
-        raw, reader = self._raw, self._reader
+        raw, reader = self.raw, self._reader
         raw.times.append(arrived)
         raw.chunks.append(data)
         self._left -= len(data)
@@ -403,7 +393,7 @@ class StreamingClient:
     def _on_closed(self) -> None:
         if self._reader.begun and self._reader.until_close:
             self._finish(None, None)  # a body that ends with the connection
-        elif self._raw.times:
+        elif self.raw.times:
             self._finish("truncated", "the connection closed before the response's end")
         else:
             self._finish("dropped", "the connection closed without a response")
@@ -416,4 +406,4 @@ class StreamingClient:
         self._done.set()
 
     def _fail(self, kind: str, message: str) -> None:
-        self._raw.error_kind, self._raw.error, self._raw.end = kind, message, time.perf_counter()
+        self.raw.error_kind, self.raw.error, self.raw.end = kind, message, time.perf_counter()

@@ -10,13 +10,22 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
 
 from kvbench.common.machine import BOOT_HEADER, boot_id
 from kvbench.common.secrets import without_key
 from kvbench.common.server_errors import error_sentence, is_error
-from kvbench.load.dialect import OPENAI, Dialect
-from kvbench.load.endpoints import CALL, MOST_TOKENS, NOT_STREAMED, ROLE, THOUGHT, Chunk, Stream, UnreadableEvent
+from kvbench.load.endpoints import (
+    CALL,
+    MOST_TOKENS,
+    NOT_STREAMED,
+    OPENAI,
+    ROLE,
+    THOUGHT,
+    Chunk,
+    Dialect,
+    Stream,
+    UnreadableEvent,
+)
 from kvbench.load.http import MalformedStream, Response, ServerEvent, events
 
 _SLICE = 32  # events parsed between two pauses: about 0.15 ms
@@ -165,7 +174,9 @@ def judge(
     elif response.status != 200:
         out.fail("http_error", ": ".join(filter(None, (f"HTTP {response.status}", response.sentence))))
     else:
-        limited = _count_reasoning_beside(out)
+        limited, reasoning = out.output_tokens, out.reasoning_tokens or 0
+        if limited and reasoning > limited:  # the usage counts reasoning beside the output
+            out.output_tokens = limited + reasoning
         brought = _with_tokens(out, stream.chunks)
         _add_chunks(out, brought, pause)
         _join(out, brought, stream.reasons, dialect)
@@ -337,14 +348,6 @@ def _join(out: Completion, chunks: Sequence[Chunk], reasons: Sequence[list[str]]
         out.finish_reason = min(own[-1] for own in reasons)
 
 
-def _count_reasoning_beside(out: Completion) -> int | None:
-    """Adds reasoning tokens that the usage counts beside the output tokens; returns those that max_tokens limits."""
-    limited = out.output_tokens
-    if limited and (out.reasoning_tokens or 0) > limited:
-        out.output_tokens = limited + (out.reasoning_tokens or 0)
-    return limited
-
-
 def _check(
     out: Completion, limited: int | None, answered: int, max_tokens: int, dialect: Dialect, n: int, best_of: int | None
 ) -> None:
@@ -353,8 +356,8 @@ def _check(
     ``limited``: the tokens that ``max_tokens`` limits; ``answered``: chunks that are no reasoning.
     """
     if out.finish_reason is None:
-        of = f" of each of the {n} choices" if n > 1 else ""
-        out.fail("no_finish_reason", f"the stream ended without a finish_reason{of}")
+        which = f" of each of the {n} choices" if n > 1 else ""
+        out.fail("no_finish_reason", f"the stream ended without a finish_reason{which}")
     elif out.finish_reason not in dialect.finish_reasons:
         out.fail("not_finished", f"the server gave up: finish_reason {out.finish_reason[:40]!r}")
     if not out.done and dialect.done_marker:
@@ -368,9 +371,9 @@ def _check(
     chunks, reported = len(out.chunk_times), out.output_tokens
     if (out.cached_tokens or 0) > (out.prompt_tokens or 0):
         out.fail("usage_mismatch", f"usage says {out.cached_tokens} of {out.prompt_tokens} prompt tokens were cached")
-    most, of = (best_of or n) * max_tokens, f" of each of {best_of or n} sequences" if (best_of or n) > 1 else ""
+    most, which = (best_of or n) * max_tokens, f" of each of {best_of or n} sequences" if (best_of or n) > 1 else ""
     if (limited or 0) > most:
-        out.fail("usage_mismatch", f"usage says {reported} tokens, but max_tokens{of} was {max_tokens}")
+        out.fail("usage_mismatch", f"usage says {reported} tokens, but max_tokens{which} was {max_tokens}")
     elif best_of is not None and best_of > n:
         _leave_out_candidates(out, n * max_tokens)
     elif out.chunk_tokens is not None and chunks:
@@ -399,11 +402,9 @@ def _close(out: Completion) -> None:
         wild = next(i for i in ids if type(i) is not int or not 0 <= i < MOST_TOKENS)
         out.fail("malformed", f"{str(wild)[:40]!r} is no token id")
         out.token_ids = []
-    out.text, out.error, out.finish_reason = map(_storable, (out.text, out.error, out.finish_reason))
+    for name in ("text", "error", "finish_reason"):
+        text = getattr(out, name)
+        if text is not None and not text.isascii():
+            setattr(out, name, text.encode("utf-8", "replace").decode())
     if out.chunk_tokens is not None and len(out.chunk_tokens) != len(out.chunk_times):
         out.chunk_tokens = None
-
-
-def _storable(text: Any) -> Any:
-    """Returns text that UTF-8 can hold: JSON may carry half of a surrogate pair."""
-    return text if text is None or text.isascii() else text.encode("utf-8", "replace").decode()

@@ -1,6 +1,7 @@
 """The APIs through which a load can be sent: what a request says, and what the events of its stream mean.
 
 A new API is one row of ``ENDPOINTS``: its path, how a prompt stands in a body, and a function that reads one event.
+What a server takes and sends otherwise is its ``Dialect``.
 """
 
 from __future__ import annotations
@@ -8,10 +9,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+from pydantic import AfterValidator, Field
+
+from kvbench.common.parsing import json_at
+from kvbench.common.schema import StrictModel
 from kvbench.common.server_errors import error_sentence
-from kvbench.requests.request import RequestSpec
+from kvbench.requests.request import ANSWERS, RequestSpec
+from kvbench.workload.request_form import EndpointName, Fields, check_extra_body
 
 TEXT, CALL, THOUGHT, ROLE = "", "call", "thought", "role"
 _PARTS = {  # of a chat's delta beside its content
@@ -25,8 +31,6 @@ _RANKS = {CALL: 3, THOUGHT: 2, ROLE: 1, TEXT: 0}  # a role comes last: some serv
 _WORDS = ("text", "summary", "thinking", "name", "arguments", "function")  # of a thought or a call; not encrypted data
 MOST_TOKENS = 1 << 31  # ids and counts are stored in 32 bits
 _STRING, _IDS = (str, type(None)), (list, type(None))
-Fields = dict[str, Any]
-"""The fields of a JSON object: a request's body, or an event."""
 
 
 class UnreadableEvent(Exception):
@@ -149,13 +153,6 @@ class Endpoint:
         return [line.format(key=key) for line in self.headers if key or "{key}" not in line]
 
 
-# Requests
-
-
-def _completions_prompt(request: RequestSpec) -> Fields:
-    return {"prompt": list(request.prompt_token_ids or ()) if request.prompt is None else request.prompt}
-
-
 def _chat_prompt(request: RequestSpec) -> Fields:
     """The conversation before the prompt, user and assistant in turn, and the prompt as the user's last message."""
     texts = (*request.history, request.prompt or "")
@@ -168,13 +165,13 @@ def _responses_prompt(request: RequestSpec) -> Fields:
     return {"input": [{"type": "message", **message} for message in _chat_prompt(request)["messages"]]}
 
 
-# Events
-
-
 def read_choices(event: Fields, stream: Stream) -> None:
     """Reads an event of completions or of chat."""
     if usage := event.get("usage"):
-        stream.count(_choices_usage(usage))
+        counts = _usage(usage, "prompt_tokens", "completion_tokens")
+        if counts.reasoning is None:  # SGLang's place for it
+            counts = counts._replace(reasoning=_tokens(usage, "reasoning_tokens"))
+        stream.count(counts)
     if not (choices := event.get("choices")):
         return
     try:
@@ -183,8 +180,8 @@ def read_choices(event: Fields, stream: Stream) -> None:
             if text is None:
                 text = delta.get("content")
                 if isinstance(text, list):  # Mistral's parts
-                    thoughts = [part for part in text if part.get("type") == "thinking"]
-                    text = "".join(part["text"] for part in text if part.get("type") == "text")
+                    thoughts = [part for part in text if json_at(part, "type") == "thinking"]
+                    text = "".join(part["text"] for part in text if json_at(part, "type") == "text")
                     delta = {**delta, "reasoning_details": thoughts}
             ids, reason = choice.get("token_ids"), choice.get("finish_reason")
             if not (isinstance(text, _STRING) and isinstance(ids, _IDS) and isinstance(reason, _STRING)):
@@ -217,27 +214,29 @@ def _kind(delta: Fields) -> str:
 def _has_words(value: Any) -> bool:
     """Tests whether a part of a delta holds text; servers send empty ones of every kind."""
     if isinstance(value, dict):
-        value = [value.get(name) for name in _WORDS]
+        value = [value[name] for name in _WORDS if name in value]
     return any(map(_has_words, value)) if isinstance(value, list) else isinstance(value, str) and value != ""
 
 
-def _choices_usage(usage: Any) -> Usage:
-    counts = _usage(usage, "prompt_tokens", "completion_tokens")
-    if counts.reasoning is None and (outside := usage.get("reasoning_tokens")) is not None:  # SGLang's place for it
-        return counts._replace(reasoning=_count("reasoning_tokens", outside))
-    return counts
-
-
 def _usage(usage: Any, prompt: str, output: str) -> Usage:
-    """The counts of OpenAI's usage, which names them so. UnreadableEvent for what is no whole number of tokens."""
+    """Reads OpenAI's usage, which names its counts so. UnreadableEvent for what is no whole number of tokens."""
+    return Usage(
+        _tokens(usage, prompt, needed=True),
+        _tokens(usage, output, needed=True),
+        _tokens(usage, f"{prompt}_details", "cached_tokens"),
+        _tokens(usage, f"{output}_details", "reasoning_tokens"),
+    )
+
+
+def _tokens(usage: Any, *path: str, needed: bool = False) -> int | None:
+    """A count of a usage; None: not told, which is right only where it is not ``needed``. UnreadableEvent."""
     if not isinstance(usage, dict):
         raise UnreadableEvent("the usage of {} is not an object")
-    return Usage(
-        _count(prompt, usage.get(prompt)),
-        _count(output, usage.get(output)),
-        _optional(_dict(usage, f"{prompt}_details"), "cached_tokens"),
-        _optional(_dict(usage, f"{output}_details"), "reasoning_tokens"),
-    )
+    count = json_at(usage, *path)
+    if (needed or count is not None) and not (type(count) is int and 0 <= count < MOST_TOKENS):
+        shown = repr(str(count)[:40])
+        raise UnreadableEvent(f"the usage of {{}} has {path[-1]} {shown}, which is no whole number of tokens")
+    return count
 
 
 # https://platform.openai.com/docs/api-reference/responses-streaming: the deltas of each kind of output.
@@ -261,16 +260,16 @@ def read_responses(event: Fields, stream: Stream) -> None:
     if (kind := _RESPONSE_DELTAS.get(name)) is not None:
         _add_delta(event.get("delta"), kind, stream)
     elif name == "response.output_item.added":
-        if _dict(event, "item").get("name"):  # of a call: its first token, or all of it (transformers serve)
+        if json_at(event, "item", "name"):  # of a call: its first token, or all of it (transformers serve)
             stream.chunk(0, kind=CALL, filled=True)
     elif name in _RESPONSE_ENDS:
-        response = _dict(event, "response")
-        if usage := response.get("usage"):
+        response = json_at(event, "response")
+        if usage := json_at(response, "usage"):
             stream.count(_usage(usage, "input_tokens", "output_tokens"))
-        status = response.get("status") or name.removeprefix("response.")
+        status = json_at(response, "status") or name.removeprefix("response.")
         if status == "failed":
             stream.fail("server_error", error_sentence(json.dumps(response).encode()) or "the response failed")
-        reason = str(_dict(response, "incomplete_details").get("reason") or status)
+        reason = str(json_at(response, "incomplete_details", "reason") or status)
         stream.chunk(0, reason=_RESPONSE_REASONS.get(reason, reason))
         stream.done = True
 
@@ -288,31 +287,28 @@ def read_messages(event: Fields, stream: Stream) -> None:
     """Reads an event of Anthropic's messages, in which only deltas of content blocks bring tokens."""
     name = str(event.get("type"))
     if name == "content_block_delta":
-        delta = _dict(event, "delta")
-        part, kind = _MESSAGE_DELTAS.get(str(delta.get("type")), (None, TEXT))
-        if part is not None:
-            _add_delta(delta.get(part), kind, stream)
+        delta = event.get("delta")
+        if isinstance(delta, dict) and (row := _MESSAGE_DELTAS.get(str(delta.get("type")))):
+            _add_delta(delta.get(row[0]), row[1], stream)
     elif name == "content_block_start":
-        if _dict(event, "content_block").get("name"):
+        if json_at(event, "content_block", "name"):
             stream.chunk(0, kind=CALL, filled=True)
     elif name == "message_start":
-        stream.count(_messages_usage(_dict(event, "message").get("usage") or {}))
+        stream.count(_messages_usage(json_at(event, "message", "usage") or {}))
     elif name == "message_delta":
         stream.count(_messages_usage(event.get("usage") or {}))
-        if reason := _dict(event, "delta").get("stop_reason"):
+        if reason := json_at(event, "delta", "stop_reason"):
             stream.chunk(0, reason=_MESSAGE_REASONS.get(str(reason), str(reason)))
     elif name == "message_stop":
         stream.done = True
 
 
 def _messages_usage(usage: Any) -> Usage:
-    """The counts that there are; Anthropic's input tokens are those that the cache neither had nor got."""
-    if not isinstance(usage, dict):
-        raise UnreadableEvent("the usage of {} is not an object")
+    """Returns the counts that there are; Anthropic's input tokens are those that the cache neither had nor got."""
     names = ("input_tokens", "output_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
-    computed, output, cached, written = (_optional(usage, name) for name in names)
+    computed, output, cached, written = (_tokens(usage, name) for name in names)
     prompt = None if computed is None else computed + (cached or 0) + (written or 0)
-    return Usage(prompt, output, cached, _optional(_dict(usage, "output_tokens_details"), "thinking_tokens"))
+    return Usage(prompt, output, cached, _tokens(usage, "output_tokens_details", "thinking_tokens"))
 
 
 def _add_delta(text: Any, kind: str, stream: Stream) -> None:
@@ -321,28 +317,16 @@ def _add_delta(text: Any, kind: str, stream: Stream) -> None:
     stream.chunk(0, text if kind == TEXT else "", None, kind, text != "")
 
 
-def _dict(owner: Fields, name: str) -> Fields:
-    value = owner.get(name)
-    return value if isinstance(value, dict) else {}
-
-
-def _count(name: str, count: Any) -> int:
-    """The number of tokens. UnreadableEvent for what is none."""
-    if type(count) is not int or not 0 <= count < MOST_TOKENS:
-        raise UnreadableEvent(f"the usage of {{}} has {name} {str(count)[:40]!r}, which is no whole number of tokens")
-    return count
-
-
-def _optional(owner: Fields, name: str) -> int | None:
-    return None if owner.get(name) is None else _count(name, owner[name])
-
-
 _ONLY_TEXTS = {"token_id_prompts": False}
 _TYPED = {**_ONLY_TEXTS, "stream_options": False, "return_token_ids": False, "answers": []}
 ENDPOINTS: Mapping[str, Endpoint] = {
     endpoint.name: endpoint
     for endpoint in (
-        Endpoint("completions", "/v1/completions", _completions_prompt, read_choices, "choices"),
+        Endpoint(
+            "completions", "/v1/completions",
+            lambda request: {"prompt": request.prompt if request.prompt is not None else [*request.prompt_token_ids]},
+            read_choices, "choices",
+        ),
         Endpoint("chat", "/v1/chat/completions", _chat_prompt, read_choices, "choices", lacks=_ONLY_TEXTS),
         Endpoint(
             "responses", "/v1/responses", _responses_prompt, read_responses, "output",
@@ -356,3 +340,88 @@ ENDPOINTS: Mapping[str, Endpoint] = {
 }  # fmt: skip
 """In the order in which a server is asked for them: OpenAI's three and Anthropic's."""
 PATHS: Mapping[str, str] = {name: endpoint.path for name, endpoint in ENDPOINTS.items()}
+_FINISHED = ("length", "stop", "eos", "eos_token", "stop_sequence", "tool_calls", "function_call")
+
+
+class Dialect(StrictModel):
+    """The things that a server's API takes and sends. The defaults are those of vLLM and of the built-in server.
+
+    ``endpoint``: which of ``ENDPOINTS`` the load is sent to.
+    ``done_marker``: streams end with the API's end mark. ``stream_options``: ``stream_options.include_usage`` is sent.
+    ``usage``: the server reports usage (without it, output tokens are the streamed ids, else the chunks with
+    content). ``token_id_prompts``: a prompt may be a list of token ids (else its text is sent). ``ignore_eos``: the
+    field of that name is understood and sent. ``return_token_ids``: likewise. ``max_completion_tokens``: that field
+    takes the place of ``max_tokens``. ``temperature``: the field is sent; ``api_fields``: likewise
+    those of the endpoint. ``extra_body``: merged into each
+    request's JSON.
+    ``answers``: those of n, best_of and beam_width that a request may have. ``returns_all_beams``: n must be that
+    width.
+    ``keep_alive``: a connection may carry several requests; False for a server that closes it without saying so.
+    ``finish_reasons``: those of a stream that came to its end; any other (abort, error, timeout) is a failure.
+    """
+
+    endpoint: EndpointName = "completions"
+    done_marker: bool = True
+    stream_options: bool = True
+    usage: bool = True
+    token_id_prompts: bool = True
+    ignore_eos: bool = True
+    return_token_ids: bool = True
+    max_completion_tokens: bool = False
+    temperature: bool = True
+    api_fields: bool = True
+    answers: list[str] = Field(default_factory=lambda: [*ANSWERS])
+    returns_all_beams: bool = False
+    keep_alive: bool = True
+    finish_reasons: list[str] = Field(default_factory=lambda: [*_FINISHED])
+    extra_body: Annotated[Fields, AfterValidator(check_extra_body)] = Field(default_factory=dict)
+
+    @property
+    def api(self) -> Endpoint:
+        """The row of its endpoint."""
+        return ENDPOINTS[self.endpoint]
+
+    def at(self, endpoint: str) -> Dialect:
+        """Returns the server's dialect at another endpoint, without what that does not have."""
+        return self.model_copy(update={"endpoint": endpoint, **ENDPOINTS[endpoint].lacks})
+
+    def refusal(self, answers: Mapping[str, int | None]) -> str | None:
+        """Says why the server cannot be asked for ``answers`` (n, best_of and beam_width); None if it can."""
+        wanted = {name: value for name, value in answers.items() if value and (value > 1 or name == "beam_width")}
+        if unknown := [name for name in wanted if name not in self.answers]:
+            return f"it has no {' and no '.join(unknown)}"
+        beams = wanted.get("beam_width", 1)
+        if self.returns_all_beams and beams > wanted.get("n", 1):
+            return f"it returns all {beams} beams, so n must be {beams}"
+        return None
+
+    def body(self, model: str, request: RequestSpec, temperature: float) -> Fields:
+        """The fields of a request, without those of a stream."""
+        limit = "max_completion_tokens" if self.max_completion_tokens else self.api.limit
+        fields = {"model": model, **self.api.prompt(request), limit: request.max_tokens}
+        fields |= self.api.fields if self.api_fields else {}
+        return fields | ({"temperature": temperature} if self.temperature else {}) | self.extra_body
+
+    def streamed_body(self, model: str, request: RequestSpec, temperature: float, ignore_eos: bool) -> Fields:
+        """The fields of a request whose answer is streamed."""
+        fields = self.body(model, request, temperature) | {"stream": True, **_answers(request)}
+        if self.ignore_eos:
+            fields["ignore_eos"] = ignore_eos
+        if self.stream_options:
+            fields["stream_options"] = {"include_usage": True}
+        if self.return_token_ids:
+            fields["return_token_ids"] = True
+        return fields | self.extra_body
+
+
+OPENAI = Dialect()
+
+
+def _answers(request: RequestSpec) -> Fields:
+    """The fields of the sequences drawn and returned, in vLLM's names: ``best_of`` also counts the beams."""
+    fields: Fields = {"n": request.n} if request.n > 1 else {}
+    if request.beam_width is not None:
+        fields |= {"use_beam_search": True, "temperature": 0.0}  # which samples nothing
+    if request.width > request.n:
+        fields["best_of"] = request.width
+    return fields

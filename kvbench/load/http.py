@@ -54,18 +54,14 @@ class Address:
 
     @property
     def authority(self) -> str:
-        """``host:port`` for a Host header or a message."""
+        """The address as ``host:port``, for a Host header or a message."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 def call_bytes(address: Address, method: str, path: str, head: Sequence[str] = (), payload: bytes = b"") -> bytes:
     """One HTTP request, head and JSON body. Every call asks for an answer that is not compressed."""
-    lines = [
-        f"{method} {address.prefix}{path} HTTP/1.1",
-        f"Host: {address.authority}",
-        "Accept-Encoding: identity",
-        *head,
-    ]
+    first = f"{method} {address.prefix}{path} HTTP/1.1"
+    lines = [first, f"Host: {address.authority}", "Accept-Encoding: identity", *head]
     if payload:
         lines.append("Content-Type: application/json")
     if method == "POST":

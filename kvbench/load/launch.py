@@ -16,6 +16,7 @@ from typing import Any
 
 from kvbench.common import processes
 from kvbench.common.errors import EXIT_INVALID, EXIT_USAGE, MeasurementError
+from kvbench.common.parsing import json_at
 from kvbench.common.text import plural
 from kvbench.load.endpoints import Fields
 from kvbench.load.spec import ARRIVE_S, LoadSpec
@@ -100,12 +101,12 @@ def drive(
             processes.stop(process, grace_s=5.0)
 
 
-def _why_it_ended(code: int, said: str | None) -> str:
-    """The client's own sentence where it foresaw its end, else how it ended and what it ``said``."""
-    _, own, sentence = (said or "").rpartition(_PREFIX)
+def _why_it_ended(code: int, output: str | None) -> str:
+    """The client's own sentence where it foresaw its end, else how it ended and its ``output``."""
+    _, own, sentence = (output or "").rpartition(_PREFIX)
     if own and code in (EXIT_USAGE, EXIT_INVALID):
         return sentence
-    return f"the load client {processes.how_it_ended(code)}: {said or '(it said nothing)'}"
+    return f"the load client {processes.how_it_ended(code)}: {output or '(it said nothing)'}"
 
 
 @dataclass
@@ -150,14 +151,14 @@ def _follow(
         now = time.monotonic()
         if line.strip():
             heard, event = now, _event(line)
-            name = event.get("event")
+            name = json_at(event, "event")
             if name in ("begin", DRAIN, "measured"):
                 phase = phase if name == DRAIN else name
                 on_phase(name, process.pid)
             elif name == "progress":
                 on_progress(event["done"], event["total"], event["failed"], event["elapsed_s"])
             elif name == "end":
-                error = event.get("error") or error
+                error = json_at(event, "error") or error
             if phase != "start" and "done" in event:
                 answered.count = event["done"] - event["failed"]
         if now - checked >= _WATCH_S:

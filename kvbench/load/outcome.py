@@ -10,43 +10,18 @@ from pathlib import Path
 import numpy as np
 
 from kvbench.common.errors import storage_sentence
+from kvbench.common.parsing import json_at
 from kvbench.common.records import write_record
 from kvbench.load import validity
 from kvbench.load.samples import Sample, unknown_answers, write_samples, write_wrong_answers
 from kvbench.load.spec import LoadSpec
-from kvbench.load.validity import percentile_ms
+from kvbench.load.validity import Clocked
 from kvbench.metrics.canaries import WRONG_ANSWERS
 from kvbench.metrics.model import ClientFigures, LoadOutcome, LocustTotals
 from kvbench.metrics.steady_window import steady_state
 from kvbench.requests.request import RequestList
 
 MAX_WALL_STEP_S = 0.05
-_MAX_UNSTAMPED_SHARE = 0.01
-
-
-@dataclass
-class Clocked:
-    """Times and counts of one load process. ``cpu_s`` and ``wall_s``: from the start to the end of the last stream.
-
-    ``wall_step_s``: how far the wall clock jumped meanwhile; ``parse_cpu_s``: CPU time of parsing after the last
-    stream; ``unstamped_reads``: ``reads`` whose arrival the kernel did not stamp; ``reopened``: kept connections that
-    the server had closed.
-    """
-
-    started_unix: float = 0.0
-    cpu_s: float = 0.0
-    wall_s: float = 0.0
-    wall_step_s: float = 0.0
-    priority: str = "normal"
-    reads: int = 0
-    unstamped_reads: int = 0
-    reopened: int = 0
-    parse_cpu_s: float = 0.0
-
-    @property
-    def kernel_stamps(self) -> bool:
-        """Tests whether times are of the bytes' arrival: whether at least 99 % of the reads had a stamp."""
-        return self.reads > 0 and self.unstamped_reads <= _MAX_UNSTAMPED_SHARE * self.reads
 
 
 @dataclass(frozen=True)
@@ -62,38 +37,6 @@ class DrivenLoad:
     client: ClientFigures
     reasons: Sequence[str] = ()
     locust: LocustTotals | None = None
-
-
-def client_figures(
-    samples: Sequence[Sample], lags: Sequence[float], clocked: Sequence[Clocked], mode: str, wall_s: float
-) -> ClientFigures:
-    """``client_report`` with what the client's work took in its processes (``clocked``).
-
-    ``read_delay_p99_ms``: by how much later turns were due than their users had thought, because the answer before had
-    first to be parsed; None without such turns.
-    """
-    cpu_s, parse_cpu_s = sum(c.cpu_s for c in clocked), sum(c.parse_cpu_s for c in clocked)
-    client = validity.client_report(samples, lags, cpu_s, wall_s, mode, all(c.kernel_stamps for c in clocked))
-    reads = sum(c.reads for c in clocked)
-    return client.model_copy(
-        update={
-            "cpu_s": cpu_s,
-            "parse_cpu_s": parse_cpu_s,
-            "cpu_us_per_chunk": (cpu_s + parse_cpu_s) / client.chunks * 1e6 if client.chunks else None,
-            "read_delay_p99_ms": percentile_ms(read_delays(samples), 99),
-            "priority": ", ".join(sorted({c.priority for c in clocked})),
-            "reopened_connections": sum(c.reopened for c in clocked),
-            "unstamped_share": sum(c.unstamped_reads for c in clocked) / reads if reads else None,
-        }
-    )
-
-
-def read_delays(samples: Sequence[Sample]) -> list[float]:
-    """The seconds from the end of each later turn's thinking to its intended start; 0 where thinking took longer."""
-    ends = {(s.request.session, s.request.turn): s.end for s in samples if s.request.session is not None}
-    later = [s for s in samples if s.request.session is not None and s.request.turn and s.sent]
-    due = [ends.get((s.request.session, s.request.turn - 1), s.t0) + s.request.think_s for s in later]
-    return [max(0.0, s.t0 - when) for s, when in zip(later, due, strict=True)]
 
 
 def most_in_flight(samples: Sequence[Sample]) -> int:
@@ -125,12 +68,13 @@ def write_outcome(spec: LoadSpec, requests: RequestList, driven: DrivenLoad, end
 def _outcome_of(spec: LoadSpec, requests: RequestList, driven: DrivenLoad, ended_well: bool) -> LoadOutcome:
     samples, zero, clocked, client = driven.samples, driven.zero, driven.clocked, driven.client
     short, too_short = validity.short_outputs(samples, spec.ignore_eos)
-    exact_texts = bool(requests.notes.get("exact_texts"))
+    exact_texts = bool(json_at(requests.notes, "exact_texts"))
     of_server = too_short + validity.other_prompts(samples, spec.dialect, exact_texts=exact_texts)
     of_server += validity.nothing_streamed(samples)
     added = validity.tokens_added(samples) if spec.dialect.usage else []
     missing = len(requests) - sum(s.completion.error_kind != "interrupted" for s in samples)
-    asked = {"short_outputs": short, "asked_output_tokens": validity.asked_output_tokens(samples)}
+    most_tokens = sum(s.request.n * s.request.max_tokens for s in samples if s.completion.ok)
+    asked = {"short_outputs": short, "asked_output_tokens": most_tokens}
     outcome = LoadOutcome(
         started_at=datetime.fromtimestamp(clocked.started_unix, UTC).isoformat(),
         start_unix=clocked.started_unix,

@@ -18,9 +18,8 @@ from locust.runners import STATE_STOPPED, Runner
 from kvbench.common.errors import EXIT_INVALID, EXIT_OK
 from kvbench.common.kernel_timer import kernel_timer, set_timer
 from kvbench.load.client import StreamFailure
-from kvbench.load.outcome import Clocked
 from kvbench.load.session import ClosedLoopUser, LoadSession, OpenLoopUser
-from kvbench.load.validity import PROBE_PERIOD_S
+from kvbench.load.validity import PROBE_PERIOD_S, Clocked
 
 PROGRESS_S = 0.25
 START_LIMIT_S = 30.0
@@ -122,7 +121,6 @@ class LagProbe:
         self._watcher.start(self._on_tick)
 
     def stop(self) -> None:
-        """Ends; ``lags`` stays."""
         if self._watcher is not None:
             self._watcher.stop()
             self._watcher.close()

@@ -20,9 +20,10 @@ from kvbench.common.errors import EXIT_INVALID, EXIT_USAGE, storage_sentence
 from kvbench.load import process
 from kvbench.load.client import StreamFailure
 from kvbench.load.multi.shards import useful_workers
-from kvbench.load.outcome import DrivenLoad, client_figures, write_outcome
+from kvbench.load.outcome import DrivenLoad, write_outcome
 from kvbench.load.session import LoadSession
 from kvbench.load.spec import LoadSpec, parse, read_spec, requests_of
+from kvbench.load.validity import client_figures
 from kvbench.metrics.model import LocustTotals
 from kvbench.requests.request import RequestList
 
@@ -61,7 +62,7 @@ def _not_stored(load: Any, error: OSError) -> int:
 
 def _load(spec: LoadSpec, requests: RequestList, options: argparse.Namespace) -> Any:
     if not options.master and useful_workers(spec, requests, spec.processes) == 1:
-        return Load(spec, requests)
+        return SingleLoad(spec, requests)
     from kvbench.load.multi.master import SharedLoad
 
     if not options.master:
@@ -70,7 +71,7 @@ def _load(spec: LoadSpec, requests: RequestList, options: argparse.Namespace) ->
     return SharedLoad(spec, requests, options.expect_workers, listen, options.arrive_timeout)
 
 
-class Load:
+class SingleLoad:
     """One load of this process alone."""
 
     def __init__(self, spec: LoadSpec, requests: RequestList) -> None:

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from kvbench.common.files import write_atomically, write_text
+from kvbench.common.parsing import json_at
 from kvbench.load.completion import Completion
 from kvbench.metrics.latency import SESSION_BROKEN
 from kvbench.requests.canaries import CLASS, WrongAnswer, answers_of, first_difference
@@ -41,8 +42,7 @@ def wrong_words(request: RequestSpec, done: Completion) -> str | None:
 
 def write_wrong_answers(path: Path, answered: Iterable[tuple[RequestSpec, Completion]], notes: Notes) -> None:
     """Writes a line for each wrong answer, no file where all are right. ``notes``: of the requests, with their seed."""
-    drawn = notes.get("canaries") or {}
-    repeat = {name: drawn.get(name) for name in ("seed", "repeat")}
+    repeat = {name: json_at(notes, "canaries", name) for name in ("seed", "repeat")}
     rows = [
         _row(request, done, number, wrong) | repeat
         for request, done in sorted(answered, key=lambda pair: pair[0].index)
@@ -54,7 +54,7 @@ def write_wrong_answers(path: Path, answered: Iterable[tuple[RequestSpec, Comple
 
 def _row(request: RequestSpec, done: Completion, number: int, wrong: WrongAnswer) -> dict[str, object]:
     ids, text = list(answers_of(done.token_ids, done.text, request.n, request.max_tokens))[number]
-    facts = next((json.loads(told) for choice, told in done.kv_facts if choice == number), {})
+    facts = next((json.loads(fact) for choice, fact in done.kv_facts if choice == number), {})
     return {
         "canary": request.canary,
         "kind": request.cls.removeprefix(CLASS),
@@ -67,7 +67,7 @@ def _row(request: RequestSpec, done: Completion, number: int, wrong: WrongAnswer
         "got_token_ids": None if ids is None else list(ids),
         "expected": request.expected,
         "got": text or done.text,
-        **{name: facts.get(name) for name in KV_FACTS},
+        **{name: json_at(facts, name) for name in KV_FACTS},
     }
 
 
@@ -164,7 +164,7 @@ def knows_answer(sample: Sample) -> bool:
 
 
 def with_history(request: RequestSpec, before: RequestSpec, answered: Sample) -> RequestSpec:
-    """``request`` with the conversation as it really went in front of its new tokens.
+    """Puts the conversation as it really went in front of the new tokens of ``request``.
 
     ``before``: the turn before it as it was drawn; ``answered``: as it was sent, and the server's answer to it. Where
     the server did not return the ids of its whole answer, the one drawn beforehand stays (``unknown_answers`` says so).
@@ -172,8 +172,8 @@ def with_history(request: RequestSpec, before: RequestSpec, answered: Sample) ->
     """
     if request.history:
         sent = answered.request
-        said = answered.completion.text or request.history[-1]
-        return dataclasses.replace(request, history=(*sent.history, sent.prompt or "", said))
+        answer = answered.completion.text or request.history[-1]
+        return dataclasses.replace(request, history=(*sent.history, sent.prompt or "", answer))
     answer = tuple(answered.completion.token_ids) if knows_answer(answered) else None
     ids = continued(request, before, answered.request.prompt_token_ids or (), answer)
     return dataclasses.replace(request, prompt_token_ids=ids)
@@ -181,9 +181,9 @@ def with_history(request: RequestSpec, before: RequestSpec, answered: Sample) ->
 
 def unknown_answers(samples: Sequence[Sample]) -> dict[str, str]:
     """A note when prompts of later turns hold drawn answers instead of the server's own, as was wanted."""
-    known = {(s.request.session, s.request.turn): knows_answer(s) for s in samples}
+    complete = {(s.request.session, s.request.turn) for s in samples if knows_answer(s)}
     wanted = [s.request for s in samples if s.request.new_tokens and s.sent and not s.request.history]
-    without = sum(not known.get((r.session, r.turn - 1), False) for r in wanted)
+    without = sum((r.session, r.turn - 1) not in complete for r in wanted)
     if not without:
         return {}
     return {

@@ -57,23 +57,21 @@ class ServerHealth:
         if self._in_a_row == 0 or (self._heard(raw) and not self._is_refused):
             self._in_a_row, self._since = 0, raw.end
         self._in_a_row += 1
-        if self._in_a_row >= max(_MIN_IN_A_ROW, 2 * (self._limit or len(self.open))) and self._asking is None:
-            self._suspect()
-
-    def _suspect(self) -> None:
-        if any(self._heard(client.last_raw) for client in self.open):
+        if self._in_a_row < max(_MIN_IN_A_ROW, 2 * (self._limit or len(self.open))) or self._asking is not None:
+            return
+        if any(self._heard(client.raw) for client in self.open):
             self._in_a_row = 0
         elif self._limit and self._last_kind in _AWAY and not self._is_refused:
             self._is_gone()
         else:
             self._asking = gevent.spawn(self._ask, self._limit is not None and not self._is_refused)
 
-    def _is_gone(self, said: str | None = None) -> None:
-        """``said``: what /health says, where it says why."""
-        away = self._last_kind in _AWAY and said is None
-        self.gone = "the server " + (
-            f"went away ({self._last_error})" if away else f"stopped answering: {said or self._last_error}"
-        )
+    def _is_gone(self, health: str | None = None) -> None:
+        """Notes that the server is gone; ``health``: what /health says, where it says why."""
+        if self._last_kind in _AWAY and health is None:
+            self.gone = f"the server went away ({self._last_error})"
+        else:
+            self.gone = f"the server stopped answering: {health or self._last_error}"
 
     def look_once_more(self) -> None:
         """After the last request: a server that closed its connection, or answered 5xx, may be gone."""
@@ -83,8 +81,8 @@ class ServerHealth:
         if answer.error_kind in _AWAY:
             self._last_kind, self._last_error = answer.error_kind, answer.error or answer.error_kind
             self._is_gone()
-        elif said := self._why_unhealthy(answer):
-            self._is_gone(said)
+        elif reason := self._why_unhealthy(answer):
+            self._is_gone(reason)
 
     def _get_health(self) -> RawStream:
         """Returns what GET /health brings within 5 s."""
@@ -113,12 +111,12 @@ class ServerHealth:
         answer = self._get_health()
         if self._is_refused and answer.error_kind is not None:
             self._last_kind, self._last_error = answer.error_kind, f"/health: {answer.error or answer.error_kind}"
-        said = self._why_unhealthy(answer)
-        answered = (answer.error_kind is None and not said and not hangs) or not self._in_a_row
-        if answered or any(self._heard(c.last_raw) for c in self.open):
+        reason = self._why_unhealthy(answer)
+        answered = (answer.error_kind is None and not reason and not hangs) or not self._in_a_row
+        if answered or any(self._heard(client.raw) for client in self.open):
             self._in_a_row = 0
         else:
-            self._is_gone(said)
+            self._is_gone(reason)
         self._asking = None
 
     def _heard(self, raw: RawStream) -> bool:

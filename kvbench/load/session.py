@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections import deque
@@ -122,7 +123,7 @@ class LoadSession:
         self.stopping = self.stopped = False
         self.start_failure: StreamFailure | None = None
         self.health = ServerHealth(spec, self.new_client)
-        self._users = 0
+        self.user_numbers = itertools.count()
         self._tls = tls_context(spec.tls_verify, spec.tls_ca_file) if address.tls else None
         self._sleep = PreciseSleep()
         self._queue: Queue = Queue()
@@ -131,11 +132,6 @@ class LoadSession:
     def new_client(self) -> StreamingClient:
         """A client of the load's server, not yet connected."""
         return StreamingClient(self.address, self.timeouts, self._tls)
-
-    def next_user(self) -> int:
-        """The number of the next user, from 0."""
-        self._users += 1
-        return self._users - 1
 
     def begin(self, zero: float | None = None) -> None:
         """The start: time 0 of the load [s, perf_counter]; None: now."""
@@ -232,10 +228,8 @@ class LoadSession:
     def _break(self, user: int, turns: Sequence[RequestSpec], failed: Sample) -> None:
         self._count(len(turns))
         now, request = time.perf_counter(), failed.request
-        why = (
-            f"turn {request.turn + 1} of session {request.session} failed ({failed.completion.error_kind}), so this "
-            "one was never sent"
-        )
+        which = f"turn {request.turn + 1} of session {request.session}"
+        why = f"{which} failed ({failed.completion.error_kind}), so this one was never sent"
         for turn in turns:
             self._keep(Sample(turn, user, now, now, now, Completion(error_kind=SESSION_BROKEN, error=why)))
 
@@ -259,9 +253,9 @@ class LoadSession:
         try:
             raw = client.exchange(body, _MOST_BYTES + _MOST_BYTES_PER_TOKEN * request.n * request.max_tokens)
         except gevent.GreenletExit as stop:
-            raw, interrupted = client.last_raw, stop
+            raw, interrupted = client.raw, stop
         except Exception as error:  # a bug here must end this request, not the load: Locust would go on for ever
-            raw = client.last_raw
+            raw = client.raw
             raw.error_kind, raw.error, raw.end = "client_error", repr(error), time.perf_counter()
             client.close()
         self.health.end(client, raw)
@@ -289,22 +283,8 @@ class LoadSession:
     def _keep(self, sample: Sample) -> None:
         self.samples.append(sample)
         self.done += 1
-        self.failed += sample.sent and not sample.completion.ok
-        self._fire_event(sample)
-
-    def _parse(self, item: Returned, pause: Callable[[], None]) -> Sample:
-        raw = item.raw
-        failure, request = (raw.error_kind, raw.error), item.request
-        asked = {"n": request.n, "best_of": request.best_of}
-        try:
-            outcome = judge(raw.times, raw.chunks, request.max_tokens, *failure, pause, self.spec.dialect, **asked)
-        except Exception as error:  # as above: one answer that the parser did not foresee is one failed request
-            outcome = Completion(error_kind="client_error", error=repr(error))
-        outcome.hide_key(self.spec.api_key_env, self.spec.dialect)
-        return Sample(item.request, item.user, item.t0, raw.ts, raw.end, outcome, item.queued_s)
-
-    def _fire_event(self, sample: Sample) -> None:
         outcome = sample.completion
+        self.failed += sample.sent and not outcome.ok
         self.fire(
             request_type="POST",
             name=sample.request.cls,
@@ -316,6 +296,18 @@ class LoadSession:
             start_time=sample.t0,
             url=self.spec.dialect.api.path,
         )
+
+    def _parse(self, item: Returned, pause: Callable[[], None]) -> Sample:
+        raw, request = item.raw, item.request
+        try:
+            outcome = judge(
+                raw.times, raw.chunks, request.max_tokens, raw.error_kind, raw.error, pause, self.spec.dialect,
+                request.n, request.best_of,
+            )  # fmt: skip
+        except Exception as error:  # as above: one answer that the parser did not foresee is one failed request
+            outcome = Completion(error_kind="client_error", error=repr(error))
+        outcome.hide_key(self.spec.api_key_env, self.spec.dialect)
+        return Sample(item.request, item.user, item.t0, raw.ts, raw.end, outcome, item.queued_s)
 
 
 class InFlightCap:
@@ -372,7 +364,7 @@ class ClosedLoopUser(LoadUser):
     abstract = True
 
     def on_start(self) -> None:
-        self.number = self.session.next_user()
+        self.number = next(self.session.user_numbers)
         self.client = self.session.new_client()
         self.line_up([self.client])
 

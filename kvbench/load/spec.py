@@ -13,7 +13,7 @@ from kvbench.common.files import write_json
 from kvbench.common.ports import LOCUST_PORT
 from kvbench.common.schema import StrictModel, explain
 from kvbench.common.secrets import api_key, with_key
-from kvbench.load.dialect import Dialect
+from kvbench.load.endpoints import Dialect
 from kvbench.load.http import Address, call_bytes
 from kvbench.requests.request import RequestList, RequestSpec, read_requests
 
@@ -69,10 +69,8 @@ class LoadSpec(StrictModel):
         if self.mode == "closed" and self.concurrency is None:
             raise ValueError("mode closed needs concurrency, the number of users; give at least 1.")
         if self.mode == "closed" and self.max_concurrency is not None:
-            raise ValueError(
-                f"max_concurrency {self.max_concurrency} has no meaning in mode closed, where concurrency is the cap; "
-                "remove it or set mode: open."
-            )
+            why = "has no meaning in mode closed, where concurrency is the cap; remove it or set mode: open."
+            raise ValueError(f"max_concurrency {self.max_concurrency} {why}")
         return self
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby, pairwise
 
 import numpy as np
 
-from kvbench.load.dialect import Dialect
+from kvbench.load.endpoints import Dialect
 from kvbench.load.samples import Sample
 from kvbench.metrics.model import ClientFigures, LoadOutcome
 from kvbench.metrics.rows import gaps_within
@@ -30,6 +31,7 @@ MIN_STOP_MS = 100.0  # a shorter stop is a hiccup of the machine, which in a sho
 MIN_LAG_SAMPLES = 100  # with fewer, the p99 is the worst sample
 UNKNOWN_STREAMS = 64  # of an open loop without a cap: what the client is calibrated for before the load
 RATE_MARGIN = 1.25  # a calibration covers loads of so many times its own chunks a second
+MAX_UNSTAMPED_SHARE = 0.01
 _ONE_MOMENT_DIGITS = 6  # of seconds: times that came over another clock differ in the last bits
 
 
@@ -98,20 +100,50 @@ def busiest_second(samples: Sequence[Sample]) -> int:
     return int(np.bincount((at - at.min()).astype(np.int64)).max())
 
 
-def client_report(
-    samples: Sequence[Sample],
-    lags: Sequence[float],
-    cpu_s: float,
-    wall_s: float,
-    mode: str,
-    kernel_stamps: bool = False,
-) -> ClientFigures:
-    """The client's own figures. ``cpu_s``: CPU seconds of this process over ``wall_s``.
+@dataclass
+class Clocked:
+    """Times and counts of one load process. ``cpu_s`` and ``wall_s``: from the start to the end of the last stream.
 
-    ``lags`` [s]: how late the client's loop was, and so its timestamps, unless they are the kernel's
-    (``kernel_stamps``), whose error the calibration tells. The p99 of the lag is that of its size: a timestamp that is
-    too early is as wrong. ``lag_judged``: whether this load's own timestamps were held to the limit.
+    ``wall_step_s``: how far the wall clock jumped meanwhile; ``parse_cpu_s``: CPU time of parsing after the last
+    stream; ``unstamped_reads``: ``reads`` whose arrival the kernel did not stamp; ``reopened``: kept connections that
+    the server had closed.
     """
+
+    started_unix: float = 0.0
+    cpu_s: float = 0.0
+    wall_s: float = 0.0
+    wall_step_s: float = 0.0
+    priority: str = "normal"
+    reads: int = 0
+    unstamped_reads: int = 0
+    reopened: int = 0
+    parse_cpu_s: float = 0.0
+
+    @property
+    def kernel_stamps(self) -> bool:
+        """Tests whether times are of the bytes' arrival: whether at least 99 % of the reads had a stamp."""
+        return self.reads > 0 and self.unstamped_reads <= MAX_UNSTAMPED_SHARE * self.reads
+
+
+def read_delays(samples: Sequence[Sample]) -> list[float]:
+    """The seconds from the end of each later turn's thinking to its intended start; 0 where thinking took longer."""
+    ends = {(s.request.session, s.request.turn): s.end for s in samples if s.request.session is not None}
+    later = [s for s in samples if s.request.session is not None and s.request.turn and s.sent]
+    due = [ends.get((s.request.session, s.request.turn - 1), s.t0) + s.request.think_s for s in later]
+    return [max(0.0, s.t0 - when) for s, when in zip(later, due, strict=True)]
+
+
+def client_figures(
+    samples: Sequence[Sample], lags: Sequence[float], clocked: Sequence[Clocked], mode: str, wall_s: float
+) -> ClientFigures:
+    """Returns the client's own figures. ``clocked``: what its work took in its processes, over ``wall_s``.
+
+    ``lags`` [s]: how late the client's loop was, and so its timestamps, unless they are the kernel's, whose error the
+    calibration tells. The p99 of the lag is that of its size: a timestamp that is too early is as wrong.
+    ``lag_judged``: whether this load's own timestamps were held to the limit. ``read_delay_p99_ms``: by how much later
+    turns were due than their users had thought, because the answer before had first to be parsed; None without such.
+    """
+    cpu_s, parse_cpu_s, reads = (sum(getattr(c, name) for c in clocked) for name in ("cpu_s", "parse_cpu_s", "reads"))
     chunks = sum(len(s.completion.chunk_times) for s in samples)
     coalesced = sum(s.completion.coalesced for s in samples)
     sent = [s for s in samples if s.sent] if mode == "open" else []
@@ -120,11 +152,13 @@ def client_report(
     is_judged = mode == "closed" and any(s.completion.ok for s in samples)  # failures at once have no time to share
     waits, wait_share = turnarounds(samples) if is_judged else ([], None)
     errors = stamp_errors(samples)
-    source = "server stamps" if errors is not None else "kernel stamps" if kernel_stamps else "loop probe"
+    source = "server stamps" if errors is not None else "loop probe"
+    if errors is None and all(c.kernel_stamps for c in clocked):
+        source = "kernel stamps"
     lags_used = {"server stamps": errors, "kernel stamps": (), "loop probe": lags}[source]
     return ClientFigures(
         cpu_fraction=cpu_s / wall_s if wall_s > 0 else None,
-        cpu_us_per_chunk=cpu_s / chunks * 1e6 if chunks else None,
+        cpu_us_per_chunk=(cpu_s + parse_cpu_s) / chunks * 1e6 if chunks else None,
         lag_source=source,
         lag_p50_ms=percentile_ms(lags_used, 50),
         lag_p99_ms=percentile_ms(np.abs(lags_used), 99),
@@ -146,6 +180,12 @@ def client_report(
         coalesced_share=coalesced / chunks if chunks else None,
         itl_p50_ms=percentile_ms(itl, 50),
         prompt_token_mismatches=sum(map(bool, prompt_differences(samples))),
+        cpu_s=cpu_s,
+        parse_cpu_s=parse_cpu_s,
+        read_delay_p99_ms=percentile_ms(read_delays(samples), 99),
+        priority=", ".join(sorted({c.priority for c in clocked})),
+        reopened_connections=sum(c.reopened for c in clocked),
+        unstamped_share=sum(c.unstamped_reads for c in clocked) / reads if reads else None,
     )
 
 
@@ -184,11 +224,6 @@ def other_prompts(samples: Sequence[Sample], dialect: Dialect, *, exact_texts: b
         f"{max(others)} tokens, the limit is {MAX_OTHER_PROMPTS:.0%} (beyond {MOST_SPECIAL_TOKENS} special tokens of "
         "its own); it cuts or changes prompts: give it a longer context, or shorter prompts."
     ]
-
-
-def asked_output_tokens(samples: Sequence[Sample]) -> int:
-    """The output tokens that the successful requests asked for at most."""
-    return sum(s.request.n * s.request.max_tokens for s in samples if s.completion.ok)
 
 
 def nothing_streamed(samples: Sequence[Sample]) -> list[str]:

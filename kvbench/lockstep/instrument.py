@@ -35,7 +35,7 @@ from kvbench.measure.instrument import Instrument, Job
 from kvbench.metrics.definitions import ENGINE
 from kvbench.metrics.latency import summarise
 from kvbench.metrics.model import ClientFigures, LoadOutcome
-from kvbench.requests.build import build_requests
+from kvbench.requests.build import LoadDraw, build_requests
 from kvbench.requests.request import RequestList, RequestSpec, distinct_prefixes, store_requests
 from kvbench.runs.results import LoadResult
 from kvbench.targets.prometheus import counter_changes, parse_metrics
@@ -60,10 +60,10 @@ def requests_of(
 ) -> RequestList:
     """The requests of ``repeat`` (from 1): ``times`` draws, which no other repeat shares. Raises ValueError."""
     draws = [
-        build_requests(
+        build_requests(LoadDraw(
             load, vocab_size=vocab_size, max_model_len=max_model_len, seed=seed, repeat=(repeat - 1) * times + part,
             concurrency=point.concurrency, rate=point.request_rate,
-        )
+        ))
         for part in range(1, times + 1)
     ]  # fmt: skip
     drawn = (dataclasses.replace(each, index=i) for i, each in enumerate(itertools.chain(*draws)))

@@ -16,8 +16,7 @@ from typing import Any
 
 import pandas as pd
 
-from kvbench.calibration.cache import ClientLoad
-from kvbench.calibration.calibrate import Calibration
+from kvbench.calibration.calibrate import ClientCalibration, ClientLoad
 from kvbench.common.errors import MeasurementError
 from kvbench.common.files import utc_now
 from kvbench.common.foreign_cpu import MachineReport, MachineWatch, contention_reasons
@@ -165,7 +164,7 @@ class _HttpLoad:
     requests_file: Path
     out: Path
     first: bool
-    calibration: Calibration | None = None
+    calibration: ClientCalibration | None = None
     cache_reasons: Sequence[str] = ()
     started_at: str = ""
     began: float = 0.0
@@ -289,8 +288,8 @@ def client_load(job: Job, server: MeasuredServer, streams: int, events_per_s: fl
 
 
 def recalibrated(
-    job: Job, server: MeasuredServer, before: Calibration | None, outcome: LoadOutcome, metrics: LoadMetrics
-) -> Calibration | None:
+    job: Job, server: MeasuredServer, before: ClientCalibration | None, outcome: LoadOutcome, metrics: LoadMetrics
+) -> ClientCalibration | None:
     """The calibration for the load's busiest second: measured now if that was more than expected before the load."""
     if before is None or job.calibrate is None:
         return None

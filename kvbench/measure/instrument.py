@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from kvbench.calibration.cache import ClientLoad
-from kvbench.calibration.calibrate import Calibration
+from kvbench.calibration.calibrate import ClientCalibration, ClientLoad
 from kvbench.common.errors import MeasurementError
 from kvbench.common.records import write_record
 from kvbench.metrics.definitions import SERVED
@@ -26,7 +25,7 @@ from kvbench.workload.design import Block, Cell, LoadPoint
 from kvbench.workload.file import Workload
 from kvbench.workload.load_section import LoadConfig
 
-Calibrate = Callable[[ClientLoad, Calibration | None], Calibration | None]
+Calibrate = Callable[[ClientLoad, ClientCalibration | None], ClientCalibration | None]
 
 
 class Listener:

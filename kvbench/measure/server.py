@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.common.errors import MeasurementError, UsageError
-from kvbench.requests.build import build_requests
+from kvbench.requests.build import LoadDraw, build_requests
 from kvbench.requests.canaries import CanarySet, canaries_of, fitting
 from kvbench.requests.request import RequestList, RequestSpec
 from kvbench.runs.server_info import ServerInfo
@@ -58,10 +58,10 @@ def requests_for(load: LoadConfig, point: LoadPoint, target: Target, seed: int, 
     longest = facts.most_tokens - (target.template_tokens or 0)
     sizes = {"vocab_size": facts.vocab_size, "max_model_len": longest}
     try:
-        made = build_requests(
+        made = build_requests(LoadDraw(
             load, **sizes, seed=seed, repeat=repeat, concurrency=point.concurrency, rate=point.request_rate,
             canaries=canaries,
-        )  # fmt: skip
+        ))  # fmt: skip
     except ValueError as error:
         raise MeasurementError(f"no requests can be made: {error}") from None
     return target.as_sent(made if canaries is None else as_taken(made, canaries, target))

@@ -32,7 +32,7 @@ from kvbench.quality import answering
 from kvbench.quality.figures import Positions, figures, full_pool_figures
 from kvbench.quality.full_pool import FullPool, engine_with_small_pool, tokens_of
 from kvbench.quality.prompts import FILLER, FOLDER, SETS, Answers, Prompt, in_tokens, make_passkeys, read_set
-from kvbench.requests.build import build_requests
+from kvbench.requests.build import LoadDraw, build_requests
 from kvbench.requests.canaries import SHIPPED, Canary, as_request, canaries_of, read_canaries
 from kvbench.requests.request import RequestSpec
 from kvbench.runs.quality import (
@@ -416,13 +416,15 @@ def _workload_prompts(workload: Workload, loaded: LoadedModel, context: int) -> 
     """The first prompts of the workload's first load that have token ids."""
     point = workload.load_points[0]
     requests = build_requests(
-        workload.load,
-        concurrency=point.concurrency,
-        rate=point.request_rate,
-        vocab_size=loaded.info.vocab_size,
-        max_model_len=context,
-        seed=workload.seed,
-        repeat=1,
+        LoadDraw(
+            workload.load,
+            concurrency=point.concurrency,
+            rate=point.request_rate,
+            vocab_size=loaded.info.vocab_size,
+            max_model_len=context,
+            seed=workload.seed,
+            repeat=1,
+        )
     )
     with_ids = [each for each in requests if each.prompt_token_ids and each.canary is None][:_WORKLOAD_PROMPTS]
     return [

@@ -27,7 +27,7 @@ _MOST_ARRIVALS = 10_000_000  # a request is drawn and stored for each
 
 @dataclass(frozen=True)
 class Segment:
-    """``seconds`` (may be inf) during which the rate goes from ``start_rps`` to ``end_rps`` [requests/s].
+    """A time of ``seconds`` (may be inf) in which the rate goes from ``start_rps`` to ``end_rps`` [requests/s].
 
     ``linear``: at a constant slope in time. ``exponential``: by a constant factor a second.
     """

@@ -14,13 +14,12 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from kvbench.requests.arrivals import draw_times, notes_of, recorded_times
 from kvbench.requests.canaries import CanarySet, fitting, mix
-from kvbench.requests.draw import Drawing, draw_conversations, draw_lengths, draw_requests
+from kvbench.requests.draw import DrawContext, draw_conversations, draw_lengths, draw_requests
 from kvbench.requests.from_trace import TraceStream, draw_trace, stream_trace
 from kvbench.requests.request import Notes, RequestList, RequestSpec, conversations, distinct_prefixes
 from kvbench.traces.tokenizer import find_file, load_tokenizer
@@ -31,52 +30,86 @@ PIECE = 2000  # requests
 _ARRIVALS, _CANARIES, _PIECES = 1, 2, 3  # these have streams of random numbers of their own
 
 
-def build_requests(
-    load: LoadConfig,
-    *,
-    vocab_size: int,
-    max_model_len: int,
-    seed: int,
-    repeat: int = 0,
-    concurrency: int | None = None,
-    rate: float | None = None,
-    canaries: CanarySet | None = None,
-    piece: int = 0,
-) -> RequestList:
-    """The requests of one load; ``.notes`` holds what the report should say (scale, source).
+@dataclass(frozen=True)
+class LoadDraw:
+    """One load whose requests are drawn: equal fields give equal requests.
 
-    Token ids lie in [16, vocab_size). ``canaries``: what is mixed in between the load's own requests, which are the
-    same with and without them. ``piece``: of a load that is drawn in pieces (``stream_requests``): others than the
-    first have requests of their own, with the same shared prefixes. ValueError when a request cannot fit max_model_len
-    or a file is missing.
+    ``vocab_size``: token ids lie in [16, vocab_size); ``max_model_len``: most tokens of a prompt and its output.
+    ``concurrency``, ``rate``: the load point. ``canaries``: what is mixed in between the load's own requests, which are
+    the same with and without them. ``piece``: of a load that is drawn in pieces (``stream_requests``): others than the
+    first have requests of their own, with the same shared prefixes.
     """
-    is_open = load.mode == "open"
-    count = load.count_for(rate if is_open else concurrency)
-    key = _key(load, seed, repeat, concurrency, rate)
-    rng, clock = random_streams(load, seed, repeat, concurrency, rate, piece)
-    first_rng = np.random.default_rng(key) if piece else rng  # shared prefixes are those of the first piece
-    drawing = Drawing(vocab_size, max_model_len, rng, first_rng)
+
+    load: LoadConfig
+    vocab_size: int
+    max_model_len: int
+    seed: int
+    repeat: int = 0
+    concurrency: int | None = None
+    rate: float | None = None
+    canaries: CanarySet | None = None
+    piece: int = 0
+
+    @property
+    def is_open(self) -> bool:
+        """Tests whether requests arrive at times of their own."""
+        return self.load.mode == "open"
+
+    @property
+    def count(self) -> int | None:
+        """Requests, or conversations; None: as many as the arrivals' times or the trace's slice give."""
+        return self.load.count_for(self.rate if self.is_open else self.concurrency)
+
+    @property
+    def key(self) -> list[int]:
+        """The seed of all random numbers of the first piece."""
+        value = self.rate if self.is_open else self.concurrency
+        size = 0 if value in (None, math.inf) else round(value * 1_000_000)
+        return [self.seed, self.repeat, size, self.is_open]
+
+    def random_streams(self) -> tuple[np.random.Generator, np.random.Generator]:
+        """Returns the random numbers that the requests are drawn from, and those of the arrivals."""
+        key = self.key + ([_PIECES, self.piece] if self.piece else [])
+        return np.random.default_rng(key), np.random.default_rng([*key, _ARRIVALS])
+
+    def of_length(self, count: int, piece: int = 0) -> LoadDraw:
+        """Returns a piece of ``count`` requests, or conversations."""
+        changes: dict[str, object] = {"num_requests": (count,)}
+        if self.load.sessions is not None:
+            changes = {"sessions": self.load.sessions.model_copy(update={"num_sessions": (count,)})}
+        return dataclasses.replace(self, load=self.load.model_copy(update=changes), piece=piece)
+
+
+def build_requests(draw: LoadDraw) -> RequestList:
+    """Draws the requests of one load; ``.notes`` holds what the report should say (scale, source).
+
+    ValueError when a request cannot fit max_model_len or a file is missing.
+    """
+    load, count, piece = draw.load, draw.count, draw.piece
+    rng, clock = draw.random_streams()
+    first_rng = np.random.default_rng(draw.key) if piece else rng  # shared prefixes are those of the first piece
+    context = DrawContext(draw.vocab_size, draw.max_model_len, rng, first_rng)
     times = None
     if load.counted_by_time:
-        times = draw_times(load, rate, None, clock)
+        times = draw_times(load, draw.rate, None, clock)
         count = len(times)
     prompts = load.prompts
     if isinstance(prompts, TextPrompts):
-        requests, notes = _text(prompts, count or 0, drawing)
+        requests, notes = _text(prompts, count or 0, context)
     elif not isinstance(prompts, SyntheticPrompts):
-        requests, notes = draw_trace(prompts, count, drawing, count_sessions=load.counted_by_time)
+        requests, notes = draw_trace(prompts, count, context, count_sessions=load.counted_by_time)
     elif load.sessions is None:
-        requests, notes = draw_requests(prompts, count or 0, drawing)
+        requests, notes = draw_requests(prompts, count or 0, context)
     else:
-        requests, notes = draw_conversations(prompts, load.sessions, count or 0, drawing)
-    recorded = is_open and load.arrivals == "trace"
+        requests, notes = draw_conversations(prompts, load.sessions, count or 0, context)
+    recorded = draw.is_open and load.arrivals == "trace"
     if recorded:
         times = recorded_times(load, [r.arrival_s for r in requests if not r.turn], clock)
-    elif is_open and times is None:
+    elif draw.is_open and times is None:
         first = bool(piece)  # a further piece begins a gap after the last arrival of the one before
-        times = draw_times(load, rate, sum(not r.turn for r in requests) + first, clock)[first:]
+        times = draw_times(load, draw.rate, sum(not r.turn for r in requests) + first, clock)[first:]
     if times is not None:
-        notes |= notes_of(load, rate, times)
+        notes |= notes_of(load, draw.rate, times)
     if not recorded and not any(r.think_s for r in requests):
         notes.pop("rate_scale", None)  # a speed that nothing was played at
     left = iter(() if times is None else times)  # later turns start when the one before has ended; some may be left
@@ -84,31 +117,24 @@ def build_requests(
         dataclasses.replace(r, arrival_s=None if times is None or r.turn else float(next(left))) for r in requests
     ]
     for request in requests:
-        check_fits(request, max_model_len)
-    _check_primed(load, requests)
-    if canaries is not None and load.canaries is not None:
-        chosen = fitting(canaries, vocab_size, max_model_len)
-        requests = mix(requests, chosen, load.canaries.share, np.random.default_rng([*key, _CANARIES]))
-        notes["canaries"] = {"of": canaries.model, "seed": seed, "repeat": repeat}
+        check_fits(request, draw.max_model_len)
+    # A synthetic load that shares prefixes may by its shares have none in a few requests.
+    may_share = isinstance(prompts, SyntheticPrompts) and prompts.shared_prefix
+    if load.cache_state == "primed" and not may_share and not any(r.prefix_tokens for r in requests):
+        raise ValueError(
+            f"cache_state primed has nothing to prime: no two of the {len(requests)} prompts begin alike; write "
+            "cache_state: cold, or give the prompts something to share (load.prompts.shared_prefix)."
+        )
+    if draw.canaries is not None and load.canaries is not None:
+        chosen = fitting(draw.canaries, draw.vocab_size, draw.max_model_len)
+        requests = mix(requests, chosen, load.canaries.share, np.random.default_rng([*draw.key, _CANARIES]))
+        notes["canaries"] = {"of": draw.canaries.model, "seed": draw.seed, "repeat": draw.repeat}
     return RequestList(requests, notes)
 
 
-def random_streams(
-    load: LoadConfig, seed: int, repeat: int, concurrency: int | None, rate: float | None, piece: int = 0
-) -> tuple[np.random.Generator, np.random.Generator]:
-    """The random numbers that a load's requests are drawn from, and those of its arrivals."""
-    key = _key(load, seed, repeat, concurrency, rate) + ([_PIECES, piece] if piece else [])
-    return np.random.default_rng(key), np.random.default_rng([*key, _ARRIVALS])
-
-
-def _key(load: LoadConfig, seed: int, repeat: int, concurrency: int | None, rate: float | None) -> list[int]:
-    value = rate if load.mode == "open" else concurrency
-    return [seed, repeat, 0 if value in (None, math.inf) else round(value * 1_000_000), load.mode == "open"]
-
-
-def _text(prompts: TextPrompts, count: int, drawing: Drawing) -> tuple[list[RequestSpec], Notes]:
-    lines, rng = _read_lines(prompts.file), drawing.rng
-    tokenizer = load_tokenizer(prompts.tokenizer, drawing.vocab_size)
+def _text(prompts: TextPrompts, count: int, context: DrawContext) -> tuple[list[RequestSpec], Notes]:
+    lines, rng = _read_lines(prompts.file), context.rng
+    tokenizer = load_tokenizer(prompts.tokenizer, context.vocab_size)
     encoded = [tuple(item.ids) for item in tokenizer.encode_batch([line + "\n" for line in lines])]
     if prompts.shared_prefix_lines >= len(lines):
         raise ValueError(
@@ -123,19 +149,13 @@ def _text(prompts: TextPrompts, count: int, drawing: Drawing) -> tuple[list[Requ
     picker = random.Random(int(rng.integers(0, 2**62)))
     requests = []
     for i in range(count):
-        own = prefix if flags[i] else ()
-        ids = own + _random_lines(encoded, int(lengths[i]), picker)
+        own, drawn = prefix if flags[i] else (), list[int]()
+        while len(drawn) < lengths[i]:  # whole lines in random order, the last one cut
+            drawn += picker.choice(encoded)
+        ids = own + tuple(drawn[: lengths[i]])
         text = tokenizer.decode(list(ids), skip_special_tokens=False) if prompts.send_text else None
         requests.append(RequestSpec(i, Path(prompts.file).stem, ids, text, int(outputs[i]), prefix_tokens=len(own)))
     return requests, {"text": Path(prompts.file).name, "shared_prefix_tokens": len(prefix)}
-
-
-def _random_lines(encoded: list[tuple[int, ...]], tokens: int, picker: random.Random) -> tuple[int, ...]:
-    """Whole lines in random order, the last one cut, ``tokens`` ids in all."""
-    ids: list[int] = []
-    while len(ids) < tokens:
-        ids.extend(picker.choice(encoded))
-    return tuple(ids[:tokens])
 
 
 def _read_lines(file: str) -> list[str]:
@@ -146,16 +166,6 @@ def _read_lines(file: str) -> list[str]:
     if not lines:
         raise ValueError(f"{file} holds no text; at least one line is needed.")
     return lines
-
-
-def _check_primed(load: LoadConfig, requests: list[RequestSpec]) -> None:
-    """A synthetic load that shares prefixes may by its shares have none in a few requests."""
-    may_share = isinstance(load.prompts, SyntheticPrompts) and load.prompts.shared_prefix
-    if load.cache_state == "primed" and not may_share and not any(r.prefix_tokens for r in requests):
-        raise ValueError(
-            f"cache_state primed has nothing to prime: no two of the {len(requests)} prompts begin alike; write "
-            "cache_state: cold, or give the prompts something to share (load.prompts.shared_prefix)."
-        )
 
 
 def check_fits(request: RequestSpec, max_model_len: int) -> None:
@@ -171,7 +181,9 @@ def check_fits(request: RequestSpec, max_model_len: int) -> None:
 
 @dataclass(frozen=True)
 class RequestStream:
-    """``conversations``: lists of requests that follow one another, in the order of their arrivals; read once.
+    """The requests of a load as they are asked for.
+
+    ``conversations``: lists of requests that follow one another, in the order of their arrivals; read once.
 
     ``requests``: how many there will be; None: not known before (turns of conversations).
     ``prefixes``: those that requests share, each once, for a cache that is to be primed; not known of a trace.
@@ -183,57 +195,36 @@ class RequestStream:
     prefixes: list[tuple[int, ...]] = field(default_factory=list)
 
 
-def stream_requests(
-    load: LoadConfig,
-    *,
-    vocab_size: int,
-    max_model_len: int,
-    seed: int,
-    repeat: int = 0,
-    concurrency: int | None = None,
-    rate: float | None = None,
-) -> RequestStream:
-    """The load's requests, made as they are asked for: for loads that are too long to be held in memory.
+def stream_requests(draw: LoadDraw) -> RequestStream:
+    """Makes the load's requests as they are asked for: for loads that are too long to be held in memory.
 
-    Arguments and errors are those of ``build_requests``. The first piece of ``PIECE`` requests is what that draws for a
-    load of that length, so that a shorter load is exactly the one that is sent to a real server. Each piece has the mix
-    of classes and lengths of the whole, the same shared prefixes, and arrivals that go on where the piece before ended.
-    A trace's lengths, times and page ids are read beforehand (8 bytes each), and each prompt is made when it is due.
-    Drawn as a whole are texts, a trace in sessions, and rates that change (ramp, step) or have an end (duration_s).
+    Errors are those of ``build_requests``. The first piece of ``PIECE`` requests is what that draws for a load of that
+    length, so that a shorter load is exactly the one that is sent to a real server. Each piece has the mix of classes
+    and lengths of the whole, the same shared prefixes, and arrivals that go on where the piece before ended. A trace's
+    lengths, times and page ids are read beforehand (8 bytes each), and each prompt is made when it is due. Drawn as a
+    whole are texts, a trace in sessions, and rates that change (ramp, step) or have an end (duration_s).
     """
-    how = {"vocab_size": vocab_size, "max_model_len": max_model_len, "seed": seed}
-    how |= {"repeat": repeat, "concurrency": concurrency, "rate": rate}
+    load, count = draw.load, draw.count
     if isinstance(load.prompts, TracePrompts) and not load.counted_by_time:
-        rng, clock = random_streams(load, seed, repeat, concurrency, rate)
-        count = load.count_for(rate if load.mode == "open" else concurrency)
-        trace = stream_trace(load.prompts, count, Drawing(vocab_size, max_model_len, rng, rng))
+        rng, clock = draw.random_streams()
+        trace = stream_trace(load.prompts, count, DrawContext(draw.vocab_size, draw.max_model_len, rng, rng))
         if trace is not None:
-            return _of_trace(load, trace, rate, clock, max_model_len)
-    count = load.count_for(rate if load.mode == "open" else concurrency)
-    changing = load.mode == "open" and (load.counted_by_time or load.arrivals in ("ramp", "step", "trace"))
+            return _of_trace(draw, trace, clock)
+    changing = draw.is_open and (load.counted_by_time or load.arrivals in ("ramp", "step", "trace"))
     turns = 1 if load.sessions is None else load.sessions.turns.high
     piece = max(1, PIECE // turns)  # requests, or conversations
     if count is None or count <= piece or changing or not isinstance(load.prompts, SyntheticPrompts):
-        requests = build_requests(load, **how)
+        requests = build_requests(draw)
         return RequestStream(iter(conversations(requests)), len(requests), requests.notes, distinct_prefixes(requests))
-    first = build_requests(_of_length(load, piece), **how)
-    pieces = _pieces(load, count, piece, [*first], how)
+    first = build_requests(draw.of_length(piece))
+    pieces, prefixes = _pieces(draw, count, piece, [*first]), distinct_prefixes(first)
     if load.sessions is None:
-        return RequestStream(pieces, count, first.notes, distinct_prefixes(first))
-    return RequestStream(pieces, None, first.notes | {"sessions": count}, distinct_prefixes(first))
+        return RequestStream(pieces, count, first.notes, prefixes)
+    return RequestStream(pieces, None, first.notes | {"sessions": count}, prefixes)
 
 
-def _of_length(load: LoadConfig, count: int) -> LoadConfig:
-    """The load with ``count`` requests, or conversations."""
-    if load.sessions is None:
-        return load.model_copy(update={"num_requests": (count,)})
-    return load.model_copy(update={"sessions": load.sessions.model_copy(update={"num_sessions": (count,)})})
-
-
-def _pieces(
-    load: LoadConfig, count: int, piece: int, drawn: list[RequestSpec], how: dict[str, Any]
-) -> Iterator[list[RequestSpec]]:
-    """All pieces; ``drawn``: the first one."""
+def _pieces(draw: LoadDraw, count: int, piece: int, drawn: list[RequestSpec]) -> Iterator[list[RequestSpec]]:
+    """Yields the conversations of all pieces; ``drawn``: the requests of the first."""
     index = session = number = 0
     begin = 0.0  # of the piece: the last arrival of the one before [s]
     while True:
@@ -251,24 +242,22 @@ def _pieces(
         left = count - number * piece
         if left <= 0:
             return
-        drawn = list(build_requests(_of_length(load, min(piece, left)), **how, piece=number))
+        drawn = build_requests(draw.of_length(min(piece, left), number))
 
 
-def _of_trace(
-    load: LoadConfig, trace: TraceStream, rate: float | None, clock: np.random.Generator, max_model_len: int
-) -> RequestStream:
-    count = int(trace.notes["trace_requests"])
+def _of_trace(draw: LoadDraw, trace: TraceStream, clock: np.random.Generator) -> RequestStream:
+    count, load = int(trace.notes["trace_requests"]), draw.load
     times, notes = None, dict(trace.notes)
-    if load.mode == "open" and load.arrivals == "trace":
+    if draw.is_open and load.arrivals == "trace":
         times = recorded_times(load, [None] * count if trace.arrival_s is None else trace.arrival_s, clock)
     else:
         notes.pop("rate_scale", None)  # a speed that nothing is played at
-        if load.mode == "open":
-            times = draw_times(load, rate, count, clock)
+        if draw.is_open:
+            times = draw_times(load, draw.rate, count, clock)
 
     def one_by_one() -> Iterator[list[RequestSpec]]:
         for i, request in enumerate(trace.requests):
-            check_fits(request, max_model_len)
+            check_fits(request, draw.max_model_len)
             yield [dataclasses.replace(request, arrival_s=None if times is None else float(times[i]))]
 
     return RequestStream(one_by_one(), count, notes)

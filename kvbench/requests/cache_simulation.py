@@ -109,7 +109,7 @@ class CacheSimulation:
         self._events = _events(self._requests, page_size)
 
     def _numbered(self, tokens: Ids, numbers: dict[tuple[int, Ids], int]) -> list[int]:
-        """The number of each full page; two pages have the same one if all tokens up to their ends are equal."""
+        """Returns a number for each full page; equal if all tokens up to the pages' ends are equal."""
         size, page, pages = self._page_size, _NO_PAGE, []
         for at in range(0, len(tokens) // size * size, size):
             before, page = page, numbers.setdefault((page, tokens[at : at + size]), len(self._parent))
@@ -179,26 +179,18 @@ def _events(requests: Sequence[ServedRequest], page_size: int | None = None) -> 
     return sorted(events)
 
 
-class _LeastRecentlyUsed:
-    """The page that has been free for longest goes first."""
-
-    def __init__(self) -> None:
-        self._pages: OrderedDict[int, None] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._pages)
+class _LeastRecentlyUsed(OrderedDict[int, None]):
+    """Free pages, of which the one that has been free for longest goes first."""
 
     def add(self, page: int) -> None:
-        self._pages[page] = None
+        self[page] = None
 
-    def remove(self, page: int) -> None:
-        del self._pages[page]
+    remove = OrderedDict.__delitem__
 
-    def pop(self, following: Mapping[int, set[int]]) -> int:
-        return self._pages.popitem(last=False)[0]
+    def take(self, following: Mapping[int, set[int]]) -> int:
+        return self.popitem(last=False)[0]
 
-    def admission(self) -> None:
-        pass
+    def admission(self) -> None: ...
 
 
 class _FurthestUse:
@@ -234,8 +226,8 @@ class _FurthestUse:
     def remove(self, page: int) -> None:
         del self._keys[page]
 
-    def pop(self, following: Mapping[int, set[int]]) -> int:
-        """``following``: the cached pages that follow each page."""
+    def take(self, following: Mapping[int, set[int]]) -> int:
+        """Removes a page and returns it. ``following``: the cached pages that follow each page."""
         passed = []
         while self._heap:
             key = heapq.heappop(self._heap)
@@ -259,7 +251,7 @@ class _FurthestUse:
 
 
 class _Pool:
-    """``empty``: pages that hold nothing; negative: overdrawn.
+    """The pages of a cache. ``empty``: of them, those that hold nothing; negative: overdrawn.
 
     Of a request, ``own`` are the pages that it holds, in order: the number of a cached page, None for any other.
     A cached page can be found only behind the page that it follows. Where that one is given up, so is this one, unless
@@ -313,7 +305,7 @@ class _Pool:
 
     def _make_room(self, count: int) -> None:
         while self.empty < count and len(self._order):
-            self._give_up(self._order.pop(self._following))
+            self._give_up(self._order.take(self._following))
 
     def _give_up(self, page: int) -> None:
         """Makes a page empty that is not in ``order``, and those that follow it and are not held."""
@@ -342,20 +334,21 @@ def served_requests(
         rows: their ``COLUMNS`` of requests.parquet, of one repeat.
         step_tokens: how many tokens the engine computes in a step at most; None: not known, or a prompt is never split.
     """
-    seen = [_Seen.of(row) for row in rows.reindex(columns=COLUMNS).sort_values("ts").to_dict("records")]
-    answered = {one.index: one for one in seen if len(one.chunks)}
-    prompts = prompts_sent(requests, {index: one.answer for index, one in answered.items()})
-    every = [one for index, one in answered.items() if index in prompts]
-    steps = _steps([one.chunks for one in every], [one.ts for one in every])
-    computed = [len(prompts[one.index]) - one.cached for one in every]
-    prefills = _prefills(steps, [one.ts for one in every], computed, step_tokens)
+    seen = [_SeenRequest.of(row) for row in rows.reindex(columns=COLUMNS).sort_values("ts").to_dict("records")]
+    answered = {request.index: request for request in seen if len(request.chunks)}
+    prompts = prompts_sent(requests, {index: request.answer for index, request in answered.items()})
+    sent = [request for index, request in answered.items() if index in prompts]
+    moments = [request.ts for request in sent]
+    steps = _steps([request.chunks for request in sent], moments)
+    computed = [len(prompts[request.index]) - request.cached for request in sent]
     served = []
-    for one, prefill, first, last in zip(every, prefills, steps.first, steps.last, strict=True):
-        ended = last if last > first or one.tokens <= 1 else first + 0.5  # all of it in one chunk
-        there = itertools.accumulate(prefill.values(), initial=one.cached)
+    prefills = _prefills(steps, moments, computed, step_tokens)
+    for request, prefill, first, last in zip(sent, prefills, steps.first, steps.last, strict=True):
+        ended = last if last > first or request.tokens <= 1 else first + 0.5  # all of it in one chunk
+        there = itertools.accumulate(prefill.values(), initial=request.cached)
         chunks = tuple(zip(prefill, itertools.islice(there, 1, None), strict=True))[:-1]
-        admitted, output, count = min(prefill) - 1, one.answer or (), max(1, one.tokens)
-        served.append(ServedRequest(prompts[one.index], admitted, first, ended, output, count, chunks))
+        admitted, output, count = min(prefill) - 1, request.answer or (), max(1, request.tokens)
+        served.append(ServedRequest(prompts[request.index], admitted, first, ended, output, count, chunks))
     return served
 
 
@@ -380,7 +373,7 @@ def prompts_sent(requests: Sequence[RequestSpec], answers: Mapping[int, Ids | No
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _SeenRequest:
     """A request as the client saw it: when it was sent, and its ``chunks`` with tokens arrived, both [s].
 
     ``cached``: tokens of the prompt, ``tokens``: of the output, by the usage. ``answer``: its token ids; None where the
@@ -395,7 +388,7 @@ class _Seen:
     answer: Ids | None
 
     @classmethod
-    def of(cls, row: Mapping[str, Any]) -> _Seen:
+    def of(cls, row: Mapping[str, Any]) -> _SeenRequest:
         """Reads the ``COLUMNS`` of a row."""
         tokens, times, ids = _count(row["output_tokens"]), _listed(row["chunk_times"]), _listed(row["output_token_ids"])
         if not len(times) and row["first"] is not None and not math.isnan(row["first"]):

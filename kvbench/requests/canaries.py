@@ -146,7 +146,7 @@ def as_request(canary: Canary, index: int, *, answers: int = 1) -> RequestSpec:
 def mix(
     requests: Sequence[RequestSpec], canaries: Sequence[Canary], share: float, rng: np.random.Generator
 ) -> list[RequestSpec]:
-    """``requests`` with so many canaries between them that they are ``share`` of all, numbered anew.
+    """Puts so many canaries between ``requests`` that they are ``share`` of all, and numbers all anew.
 
     There is at least one, and every canary is sent before one is sent again. They lie at random places; in open loop
     one arrives together with the next request whose arrival is known.

@@ -27,7 +27,7 @@ LOWEST_TOKEN = 16  # ids below are where small vocabularies keep their special t
 
 
 @dataclass(frozen=True)
-class Drawing:
+class DrawContext:
     """The model that requests are drawn for, and the random numbers that they are drawn from.
 
     ``prefix_rng``: what the contents of shared prefixes are drawn from.
@@ -73,7 +73,7 @@ def _shared_counts(shares: Sequence[float], counts: list[int]) -> list[list[int]
 
 
 def draw_prefixes(
-    families: Sequence[SharedPrefix], counts: list[int], drawing: Drawing
+    families: Sequence[SharedPrefix], counts: list[int], context: DrawContext
 ) -> Callable[[int], list[tuple[int, ...]]]:
     """Draws the shared prefixes. Returns a function: index of a class -> a prefix for each of its prompts, () for none.
 
@@ -81,7 +81,7 @@ def draw_prefixes(
     length take turns over all classes, so that they are used equally often.
     """
     turns = [
-        itertools.cycle([random_tokens(f.tokens, drawing.vocab_size, drawing.prefix_rng) for _ in range(f.families)])
+        itertools.cycle([random_tokens(f.tokens, context.vocab_size, context.prefix_rng) for _ in range(f.families)])
         for f in families
     ]
     shared = _shared_counts([f.share for f in families], counts)
@@ -89,18 +89,18 @@ def draw_prefixes(
     def give(which: int) -> list[tuple[int, ...]]:
         labels = np.full(counts[which], -1)
         labels[: sum(part[which] for part in shared)] = np.repeat(np.arange(len(shared)), [p[which] for p in shared])
-        return [next(turns[label]) if label >= 0 else () for label in drawing.rng.permutation(labels)]
+        return [next(turns[label]) if label >= 0 else () for label in context.rng.permutation(labels)]
 
     return give
 
 
 def even_quantiles(count: int, rng: np.random.Generator) -> np.ndarray:
-    """``count`` probabilities evenly spaced in (0, 1), in random order. float64 [count]"""
+    """Returns probabilities evenly spaced in (0, 1), in random order. float64 [count]"""
     return rng.permutation((np.arange(count) + 0.5) / max(count, 1))
 
 
 def draw_lengths(length: Length, count: int, rng: np.random.Generator) -> np.ndarray:
-    """``count`` token counts at evenly spaced quantiles of the distribution, in random order. int64 [count]"""
+    """Draws token counts at evenly spaced quantiles of the distribution, in random order. int64 [count]"""
     u = (np.arange(count) + 0.5) / max(count, 1)
     if length.percentiles is not None:
         given = {"min": 1.0, **length.percentiles}
@@ -113,24 +113,24 @@ def draw_lengths(length: Length, count: int, rng: np.random.Generator) -> np.nda
 
 
 def random_tokens(count: int, vocab_size: int, rng: np.random.Generator) -> tuple[int, ...]:
-    """``count`` random token ids, none of the lowest ones. int [count]"""
+    """Draws random token ids, none of the lowest ones. int [count]"""
     low = LOWEST_TOKEN if vocab_size > 2 * LOWEST_TOKEN else 0
     return compact(rng.integers(low, vocab_size, size=count).tolist())
 
 
-def draw_requests(prompts: SyntheticPrompts, count: int, drawing: Drawing) -> tuple[list[RequestSpec], Notes]:
-    """``count`` single requests, their classes in random order, and notes for the report."""
-    classes, rng = prompts.classes, drawing.rng
+def draw_requests(prompts: SyntheticPrompts, count: int, context: DrawContext) -> tuple[list[RequestSpec], Notes]:
+    """Draws ``count`` single requests, their classes in random order, and notes for the report."""
+    classes, rng = prompts.classes, context.rng
     longest = max(c.prompt_tokens.maximum + c.output_tokens.maximum for c in classes)
-    scale = scale_of(prompts, longest, drawing.max_model_len)
+    scale = scale_of(prompts, longest, context.max_model_len)
     counts = largest_remainder([c.share for c in classes], count)
-    give = draw_prefixes(prompts.shared_prefix, counts, drawing)
+    give = draw_prefixes(prompts.shared_prefix, counts, context)
     drawn: list[RequestSpec] = []
     for which, item in enumerate(classes):
         lengths = scale_lengths(draw_lengths(item.prompt_tokens, counts[which], rng), scale)
         outputs = scale_lengths(draw_lengths(item.output_tokens, counts[which], rng), scale)
         for prompt_len, output_len, prefix in zip(lengths, outputs, give(which), strict=True):
-            body = drawing.tokens(int(prompt_len))
+            body = context.tokens(int(prompt_len))
             drawn.append(
                 RequestSpec(
                     len(drawn), item.name, prefix + body, None, int(output_len),
@@ -142,9 +142,9 @@ def draw_requests(prompts: SyntheticPrompts, count: int, drawing: Drawing) -> tu
 
 
 def draw_conversations(
-    prompts: SyntheticPrompts, sessions: Sessions, count: int, drawing: Drawing
+    prompts: SyntheticPrompts, sessions: Sessions, count: int, context: DrawContext
 ) -> tuple[list[RequestSpec], Notes]:
-    """``count`` conversations, their classes in random order, and notes for the report.
+    """Draws ``count`` conversations, their classes in random order, and notes for the report.
 
     Turn 1 is a shared prefix (in some) and a prompt of the class; turn k + 1 is the whole of turn k, its answer
     (``max_tokens`` random ids) and new tokens of the user. The classes have exactly their shares of the conversations;
@@ -157,14 +157,14 @@ def draw_conversations(
         + turns * c.output_tokens.maximum
         for c in classes
     )
-    scale = scale_of(prompts, longest, drawing.max_model_len)
+    scale = scale_of(prompts, longest, context.max_model_len)
     counts = largest_remainder([c.share for c in classes], count)
-    give = draw_prefixes(prompts.shared_prefix, counts, drawing)
+    give = draw_prefixes(prompts.shared_prefix, counts, context)
     drawn: list[list[RequestSpec]] = []
     for which, item in enumerate(classes):
-        drawn += _of_class(item, give(which), sessions, scale, drawing)
+        drawn += _of_class(item, give(which), sessions, scale, context)
     requests: list[RequestSpec] = []
-    for number, which in enumerate(drawing.rng.permutation(len(drawn))):
+    for number, which in enumerate(context.rng.permutation(len(drawn))):
         first = len(requests)
         requests += [dataclasses.replace(turn, index=first + i, session=number) for i, turn in enumerate(drawn[which])]
     notes: Notes = {"sessions": count, "history": sessions.history}
@@ -177,7 +177,7 @@ def draw_turns(turns: Turns, count: int, rng: np.random.Generator) -> np.ndarray
 
 
 def draw_thinks(think: Think, count: int, rng: np.random.Generator) -> np.ndarray:
-    """``count`` think times [s]: even quantiles of their distribution, in random order. float64 [count]"""
+    """Draws think times [s]: even quantiles of their distribution, in random order. float64 [count]"""
     u = even_quantiles(count, rng)
     if think.exponential is not None:
         return -think.exponential * np.log1p(-u)
@@ -185,10 +185,10 @@ def draw_thinks(think: Think, count: int, rng: np.random.Generator) -> np.ndarra
 
 
 def _of_class(
-    item: PromptClass, prefixes: list[tuple[int, ...]], sessions: Sessions, scale: float, drawing: Drawing
+    item: PromptClass, prefixes: list[tuple[int, ...]], sessions: Sessions, scale: float, context: DrawContext
 ) -> list[list[RequestSpec]]:
     """The conversations of one class, one for each of ``prefixes``; not yet numbered."""
-    rng = drawing.rng
+    rng = context.rng
     turns = draw_turns(sessions.turns, len(prefixes), rng)
     every, later = int(turns.sum()), int(turns.sum()) - len(prefixes)
     firsts = iter(scale_lengths(draw_lengths(item.prompt_tokens, len(prefixes), rng), scale))
@@ -201,7 +201,7 @@ def _of_class(
         ids, conversation = prefix, []
         for turn in range(int(total)):
             new = int(next(users) if turn else next(firsts))
-            ids += drawing.tokens(new)
+            ids += context.tokens(new)
             output = int(next(outputs))
             conversation.append(
                 RequestSpec(
@@ -210,6 +210,6 @@ def _of_class(
                     **item.answers,
                 )
             )  # fmt: skip
-            ids += drawing.tokens(output)
+            ids += context.tokens(output)
         conversations.append(conversation)
     return conversations

@@ -9,11 +9,10 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from kvbench.requests.draw import LOWEST_TOKEN, Drawing, draw_lengths, random_tokens
+from kvbench.requests.draw import LOWEST_TOKEN, DrawContext, draw_lengths, random_tokens
 from kvbench.requests.prefix_hits import shared_beginnings
 from kvbench.requests.request import Notes, RequestSpec, compact
 from kvbench.traces.model import UNKNOWN, Trace, file_names, known_times, select
@@ -26,7 +25,7 @@ _KEPT_TOKENS = 4_000_000  # of pages that were made: 32 MB; others are made agai
 
 
 def draw_trace(
-    prompts: TracePrompts, count: int | None, drawing: Drawing, *, count_sessions: bool = False
+    prompts: TracePrompts, count: int | None, context: DrawContext, *, count_sessions: bool = False
 ) -> tuple[list[RequestSpec], Notes]:
     """The requests in the trace's order, and notes for the report. ``arrival_s`` is None where the trace has no time.
 
@@ -36,8 +35,8 @@ def draw_trace(
     Raises:
         ValueError: a trace that cannot be read or that does not say what the workload needs.
     """
-    part, paths, in_sessions = _chosen(prompts, count, drawing.rng, count_sessions)
-    part, ids, outputs, notes = _contents(prompts, part, drawing)
+    part, paths, in_sessions = _chosen(prompts, count, context.rng, count_sessions)
+    part, ids, outputs, notes = _contents(prompts, part, context)
     ids = list(ids)
     owners = part.session.tolist() if in_sessions and part.session is not None else range(len(part))
     if part.prompts is not None:  # what only turns of one session have is not shared
@@ -63,12 +62,12 @@ class TraceStream:
     notes: Notes
 
 
-def stream_trace(prompts: TracePrompts, count: int | None, drawing: Drawing) -> TraceStream | None:
+def stream_trace(prompts: TracePrompts, count: int | None, context: DrawContext) -> TraceStream | None:
     """The trace as a stream; None where it is replayed in sessions. Raises ValueError as ``draw_trace`` does."""
-    part, paths, in_sessions = _chosen(prompts, count, drawing.rng, False)
+    part, paths, in_sessions = _chosen(prompts, count, context.rng, False)
     if in_sessions:
         return None
-    part, ids, outputs, notes = _contents(prompts, part, drawing)
+    part, ids, outputs, notes = _contents(prompts, part, context)
     times = None if part.arrival_s is None else known_times(part)
     requests = _requests(prompts, part, ids, outputs, in_sessions)
     return TraceStream(requests, times, _about(prompts, part, paths, in_sessions) | notes)
@@ -101,13 +100,15 @@ def _chosen(
     return part, paths, in_sessions
 
 
-def _contents(prompts: TracePrompts, part: Trace, drawing: Drawing) -> tuple[Trace, Iterable[Ids], np.ndarray, Notes]:
+def _contents(
+    prompts: TracePrompts, part: Trace, context: DrawContext
+) -> tuple[Trace, Iterable[Ids], np.ndarray, Notes]:
     """The requests that can be sent, their prompts' token ids in this order, their outputs, and notes."""
     if part.prompts is not None:
-        return _of_texts(prompts, part, drawing)
+        return _of_texts(prompts, part, context)
     if part.page_ids is not None:
-        return part, *page_prompts(part, prompts.length_scale, drawing)
-    return part, *_of_lengths(prompts, part, drawing)
+        return part, *page_prompts(part, prompts.length_scale, context)
+    return part, *_of_lengths(prompts, part, context)
 
 
 def _requests(
@@ -122,7 +123,7 @@ def _requests(
             "".join(texts) if prompts.send_text and (texts := texts_sent(part, i)) else None,
             int(outputs[i]),
             arrival_s=None if times is None else float(times[i]),
-            **_turn(part, i) if in_sessions else {},
+            **_session_fields(part, i) if in_sessions else {},
         )
 
 
@@ -173,8 +174,7 @@ def _in_sessions(prompts: TracePrompts, trace: Trace) -> bool:
     return prompts.sessions
 
 
-def _turn(trace: Trace, row: int) -> dict[str, Any]:
-    assert trace.session is not None and trace.turn is not None
+def _session_fields(trace: Trace, row: int) -> Notes:
     turn = int(trace.turn[row])
     think = 0.0 if trace.think_s is None or not turn else float(trace.think_s[row])
     return {"session": int(trace.session[row]), "turn": turn, "think_s": think}
@@ -197,17 +197,17 @@ def _with_outputs(prompts: TracePrompts, trace: Trace, rng: np.random.Generator)
     return dataclasses.replace(trace, output_tokens=outputs)
 
 
-def _of_lengths(prompts: TracePrompts, trace: Trace, drawing: Drawing) -> tuple[Iterator[Ids], np.ndarray, Notes]:
+def _of_lengths(prompts: TracePrompts, trace: Trace, context: DrawContext) -> tuple[Iterator[Ids], np.ndarray, Notes]:
     """Random token ids of the trace's lengths, each drawn when it is asked for: nothing is shared."""
     longest = int((trace.prompt_tokens + trace.output_tokens).max())
     fixed = prompts.length_scale != "auto"
-    scale = float(prompts.length_scale) if fixed else fit_scale(max(longest, 1), drawing.max_model_len)
-    ids = (drawing.tokens(int(n)) for n in scale_lengths(trace.prompt_tokens, scale))
+    scale = float(prompts.length_scale) if fixed else fit_scale(max(longest, 1), context.max_model_len)
+    ids = (context.tokens(int(n)) for n in scale_lengths(trace.prompt_tokens, scale))
     notes = {"contents": "random tokens", "length_scale": scale, "longest_total_tokens_in_trace": longest}
     return ids, scale_lengths(trace.output_tokens, scale), notes
 
 
-def _of_texts(prompts: TracePrompts, trace: Trace, drawing: Drawing) -> tuple[Trace, list[Ids], np.ndarray, Notes]:
+def _of_texts(prompts: TracePrompts, trace: Trace, context: DrawContext) -> tuple[Trace, list[Ids], np.ndarray, Notes]:
     """The requests that fit, their texts as token ids, and their outputs.
 
     What does not fit is left out with all later turns of its session. Where a trace with texts has the
@@ -217,7 +217,7 @@ def _of_texts(prompts: TracePrompts, trace: Trace, drawing: Drawing) -> tuple[Tr
         raise ValueError(
             f"length_scale {prompts.length_scale} would cut texts; remove it (what is too long is left out)."
         )
-    vocab_size, max_model_len = drawing.vocab_size, drawing.max_model_len
+    vocab_size, max_model_len = context.vocab_size, context.max_model_len
     with_ids = tokenised(trace, load_tokenizer(prompts.tokenizer, vocab_size))
     outputs = np.maximum(1, with_ids.output_tokens)
     lengths = np.maximum(1, with_ids.prompt_tokens)
@@ -237,7 +237,7 @@ def _of_texts(prompts: TracePrompts, trace: Trace, drawing: Drawing) -> tuple[Tr
     ids: list[Ids] = []
     for i in keep:
         if not trace.prompts[i]:
-            ids.append(drawing.tokens(int(lengths[i])))
+            ids.append(context.tokens(int(lengths[i])))
             continue
         prompt = with_ids.prompts[i] or (0,)  # an empty text: a model needs something to go on from
         if max(prompt) >= vocab_size:
@@ -254,7 +254,9 @@ def _of_texts(prompts: TracePrompts, trace: Trace, drawing: Drawing) -> tuple[Tr
     return trace.take(keep), ids, outputs[keep], notes
 
 
-def page_prompts(trace: Trace, length_scale: float | str, drawing: Drawing) -> tuple[Iterator[Ids], np.ndarray, Notes]:
+def page_prompts(
+    trace: Trace, length_scale: float | str, context: DrawContext
+) -> tuple[Iterator[Ids], np.ndarray, Notes]:
     """Token ids of each request, made when they are asked for, output lengths, and notes for the report.
 
     A page id becomes a page of tokens that depends on the id and the seed only; pages of different ids differ in their
@@ -267,9 +269,9 @@ def page_prompts(trace: Trace, length_scale: float | str, drawing: Drawing) -> t
         ValueError: lengths that fit at no page size, or pages so short that there are not enough different ones.
     """
     assert trace.page_ids is not None and trace.page_size is not None
-    size = _scaled_page(trace, length_scale, drawing.max_model_len)
+    size = _scaled_page(trace, length_scale, context.max_model_len)
     distinct = 1 + max((max(ids) for ids in trace.page_ids if ids), default=0)
-    pages = _Pages(size, drawing.vocab_size, distinct + len(trace), int(drawing.rng.integers(2**63)))
+    pages = _Pages(size, context.vocab_size, distinct + len(trace), int(context.rng.integers(2**63)))
     full, rest, outputs = _lengths(trace, size)
     notes = {
         "contents": "random tokens that share the pages of the trace's page ids",
@@ -355,7 +357,6 @@ class _Pages:
         self.of = functools.lru_cache(max(1, _KEPT_TOKENS // size))(self._make)
 
     def _make(self, number: int) -> Ids:
-        """The page's tokens; the same for the same number and salt."""
         spelt, left = [], (number * self._factor + self._salt) % self._space
         for _ in range(self._digits):
             left, digit = divmod(left, self._base)

@@ -171,7 +171,10 @@ def _most_hits(requests: Iterable[RequestSpec], prefixes: Iterable[Ids], page_si
             start += 1
         while start < end:
             first = pages[start][0]
-            stop = _run_end(pages, start, end, first[: (depth + 1) * page_size])
+            size = (depth + 1) * page_size
+            beginning = first[:size]
+            # Sorted by their tokens: those that begin so come first.
+            stop = bisect.bisect_right(pages, False, start, end, key=lambda item: item[0][:size] != beginning)
             if stop - start > 1:
                 common = common_beginning(first, pages[stop - 1][0], depth * page_size) // page_size
                 most += _hits_between(pages[start:stop], depth, common)
@@ -191,11 +194,6 @@ def _hits_between(group: list[tuple[Ids, int]], depth: int, common: int) -> int:
 
 def _full(tokens: Ids, page_size: int) -> Ids:
     return tokens[: len(tokens) // page_size * page_size]
-
-
-def _run_end(pages: list[tuple[Ids, int]], start: int, end: int, beginning: Ids) -> int:
-    """The end of the run of neighbours, from ``start`` on, that have this beginning."""
-    return bisect.bisect_right(pages, False, start, end, key=lambda item: item[0][: len(beginning)] != beginning)
 
 
 def common_beginning(first: Ids, second: Ids, equal: int = 0) -> int:

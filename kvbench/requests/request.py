@@ -87,20 +87,16 @@ class RequestSpec:
     @classmethod
     def from_row(cls, row: dict[str, Any]) -> RequestSpec:
         """The reverse of ``to_row``; KeyError, TypeError or ValueError for a malformed row."""
-        ids, text = row.get("prompt_token_ids"), row.get("prompt")
-        if ids is None and text is None:
+        given = {name: value for name, value in row.items() if value is not None}
+        if "prompt" not in given and "prompt_token_ids" not in given:
             raise KeyError("prompt_token_ids or prompt")
-        given = {key: read for key, (_, read) in _OPTIONAL.items() if row.get(key) is not None}
-        arrival = row.get("arrival_s")
         return cls(
             index=int(row["index"]),
-            cls=str(row.get("class", "default")),
-            prompt_token_ids=None if ids is None else compact(ids),
-            prompt=text,
+            cls=str(given.get("class", "default")),
+            prompt_token_ids=compact(given["prompt_token_ids"]) if "prompt_token_ids" in given else None,
+            prompt=given.get("prompt"),
             max_tokens=int(row["max_tokens"]),
-            arrival_s=None if arrival is None else float(arrival),
-            prefix_tokens=int(row.get("prefix_tokens") or 0),
-            **{key: read(row[key]) for key, read in given.items()},
+            **{name: read(given[name]) for name, read in _READ.items() if name in given},
         )
 
 
@@ -127,6 +123,7 @@ _OPTIONAL: dict[str, tuple[Any, Callable[[Any], Any]]] = {  # what a row leaves 
     "history": ((), tuple), "n": (1, int), "best_of": (None, int), "beam_width": (None, int), "canary": (None, str),
     "expected_token_ids": (None, compact), "expected": (None, str),
 }  # fmt: skip
+_READ = {"arrival_s": float, "prefix_tokens": int} | {name: read for name, (_, read) in _OPTIONAL.items()}
 
 
 class RequestList(list[RequestSpec]):
@@ -143,17 +140,15 @@ def conversations(requests: Iterable[RequestSpec]) -> list[list[RequestSpec]]:
     In the order of their first requests; one process must send the whole of a list. ValueError for a turn that is
     missing or there twice.
     """
-    lists: dict[tuple[str, int], list[RequestSpec]] = {}
+    lists: dict[tuple[int | None, int], list[RequestSpec]] = {}
     for request in requests:
-        alone = request.session is None
-        lists.setdefault(("alone", request.index) if alone else ("session", int(request.session or 0)), []).append(
-            request
-        )
-    for (kind, number), turns in lists.items():
-        if kind == "session":
+        key = (request.session, request.index if request.session is None else 0)
+        lists.setdefault(key, []).append(request)
+    for (session, _), turns in lists.items():
+        if session is not None:
             turns.sort(key=lambda r: r.turn)
             if [r.turn for r in turns] != list(range(len(turns))):
-                raise ValueError(f"session {number} has the turns {[r.turn for r in turns]}; number them 0, 1, 2 ...")
+                raise ValueError(f"session {session} has the turns {[r.turn for r in turns]}; number them 0, 1, 2 ...")
     return list(lists.values())
 
 

@@ -15,7 +15,7 @@ from kvbench.common.errors import as_usage_error
 from kvbench.common.files import pack, write_json
 from kvbench.common.records import Record
 from kvbench.metrics.model import LoadOutcome
-from kvbench.requests.build import RequestStream, stream_requests
+from kvbench.requests.build import LoadDraw, RequestStream, stream_requests
 from kvbench.runs.results import COST_NOTES
 from kvbench.simulation.choose import machine_of
 from kvbench.simulation.drive import ROUTERS, TURNAROUND_S, Drive, EndedRequest, Replica, SettingsByName, prime
@@ -86,10 +86,10 @@ class SimulationJob:
         longest = replica.engine.config.max_model_len
         assert longest is not None
         with as_usage_error():
-            return stream_requests(
+            return stream_requests(LoadDraw(
                 self.load, vocab_size=replica.engine.model_info.vocab_size, max_model_len=longest, seed=self.seed,
                 repeat=_REPEAT, concurrency=self.point.concurrency, rate=self.point.request_rate,
-            )  # fmt: skip
+            ))  # fmt: skip
 
     @property
     def native_rate(self) -> float:

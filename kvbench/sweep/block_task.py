@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvbench.calibration import cache
-from kvbench.calibration.cache import Calibrator
+from kvbench.calibration import calibrate
+from kvbench.calibration.calibrate import Calibrator
 from kvbench.common.errors import Interrupted, MeasurementError, UsageError, storage_sentence
 from kvbench.common.files import pack, read_json, write_json
 from kvbench.measure.http import HttpInstrument
@@ -161,7 +161,7 @@ class _Work:
     def _run(self) -> None:
         task, keeps_cache, failures = self.task, list(self.task.keeps_cache), []
         if task.calibrations:
-            write_json(self.run_folder.path / cache.FILE, list(task.calibrations))
+            write_json(self.run_folder.path / calibrate.FILE, list(task.calibrations))
         started, refused, problem = False, None, None
         try:
             choice = choose(task.workload, task.options, task.stored)
@@ -191,7 +191,7 @@ class _Work:
         except OSError as error:
             if (problem := storage_sentence(error)) is None:
                 raise
-        known = self.run_folder.path / cache.FILE
+        known = self.run_folder.path / calibrate.FILE
         rows = read_json(known) if known.is_file() else []
         kept = [path for pattern in ("logs/*", "cells/*/loads/failed-*") for path in self.run_folder.path.glob(pattern)]
         files = pack(self.run_folder.path, kept)

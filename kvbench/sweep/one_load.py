@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
-from kvbench.calibration.cache import Calibrator
+from kvbench.calibration.calibrate import Calibrator
 from kvbench.common.console import print_plain, status_line
 from kvbench.common.errors import (
     EXIT_INTERRUPTED,

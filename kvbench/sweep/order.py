@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvbench.calibration.cache import passed_since
-from kvbench.calibration.calibrate import Calibration
+from kvbench.calibration.calibrate import ClientCalibration, passed_since
 from kvbench.common.records import read_record, write_record
 from kvbench.common.stats import t_interval
 from kvbench.effects.comparison import FEWEST, Call, paired
@@ -66,7 +65,7 @@ class Measured:
         self.attempts.update((cell.cell_id, block.repeat) for cell in block.cells)
         self.read(run, block)
         for load, done in self.done.items():
-            calibration = Calibration.from_json(done.calibration) if done.calibration else None
+            calibration = ClientCalibration.from_json(done.calibration) if done.calibration else None
             reasons = [why for why in calibration.reasons if why not in done.disturbances] if calibration else []
             if calibration and reasons and passed_since(run.path, calibration):
                 self.done[load] = done.model_copy(update={"disturbances": (*done.disturbances, *reasons)})

@@ -14,7 +14,7 @@ from kvbench.common.errors import UsageError
 from kvbench.common.text import clock, plural
 from kvbench.measure.http import HttpInstrument
 from kvbench.measure.instrument import Instrument
-from kvbench.requests.build import build_requests
+from kvbench.requests.build import LoadDraw, build_requests
 from kvbench.requests.canaries import canaries_of
 from kvbench.runs.results import Capacity
 from kvbench.sweep.capacity import Lengths, lengths_of
@@ -53,10 +53,10 @@ def preflight(
             if model is not None or (workload.load.canaries and workload.load.canaries.file):
                 canaries = canaries_of(workload.load, str(model or ""))  # else only the server tells its model
             for repeat in range(1, workload.load.repeats + 1):
-                requests = build_requests(
+                requests = build_requests(LoadDraw(
                     workload.load, vocab_size=vocab, max_model_len=limit, seed=workload.seed, repeat=repeat,
                     concurrency=cell.load.concurrency, rate=cell.load.request_rate, canaries=canaries,
-                )  # fmt: skip
+                ))  # fmt: skip
         except (ValueError, OSError) as error:
             raise UsageError(f"{cell.cell_id}: {error}") from None
         guesses[cell.load.load_id] = instrument.guess_s(cell.load, requests, workload.profile)

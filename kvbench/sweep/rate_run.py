@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 from rich.console import Console
 
-from kvbench.calibration.calibrate import Calibration
+from kvbench.calibration.calibrate import ClientCalibration
 from kvbench.common.console import make_table, print_plain, print_table
 from kvbench.common.errors import EXIT_INCONCLUSIVE, EXIT_INVALID, EXIT_OK, MeasurementError, UsageError
 from kvbench.common.files import write_json
@@ -376,7 +376,7 @@ def client_alone(kept: StoredLoad, run: Path) -> bool:
     outcome = read_record(LoadOutcome, run / "load.json", "remove the run's folder")
     if not outcome.client.model_fields_set:
         return False
-    calibration = Calibration.from_json(kept.calibration) if kept.calibration else None
+    calibration = ClientCalibration.from_json(kept.calibration) if kept.calibration else None
     reasons = set(calibration.reasons if calibration else ()) - set(kept.disturbances)
     return reasons.union(client_reasons(outcome)).issuperset(kept.invalid_reasons)
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-from kvbench.calibration import cache
+from kvbench.calibration import calibrate
 from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.common.files import read_json, unpack, write_json
 from kvbench.common.git import git_state
@@ -287,7 +287,7 @@ class RayMachines(ThisMachine):
     def _end(self, run: _Run, end: BlockEnded) -> Finished:
         unpack(end.files, self.job.folder.path)
         self._calibrations[run.node.name] = list(end.calibrations)  # for further blocks on the machine
-        path = self.job.folder.path / cache.FILE
+        path = self.job.folder.path / calibrate.FILE
         stored = read_json(path) if path.is_file() else []
         if new := [row for row in end.calibrations if row not in stored]:
             write_json(path, stored + new)

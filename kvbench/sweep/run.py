@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from kvbench.calibration.cache import Calibrator
+from kvbench.calibration.calibrate import Calibrator
 from kvbench.common import foreign_cpu
 from kvbench.common.console import print_plain
 from kvbench.common.errors import (

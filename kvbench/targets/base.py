@@ -8,19 +8,19 @@ from __future__ import annotations
 import json
 import ssl
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvbench.common.errors import MeasurementError, RefusedError, UsageError
 from kvbench.common.foreign_cpu import ServerProcess, server_at
-from kvbench.common.parsing import parse_json
+from kvbench.common.parsing import json_at, parse_json
 from kvbench.common.secrets import api_key, without_key
 from kvbench.common.server_errors import SERVER_FAULT, error_sentence, in_its_words
 from kvbench.common.text import shorten
 from kvbench.load.blocking import connect, exchange
-from kvbench.load.dialect import Dialect
+from kvbench.load.endpoints import Dialect, Fields
 from kvbench.load.http import Address, MalformedStream, Response, call_bytes, tls_context
 from kvbench.requests.request import RequestSpec
 from kvbench.runs.results import Capacity
@@ -47,7 +47,7 @@ REFUSED = (400, 404, 405, 413, 422)  # a retry of the request would fail again
 
 @dataclass(frozen=True)
 class Access:
-    """How a server is reached: LoadSpec's fields of the same names. The key itself is never kept."""
+    """The way to a server: LoadSpec's fields of the same names. The key itself is never kept."""
 
     api_key_env: str | None = None
     tls_verify: bool = True
@@ -71,8 +71,8 @@ class Access:
         except ValueError as error:
             raise UsageError(str(error)) from None
 
-    def fields(self) -> dict[str, Any]:
-        """Fields of LoadSpec that differ from its defaults."""
+    def fields(self) -> Fields:
+        """Returns the fields of LoadSpec that differ from its defaults."""
         return {name: value for name, value in vars(self).items() if value != getattr(PLAIN_ACCESS, name)}
 
 
@@ -81,7 +81,7 @@ PLAIN_ACCESS = Access()
 
 @dataclass(frozen=True)
 class HttpAnswer:
-    """``location``: where a redirect points to."""
+    """An answer over HTTP. ``location``: where a redirect points to."""
 
     status: int
     body: bytes
@@ -136,13 +136,8 @@ class HttpCalls:
             raise self.error(f"{path}: {response.sentence}")
         return HttpAnswer(response.status, response.body, response.headers.get("location"))
 
-    @property
-    def key(self) -> str | None:
-        """The API key; None without."""
-        return api_key(self.access.api_key_env) if self.access.api_key_env else None
-
     def error(self, text: str, kind: type[MeasurementError] = MeasurementError) -> MeasurementError:
-        """``text`` follows the server's URL; a key that the server repeated is taken out."""
+        """Makes an error of the server's URL and ``text``; a key that the server repeated is taken out."""
         return kind(shorten(without_key(f"{self.base_url}{text}", self.access.api_key_env) or "", _LONGEST_ERROR))
 
     def check_access(self, answer: HttpAnswer) -> HttpAnswer:
@@ -157,12 +152,12 @@ class HttpCalls:
         raise self.error(f" answered {answer.status}, so it refused the key in {variable}: is it this server's key?")
 
     def words_of(self, path: str, answer: HttpAnswer) -> str:
-        """``http://host:8000/health answered 503 "the engine stopped"``: an answer in the server's own words."""
+        """Says it in the server's words: ``http://host:8000/health answered 503 "the engine stopped"``."""
         return str(self.error(f"{path} answered {answer.status}{in_its_words(error_sentence(answer.body))}"))
 
 
 def _no_answer(error: Exception, connected: bool, limit_s: float) -> str:
-    """What became of a call, and what to do: a server that takes connections is there, so its URL is no question."""
+    """Says what became of a call, and what to do: a server that takes connections is at its URL."""
     cause = str(error) or type(error).__name__
     if isinstance(error, TimeoutError):
         if connected:
@@ -235,7 +230,7 @@ class Target:
 
     @property
     def dialect(self) -> Dialect:
-        """What the server's API does differently, at the endpoint that the load is sent to."""
+        """The things that the server's API does differently at the endpoint of the load."""
         dialect, form = self.preset.dialect, self.form
         if form.endpoint is not None:
             dialect = dialect.at(form.endpoint)
@@ -247,10 +242,10 @@ class Target:
         """Tests whether the server ends answers at its model's end token, whatever the load says."""
         return False
 
-    def client_fields(self) -> dict[str, Any]:
-        """The fields of the load client's spec that depend on this server: its dialect, key and TLS."""
+    def client_fields(self) -> Fields:
+        """Returns the fields of the load client's spec that depend on this server: its dialect, key and TLS."""
         quirks = self.dialect.model_dump(exclude_defaults=True)
-        return {**({"dialect": quirks} if quirks else {}), **self.http.access.fields()}
+        return self.http.access.fields() | ({"dialect": quirks} if quirks else {})
 
     def as_sent(self, requests: list[RequestSpec]) -> list[RequestSpec]:
         """The requests as this server takes them. Raises MeasurementError where it cannot be asked for them."""
@@ -283,22 +278,17 @@ class Target:
             return False
 
     def why_unhealthy(self) -> str | None:
-        """What the health path says if it answers 5xx; None otherwise. Raises MeasurementError when no answer comes."""
+        """Says what the health path answers with 5xx; None otherwise. Raises MeasurementError when no answer comes."""
         answer = self.http.call("GET", self.preset.health, timeout_s=_HEALTH_TIMEOUT_S)
         return self.http.words_of(self.preset.health, answer) if answer.status >= SERVER_FAULT else None
 
-    def json_at(self, path: str) -> Any:
-        """The JSON there, None where there is none."""
+    def get_json(self, path: str) -> Any:
+        """Returns the JSON at an address of the server, None where there is none."""
         try:
             answer = self.http.call("GET", path)
         except MeasurementError:
             return None
         return answer.json() if answer.status == 200 else None
-
-    def _field_at(self, path: str, name: str) -> Any:
-        """A field of the JSON mapping at ``path``, None where there is none."""
-        answer = self.json_at(path)
-        return answer.get(name) if isinstance(answer, dict) else None
 
     def models(self) -> list[ModelRow]:
         """The rows of /v1/models, at least one. Raises MeasurementError when the answer is not OpenAI-shaped."""
@@ -316,14 +306,15 @@ class Target:
             raise MeasurementError(f"{words}, which lists no models ({why})") from None
 
     def _api_headers(self) -> list[str]:
-        return self.dialect.api.header_lines(self.http.key)
+        variable = self.http.access.api_key_env
+        return self.dialect.api.header_lines(api_key(variable) if variable else None)
 
     def told_sizes(self, row: ModelRow) -> tuple[int | None, int | None]:
         """Vocabulary and longest sequence, as the row of /v1/models or llama.cpp's /props has them; None: not told."""
         if (meta := row.meta) is None:
             return row.vocab_size, row.max_model_len
         lengths = [row.max_model_len, meta.n_ctx, meta.n_ctx_train]
-        generation = None if meta.n_ctx else self._field_at("/props", "default_generation_settings")
+        generation = None if meta.n_ctx else json_at(self.get_json("/props"), "default_generation_settings")
         if isinstance(generation, dict):
             lengths.append(SlotSizes.read(generation).n_ctx)
         return meta.n_vocab or row.vocab_size, min(filter(None, lengths), default=None)
@@ -331,11 +322,11 @@ class Target:
     def version(self) -> str | None:
         """The version that the server's API gives; None where it gives none."""
         path = self.preset.version_path
-        version = self._field_at(path, self.preset.version_key) if path else None
+        version = json_at(self.get_json(path), self.preset.version_key) if path else None
         return str(version).removesuffix("-unknown") if version else None  # llama.cpp built without its commit
 
     def server_info(self) -> ServerInfo:
-        """What the server says of itself. Raises MeasurementError when no answer comes, or one that cannot be true."""
+        """Asks the server for its facts. Raises MeasurementError when no answer comes, or one that cannot be true."""
         answer = self.http.call("GET", "/server_info", timeout_s=FACTS_TIMEOUT_S)
         info = answer.json() if answer.status == 200 else None
         try:
@@ -366,42 +357,40 @@ class Target:
         return server_at(self.base_url)
 
     def reset_prefix_cache(self) -> bool | None:
-        """Whether the cache is empty now; False while requests run, None where the server has no way to do it."""
+        """Empties the cache; True when it is empty, False while requests run, None where the server cannot do it."""
         path = self.preset.reset_path
         if path is None:
             return None
         if "{slot}" not in path:
             return self._post_reset(path)
-        slots = self.json_at("/slots")
-        ids = [slot.get("id") for slot in slots if isinstance(slot, dict)] if isinstance(slots, list) else []
+        slots = self.get_json("/slots")
+        ids = [json_at(slot, "id") for slot in slots] if isinstance(slots, list) else []
         emptied = [self._post_reset(path.format(slot=number)) for number in ids if isinstance(number, int)]
         return None if None in emptied or not emptied else all(emptied)
 
     def _post_reset(self, path: str) -> bool | None:
         answer = self.http.call("POST", path)
         if answer.status == 200:
-            body = answer.json()  # None: an older version answers without a body
-            return not (isinstance(body, dict) and body.get("success") is False)
+            return json_at(answer.json(), "success") is not False  # older versions answer without a body
         if answer.status == self.preset.reset_busy:
             return False
         if answer.status in NO_SUCH_PATH:
             return None
         raise MeasurementError(self.http.words_of(path, answer))
 
-    def complete(self, prompt: Any, max_tokens: int, timeout_s: float) -> dict[str, Any]:
-        """One unmeasured completion (warm-up, priming). Raises MeasurementError; RefusedError if it cannot succeed."""
-        dialect = self.dialect
-        body = dialect.body(self.model.name, self._request(prompt, max_tokens), self.form.temperature)
+    def complete(self, prompt: Any, max_tokens: int, timeout_s: float) -> Any:
+        """Returns the JSON of one unmeasured completion (warm-up, priming).
+
+        Raises MeasurementError, RefusedError where it cannot succeed.
+        """
+        api = self.dialect.api
+        body = self.dialect.body(self.model.name, self._request(prompt, max_tokens), self.form.temperature)
         body |= {"stream": False}
-        headers = self._api_headers()
-        answer = self.http.check_access(
-            self.http.call("POST", dialect.api.path, body=body, timeout_s=timeout_s, headers=headers)
-        )
-        whole = answer.json()
-        is_answer = answer.status == 200 and isinstance(whole, dict) and dialect.api.answer in whole
-        if not is_answer:  # or it is a proxy's page
+        answer = self.http.call("POST", api.path, body=body, timeout_s=timeout_s, headers=self._api_headers())
+        whole = self.http.check_access(answer).json()
+        if answer.status != 200 or not isinstance(whole, dict) or api.answer not in whole:  # or it is a proxy's page
             kind = RefusedError if answer.status in REFUSED else MeasurementError
-            raise kind(self.http.words_of(dialect.api.path, answer))
+            raise kind(self.http.words_of(api.path, answer))
         return whole
 
     def _request(self, prompt: Any, max_tokens: int) -> RequestSpec:
@@ -417,17 +406,18 @@ class Target:
             return
         if self.exact_texts and self._text_of_ids is not None:
             try:
-                usage = self.complete([1], 1, FACTS_TIMEOUT_S).get("usage") or {}
+                whole = self.complete([1], 1, FACTS_TIMEOUT_S)
             except MeasurementError:
-                usage = {}
-            if counts := [usage[name] for name in _PROMPT_TOKENS if isinstance(usage.get(name), int)]:
+                whole = None
+            usage = [json_at(whole, "usage", name) for name in _PROMPT_TOKENS]
+            if counts := [count for count in usage if isinstance(count, int)]:
                 self.template_tokens = sum(counts) - 1
                 return
-        of_messages = self._count_tokens({"messages": [{"role": "user", "content": "a"}], **self.form.extra_body})
-        of_text = self._count_tokens({"prompt": "a", "add_special_tokens": False})
+        of_messages = self._count_tokens(messages=[{"role": "user", "content": "a"}], **self.form.extra_body)
+        of_text = self._count_tokens(prompt="a", add_special_tokens=False)
         self.template_tokens = None if of_messages is None or of_text is None else of_messages - of_text
 
-    def _count_tokens(self, fields: Mapping[str, Any]) -> int | None:
+    def _count_tokens(self, **fields: Any) -> int | None:
         try:
             answer = self.http.call("POST", "/tokenize", body={"model": self.model.name, **fields})
         except MeasurementError:
@@ -437,7 +427,7 @@ class Target:
 
 
 def reason_of(target: Target, error: MeasurementError) -> str:
-    """Why a load failed, and after how much of it: how the server ended if it has, else the error itself."""
+    """Says why a load failed, and after how much of it: how the server ended if it has, else the error itself."""
     time.sleep(_GONE_S)
     try:
         target.check_alive()
@@ -448,7 +438,7 @@ def reason_of(target: Target, error: MeasurementError) -> str:
 
 
 def contradiction(settings: Settings, expected: Capacity, info: ServerInfo) -> str | None:
-    """How the server's page size, length or KV capacity differs from its configuration; None: it does not, or unknown.
+    """Says how the server's page size, length or KV capacity differs from its configuration; None: not, or unknown.
 
     A capacity differs if it is off by more than 2 % and a page: in tokens, or in bytes where the server tells them.
 

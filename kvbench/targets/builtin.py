@@ -17,7 +17,6 @@ from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.common.ports import free_port
 from kvbench.common.text import nearest
 from kvbench.runs.results import Capacity
-from kvbench.runs.server_info import ModelRow, ServerInfo
 from kvbench.targets.base import ModelFacts, Target, reason_of
 from kvbench.targets.launch_plan import HOST
 from kvbench.targets.launched import ProcessTarget
@@ -67,7 +66,11 @@ class BuiltinTarget(ProcessTarget):
             self._logged_at_start = ready.end()
             Target.__init__(self, ready[1].decode(), text_of_ids=self._text_of_ids_for(settings))
             try:
-                self.model = model_facts(self.server_info(), self.models()[0])
+                info, row = self.server_info(), self.models()[0]
+                length, vocab = row.max_model_len or info.engine.max_model_len, info.model.vocab_size
+                if not length or not vocab:
+                    raise MeasurementError("/server_info of the server lacks vocab_size or max_model_len")
+                self.model = ModelFacts(row.id, vocab, length)
                 self.learn_template()
             except MeasurementError as error:
                 raise MeasurementError(reason_of(self, error)) from None
@@ -86,14 +89,6 @@ class BuiltinTarget(ProcessTarget):
             return super()._ended_at_start(code)
         last = re.sub(r"^(?:[\w.]+: )?(?:error|Error): ", "", processes.last_lines(self._log, count=1))
         return ServerRefusedError(last or "the server refused its settings and did not say why")
-
-
-def model_facts(info: ServerInfo, row: ModelRow) -> ModelFacts:
-    """The model by /server_info and the row of /v1/models. Raises MeasurementError when a size is missing."""
-    length, vocab = row.max_model_len or info.engine.max_model_len, info.model.vocab_size
-    if not length or not vocab:
-        raise MeasurementError("/server_info of the server lacks vocab_size or max_model_len")
-    return ModelFacts(row.id, vocab, length)
 
 
 def engine_settings_schema() -> dict[str, dict[str, Any]]:
@@ -156,9 +151,9 @@ def known_capacity(
     capacity: KVCapacity | None, max_model_len: int | None, vocab_size: int | None, dtype: str, window_note: str | None
 ) -> Capacity:
     """The record of a planned engine; without sizes where ``capacity`` is None."""
-    known = Capacity(max_model_len=max_model_len, vocab_size=vocab_size, dtype=dtype, window_note=window_note)
+    facts = Capacity(max_model_len=max_model_len, vocab_size=vocab_size, dtype=dtype, window_note=window_note)
     if capacity is None or max_model_len is None:
-        return known
+        return facts
     sizes = {
         "kv_budget_bytes": capacity.budget_bytes,
         "bytes_per_token": capacity.bytes_per_slot,
@@ -171,4 +166,4 @@ def known_capacity(
         "swap_tokens": capacity.host_slots,
         "max_concurrency_at_max_len": capacity.max_concurrency(max_model_len),
     }
-    return known.model_copy(update=sizes)
+    return facts.model_copy(update=sizes)

@@ -26,10 +26,9 @@ from kvbench.targets.presets import BUILT_IN, GENERIC, PRESETS
 from kvbench.targets.running import OpenAITarget
 from kvbench.workload.design import Block, Design, plan_sweep
 from kvbench.workload.file import Workload
-from kvbench.workload.load_section import LoadConfig
 from kvbench.workload.prompts_section import SyntheticPrompts
 from kvbench.workload.request_form import RequestForm
-from kvbench.workload.settings import Settings
+from kvbench.workload.settings import Settings, effective
 
 BUILTIN = "the built-in server, or a command in its place"
 RUNNING = "a server that runs already (--target URL)"
@@ -57,6 +56,10 @@ START_GUESS_S = 8.0  # a launch of the built-in server, until one is measured
 _FOREIGN_START_S = 900.0  # vLLM compiles a model at its first start: minutes on a small machine
 
 
+Options = Mapping[str, Any]
+"""Options of a command line by their names there."""
+
+
 @dataclass(frozen=True)
 class TargetOptions:
     """The options of a command line that say what is measured, under their names there; None or empty: not given."""
@@ -80,8 +83,8 @@ class TargetOptions:
     only: Sequence[str] | None = None
 
     @classmethod
-    def of(cls, options: Mapping[str, Any], stored: Manifest | None = None) -> TargetOptions:
-        """The options of a command line; what it leaves out is as in the manifest ``stored`` of a run that goes on."""
+    def of(cls, options: Options, stored: Manifest | None = None) -> TargetOptions:
+        """Reads a command line's options; what it leaves out is as in the manifest ``stored`` of a run that goes on."""
         stored = stored or Manifest()
         before = stored.target_options.fields() | {name: getattr(stored, name) for name in (*STORED, "only")}
         return cls(**{name: options.get(name) or before.get(name) for name in cls.__annotations__})
@@ -92,14 +95,14 @@ class TargetOptions:
         return [name for name, value in vars(self).items() if value]
 
     def manifest(self, backend: str, *, shared: bool, **more: Any) -> MeasuredTarget:
-        """The entries of the run's manifest."""
+        """Returns the entries of the run's manifest."""
         given = {name: getattr(self, name) or None for name in STORED}
         return MeasuredTarget(**given, backend=backend, shared_machine=shared, **more)
 
 
 @dataclass(frozen=True)
 class ChosenTarget:
-    """What a sweep needs to know of its target.
+    """The target of a sweep, and what a sweep needs to know of it.
 
     ``workload``: as it runs on this target.
     ``check``: what is known of a configuration before its launch; ValueError for an impossible one.
@@ -131,8 +134,8 @@ class ChosenTarget:
         return dataclasses.replace(design, notes=(*self.notes, *design.notes)), blocks
 
 
-def choose(workload: Workload, options: Mapping[str, Any], stored: Manifest | None = None) -> ChosenTarget:
-    """``options``: the command line's; ``stored``: the manifest of a run to go on with. Raises UsageError."""
+def choose(workload: Workload, options: Options, stored: Manifest | None = None) -> ChosenTarget:
+    """Chooses by a command line's ``options``; ``stored``: the manifest of a run to go on with. Raises UsageError."""
     return choose_target(workload, TargetOptions.of(options, stored))
 
 
@@ -141,7 +144,10 @@ def choose_target(workload: Workload, asked: TargetOptions) -> ChosenTarget:
     kind = kind_of(asked.target, asked.serve_cmd)
     preset = PRESETS[asked.target or ""] if kind == PRESET else preset_named(asked.preset)
     check_target_options([kind], asked.given)
-    check_answers(workload.load, BUILT_IN if kind == BUILTIN else preset)
+    load, server = workload.load, BUILT_IN if kind == BUILTIN else preset
+    for cls in load.prompts.classes if isinstance(load.prompts, SyntheticPrompts) else ():
+        if why := server.refuses_answers(cls.name, cls.answers, load.endpoint):
+            raise UsageError(why)
     if kind == RUNNING:
         return _running(workload, asked, preset)
     if asked.port:
@@ -152,15 +158,8 @@ def choose_target(workload: Workload, asked: TargetOptions) -> ChosenTarget:
     return _launched(workload, asked, preset, template)
 
 
-def check_answers(load: LoadConfig, preset: Preset) -> None:
-    """Raises UsageError where a class wants answers that servers of this kind cannot give."""
-    for cls in load.prompts.classes if isinstance(load.prompts, SyntheticPrompts) else ():
-        if why := preset.refuses_answers(cls.name, cls.answers, load.endpoint):
-            raise UsageError(why)
-
-
 def kind_of(target: str | None, serve_cmd: str | None) -> str:
-    """``BUILTIN``, ``RUNNING``, ``PRESET`` or ``TEMPLATE``, of these two options."""
+    """Tells ``BUILTIN``, ``RUNNING``, ``PRESET`` or ``TEMPLATE`` by these two options."""
     if target:
         return PRESET if target in PRESETS else RUNNING
     return TEMPLATE if serve_cmd and is_template(serve_cmd) else BUILTIN
@@ -176,13 +175,12 @@ def require_url(flag: str, url: str) -> None:
     """Raises UsageError when ``url`` names no server."""
     try:
         parts = urlsplit(url)
-        if parts.username is not None or parts.password is not None:  # the message leaves it out: it may be secret
-            raise UsageError(f"{flag} holds a user name or password: leave it out; a key goes with --api-key-env NAME")
-        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except UsageError:
-        raise
+        has_user = parts.username is not None or parts.password is not None
+        good = has_user or (parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0)
     except ValueError:  # a bracket that stays open, a port beyond 65535
-        good = False
+        has_user = good = False
+    if has_user:  # the message leaves it out: it may be secret
+        raise UsageError(f"{flag} holds a user name or password: leave it out; a key goes with --api-key-env NAME")
     if not good:
         or_preset = f", or the name of a preset: {', '.join(PRESETS)}" if flag == "--target" else ""
         raise UsageError(
@@ -221,17 +219,12 @@ def _running(workload: Workload, options: TargetOptions, preset: Preset) -> Chos
     kept = {name: str(value) if isinstance(value, Path) else value for name, value in only_here.items()}
     more = {"target_options": RunningServer(**kept)} if kept else {}
     manifest = options.manifest(preset.name, shared=server_at(url).local, **more)
-    return ChosenTarget(
-        dataclasses.replace(workload, engine={"target": url}, sweep={}),
-        new_target,
-        lambda settings: Capacity(),
-        manifest,
-        runs_already=True,
-    )
+    alone = dataclasses.replace(workload, engine={"target": url}, sweep={})
+    return ChosenTarget(alone, new_target, lambda settings: Capacity(), manifest, runs_already=True)
 
 
 def running_server(
-    flag: str, url: str, options: Mapping[str, Any], preset: Preset, form: RequestForm
+    flag: str, url: str, options: Options, preset: Preset, form: RequestForm
 ) -> Callable[[], OpenAITarget]:
     """Makes the target of a server that runs already; ``flag``: of the URL. Raises UsageError."""
     asked = TargetOptions.of(options)
@@ -264,7 +257,7 @@ def _launched(
             template.require(workload.sweep)
         if lost := template.not_passed_on(workload.engine):
             notes.append(f"--serve-cmd does not pass on {', '.join(lost)}: there the server's own values hold")
-    elif workload.engine.get("kv_budget") is None:
+    elif effective(workload.engine, "kv_budget") is None:
         notes.append(f"the workload has no kv_budget: how much KV there is, is left to {preset.title}")
     launcher = Launcher(
         preset,
@@ -282,7 +275,7 @@ def _launched(
     workload = dataclasses.replace(workload, engine=launcher.described(workload.engine))
     folders = ModelFolders(ignore_eos=load.ignore_eos, text_tokenizer=text_tokenizer(load.prompts))
     if launcher.passes_model:
-        folders.check(workload.engine, model_format=preset.model_format)
+        folders.source(workload.engine, preset.model_format)  # says now what is wrong with it
 
     def make() -> Target:
         limit = options.start_timeout or _FOREIGN_START_S

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -13,7 +14,6 @@ from kvbench.common.text import listing
 
 _CPUS = Path("/sys/devices/system/cpu")
 _NODES = Path("/sys/devices/system/node")
-_PROC = Path("/proc")
 
 
 def cores_for(threads: int | None) -> list[int]:
@@ -26,18 +26,11 @@ def cores_for(threads: int | None) -> list[int]:
         return []
     place, seen = {}, Counter[str]()
     for core in sorted(os.sched_getaffinity(0)):
-        physical = _physical(core)
+        siblings = _CPUS / f"cpu{core}" / "topology" / "thread_siblings_list"  # the same of one physical core
+        physical = siblings.read_text().strip() if siblings.is_file() else str(core)
         place[core] = seen[physical]
         seen[physical] += 1
     return sorted(sorted(place, key=lambda core: place[core])[: threads or len(seen)])
-
-
-def _physical(core: int) -> str:
-    """The same text for all hardware threads of one physical core."""
-    try:
-        return (_CPUS / f"cpu{core}" / "topology" / "thread_siblings_list").read_text().strip()
-    except OSError:
-        return str(core)
 
 
 def bound_cores(pid: int) -> list[int]:
@@ -51,30 +44,16 @@ def bound_cores(pid: int) -> list[int]:
         family = [root, *root.children(recursive=True)]
     except psutil.Error:
         return []
-    allowed = (cores for process in family for cores in _allowed(process.pid))
-    return sorted(set().union(*(cores for cores in allowed if cores < everywhere)))
-
-
-def _allowed(pid: int) -> Iterator[set[int]]:
-    """The cores that each thread of a process may run on."""
-    for path in (_PROC / str(pid) / "task").glob("*/status"):
-        try:
-            lines = path.read_text().splitlines()
-        except OSError:  # it has ended
-            continue
-        for line in lines:
-            if line.startswith("Cpus_allowed_list:"):
-                yield _parse(line.split(":")[1])
-
-
-def _parse(text: str) -> set[int]:
-    """``0-2,7`` -> {0, 1, 2, 7}"""
-    ends = (part.split("-") for part in text.strip().split(","))
-    return {core for first, *last in ends for core in range(int(first), int((last or [first])[0]) + 1)}
+    bound = set[int]()
+    for thread in (path.name for process in family for path in Path(f"/proc/{process.pid}/task").glob("*")):
+        with contextlib.suppress(OSError):  # it has ended
+            cores = os.sched_getaffinity(int(thread))
+            bound |= cores if cores < everywhere else set()
+    return sorted(bound)
 
 
 def core_words(cores: Sequence[int]) -> str:
-    """``core 0``, ``cores 0-2 and 7``, of cores in order"""
+    """Writes cores in order as ``core 0`` or ``cores 0-2 and 7``."""
     ends: list[list[int]] = []
     for core in cores:
         if ends and core == ends[-1][1] + 1:

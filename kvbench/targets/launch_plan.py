@@ -137,7 +137,7 @@ class _Values(string.Formatter):
 class Launcher:
     """The launch command of any configuration, and what is known of its server before it is launched.
 
-    ``arithmetic``: what our own engine would make of a configuration (may be empty).
+    ``arithmetic``: what our own engine would make of a configuration.
     ``extra``: further words of the command.
     ``template``: the user's command in place of the preset's.
     ``max_in_flight``: the most requests that any load has in flight, None where that is open.
@@ -151,13 +151,13 @@ class Launcher:
     max_in_flight: int | None = None
 
     def context(self, settings: Settings) -> Context:
-        """What the preset's words may depend on.
+        """Returns what the preset's words may depend on.
 
         An open dtype becomes the one that the built-in engine would choose. Other servers have other rules (vLLM runs
         float32 weights in bfloat16), and would compute something else with the same budget.
         """
         capacity = self.arithmetic(settings)
-        if settings.get("dtype") in (None, "auto") and capacity.dtype is not None:
+        if effective(settings, "dtype") in (None, "auto") and capacity.dtype is not None:
             settings = {**settings, "dtype": capacity.dtype}
         return Context(settings, capacity, self.max_in_flight, self.program)
 
@@ -169,7 +169,7 @@ class Launcher:
     def passed_on(self, settings: Settings) -> dict[str, Any]:
         """The settings that the launch gives the server."""
         names = self.template.names if self.template else self.preset.passed_on
-        return {k: v for k, v in self.context(settings).settings.items() if k in names and v is not None}
+        return {k: v for k, v in self.context(settings).given.items() if k in names}
 
     def described(self, settings: Settings) -> Settings:
         """The settings that name a configuration: all of them; with a template, only those whose values are known.
@@ -188,7 +188,7 @@ class Launcher:
             self.template.require(dict.fromkeys(name for c in design.configurations for name in c.varied))
 
     def refusal(self, settings: Settings) -> str | None:
-        """Why this configuration cannot be launched; None when it can."""
+        """Says why this configuration cannot be launched; None when it can."""
         return "; ".join(self.preset.refusals(self._preset_context(settings))) or None
 
     def nearest(self, settings: Settings) -> tuple[Settings, list[str]]:
@@ -209,25 +209,25 @@ class Launcher:
         return context if self.template is None else context.only(self.template.names & self.preset.settings.keys())
 
     def check(self, settings: Settings) -> Capacity:
-        """What is known of a configuration before its launch. Raises ValueError with the reasons against it.
+        """Returns what is known of a configuration before its launch. Raises ValueError with the reasons against it.
 
         The KV budget is known only if the server is given it; otherwise the server's own default holds.
         """
         if reason := self.refusal(settings):
             raise ValueError(reason)
         names = list(_ANY_SERVER_FACTS)
-        if self.template is None and settings.get("kv_budget") is not None:
+        if self.template is None and effective(settings, "kv_budget") is not None:
             names += [*_BUDGET_FACTS, "capacity_tokens"]
         elif self.template is not None and "kv_budget" in self.template.names:
             names += _BUDGET_FACTS
-        known = self.arithmetic(settings)
-        facts = {name: value for name in names if (value := getattr(known, name))}
+        capacity = self.arithmetic(settings)
+        facts = {name: value for name in names if (value := getattr(capacity, name))}
         if "capacity_tokens" in facts and (given := self.preset.tokens_given(self.context(settings))):
             facts["capacity_tokens"] = given
         return Capacity(**facts)
 
     def lost_capacity(self, settings: Settings) -> str | None:
-        """How much less than its budget the server is told to hold, where that is more than servers may differ by."""
+        """Says how much less than its budget the server is told to hold, where servers may not differ by that."""
         context = self.context(settings)
         whole, given = context.capacity.capacity_tokens, self.preset.tokens_given(context)
         if self.template is not None or not whole or not given or given >= whole * (1 - CAPACITY_TOLERANCE):
@@ -281,7 +281,7 @@ def program_of(preset: Preset, given: str | None) -> str:
 
 
 def _failure_of(*command: str, needs: Sequence[str] = ()) -> str | None:
-    """Why a command failed, or printed nothing of one of the words that it ``needs``; None when it succeeded."""
+    """Says why a command failed, or which of the words that it ``needs`` it did not print; None: it succeeded."""
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_PROGRAM_TIMEOUT_S, check=False

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from kvbench.common import processes
 from kvbench.common.errors import MeasurementError, UsageError
@@ -79,7 +79,7 @@ class ProcessTarget(Target):
             raise
 
     def _wait_ready(self, ready: Callable[[], _Sign | None]) -> _Sign:
-        """What ``ready`` finds. MeasurementError with the last lines of a server that ends or takes too long."""
+        """Returns what ``ready`` finds. MeasurementError with the last lines of a server that ends or is too slow."""
         assert self._process is not None
         deadline = time.monotonic() + self.start_timeout_s
         while time.monotonic() < deadline:
@@ -168,15 +168,15 @@ class LaunchedTarget(ProcessTarget):
 
     def _serves(self) -> bool:
         path = self.preset.models_path
-        return self.healthy() and (path is None or bool(self.json_at(path)))
+        return self.healthy() and (path is None or bool(self.get_json(path)))
 
     def _model_of(self, settings: Settings) -> ServedModel:
         """The model's folder; for a command without {model}, what is known of the workload's model."""
         if self.launcher.passes_model:
             no_eos = not self.dialect.ignore_eos
             return self.folders.get(settings, drop_eos=no_eos, model_format=self.preset.model_format)
-        known = self.launcher.arithmetic(settings)
-        return ServedModel(Path(str(settings.get("model", ""))), None, known.vocab_size, known.max_model_len)
+        capacity = self.launcher.arithmetic(settings)
+        return ServedModel(Path(str(settings.get("model", ""))), None, capacity.vocab_size, capacity.max_model_len)
 
     def _learn_model(self, served: ServedModel, settings: Settings) -> None:
         """The model's name from the server; its sizes from its config, or else from the server."""
@@ -207,7 +207,7 @@ class LaunchedTarget(ProcessTarget):
         return super().version() or (package_version(program, module) if program and module else None)
 
     def server_info(self) -> ServerInfo:
-        """What the launch gave the server and what the server says of itself, in the shape of our own /server_info."""
+        """Returns what the launch gave the server and what it says of itself, in the shape of our own /server_info."""
         preset, version, cores, capacity = self.preset, self.version(), self.bound_cores(), self._capacity()
         pages = {} if capacity.page_size is None else {"page_size": capacity.page_size}
         try:
@@ -215,9 +215,11 @@ class LaunchedTarget(ProcessTarget):
         except ValueError as error:
             raise UsageError(f"the workload's engine.{error}") from None
         threads = self._threads(engine)
+        model = ModelInfo(name=self._model_name(), vocab_size=self.model.vocab_size)
+        end_quirk = _EOS_IN_FILE if preset.model_format == "gguf" else _EOS_TAKEN_OUT
         return ServerInfo(
             engine=engine,
-            model=ModelInfo(**{"name": self._model_name(), "vocab_size": self.model.vocab_size} | self._served_facts()),
+            model=model.model_copy(update=self._served.facts.fields() if self._served else {}),
             resolved=Resolved(
                 device=engine.device if engine.device != "auto" else None,
                 dtype=engine.dtype,
@@ -231,18 +233,10 @@ class LaunchedTarget(ProcessTarget):
                 title=preset.title,
                 command=self._shown_command(),
                 environment={name: _shown(value) for name, value in self._environment.items() if value is not None},
-                quirks=(*preset.quirks_at(self.dialect.endpoint), *self._end_quirk()),
+                quirks=preset.quirks_at(self.dialect.endpoint) + (() if self.dialect.ignore_eos else (end_quirk,)),
                 notes=_binding_notes(preset.title, cores, threads),
             ),
         )
-
-    def _served_facts(self) -> Mapping[str, Any]:
-        return self._served.facts if self._served else {}
-
-    def _end_quirk(self) -> list[str]:
-        if self.dialect.ignore_eos:
-            return []
-        return [_EOS_IN_FILE if self.preset.model_format == "gguf" else _EOS_TAKEN_OUT]
 
     def _capacity(self) -> KVRoom:
         """The room of the KV cache, by /metrics and by the log of a server that tells it there only."""
@@ -251,21 +245,19 @@ class LaunchedTarget(ProcessTarget):
         except MeasurementError:
             sample = None
         facts = sample.facts.items() if sample else ()
-        return KVRoom(**self._logged_capacity() | {name: int(value) for name, value in facts if name in _CAPACITY})
-
-    def _logged_capacity(self) -> dict[str, int | str]:
-        """Tokens, bytes and types of the KV cache, from the server's log."""
-        if self.preset.kv_log_pattern is None:
-            return {}
-        text = self._log.read_bytes()[: self._logged_at_start].decode("utf-8", "replace")
-        if not (caches := list(re.finditer(self.preset.kv_log_pattern, text))):
-            return {}
+        sizes = {name: int(value) for name, value in facts if name in _CAPACITY}
+        if (pattern := self.preset.kv_log_pattern) is None:
+            return KVRoom(**sizes)
+        log = self._log.read_bytes()[: self._logged_at_start].decode("utf-8", "replace")
+        if not (caches := list(re.finditer(pattern, log))):
+            return KVRoom(**sizes)
         types = dict.fromkeys(kind for cache in caches for kind in (cache["K"], cache["V"]))
-        return {
-            "capacity_tokens": max(int(cache["tokens"]) for cache in caches),  # layers with a window have fewer
-            "kv_bytes": round(sum(float(cache["MiB"]) for cache in caches) * 2**20),
-            "kv_type": " and ".join(types),
-        }
+        logged = KVRoom(
+            capacity_tokens=max(int(cache["tokens"]) for cache in caches),  # layers with a window have fewer
+            kv_bytes=round(sum(float(cache["MiB"]) for cache in caches) * 2**20),
+            kv_type=" and ".join(types),
+        )
+        return logged.model_copy(update=sizes)
 
     def _model_name(self) -> str:
         """The model's name in the workload, not that of its exported folder; else the server's name."""
@@ -278,7 +270,7 @@ class LaunchedTarget(ProcessTarget):
         return engine.num_threads or (int(variable) if variable.isdigit() else None)
 
     def _shown_command(self) -> list[str]:
-        """The launch command with names in place of this run's model folder, scratch folder and port."""
+        """Returns the launch command with names in place of this run's model folder, scratch folder and port."""
         words = self.launcher.command(self._settings, model="MODEL", port="PORT", scratch="SCRATCH")
         return [_shown(word) for word in words]
 

@@ -12,7 +12,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,9 @@ from typing import Any
 from kvbench.common import processes
 from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.common.files import write_json
-from kvbench.workload.settings import Settings
+from kvbench.common.parsing import json_at
+from kvbench.runs.server_info import ModelInfo
+from kvbench.workload.settings import Settings, effective
 
 _EXPORT_S = 1800.0  # tens of gigabytes on a slow disk
 _WEIGHT_SETTINGS = ("model", "load_format", "seed", "dtype", "device")
@@ -39,12 +40,12 @@ class ServedModel:
     tokenizer: Path | None
     vocab_size: int | None
     max_positions: int | None
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    facts: ModelInfo = field(default_factory=ModelInfo)
 
 
 @dataclass(frozen=True)
-class _Source:
-    """Where a configuration's model comes from.
+class _WeightSource:
+    """The place where a configuration's model comes from.
 
     ``path``: a folder, a config or a GGUF file. ``written``: by ``engine.model.export``, else it is served from where
     it is. ``tokenizer``: a folder, None where each id is a word; ``own_tokenizer``: it is the folder's.
@@ -78,40 +79,36 @@ class ModelFolders:
             self._scratch = None
         self._made.clear()
 
-    def check(self, settings: Settings, *, model_format: str = "safetensors") -> None:
-        """Raises UsageError where ``get`` would, as far as it can be told without loading the model."""
-        self._source(settings, model_format)
-
     def get(self, settings: Settings, *, drop_eos: bool, model_format: str = "safetensors") -> ServedModel:
-        """The model of a configuration. ``drop_eos``: the server has no way to ignore the end of a sequence.
+        """Returns the model of a configuration. ``drop_eos``: the server cannot ignore the end of a sequence.
 
         Raises:
             UsageError: there is no such model, or not in the server's format.
             MeasurementError: it could not be written.
         """
-        source = self._source(settings, model_format)
+        source = self.source(settings, model_format)
         if source.path.suffix == ".gguf":
             return ServedModel(source.path.resolve(), source.path, None, None)
         drop = drop_eos and self._ignore_eos
-        job = {name: settings[name] for name in _WEIGHT_SETTINGS if settings.get(name) is not None}
-        key = json.dumps([job, str(settings.get("tokenizer")), drop], sort_keys=True)
+        job = {name: value for name in _WEIGHT_SETTINGS if (value := effective(settings, name)) is not None}
+        key = json.dumps([job, str(effective(settings, "tokenizer")), drop], sort_keys=True)
         if key not in self._made:
             export = partial(self._export, job, source.tokenizer, model_format)
             self._made[key] = export(drop) if source.written else self._link(source, drop)
         return self._made[key]
 
-    def _source(self, settings: Settings, model_format: str) -> _Source:
-        """Where the model of a configuration comes from. Raises UsageError."""
+    def source(self, settings: Settings, model_format: str = "safetensors") -> _WeightSource:
+        """Finds the model of a configuration, as far as it can be told without loading it. Raises UsageError."""
         from engine.model.gguf import refusal
         from engine.model.spec import find_model, model_folder
 
-        named, load_format = str(settings.get("model", "")), str(settings.get("load_format", "auto"))
-        given = Path(str(settings["tokenizer"])) if settings.get("tokenizer") else None
+        named, load_format = str(effective(settings, "model") or ""), str(effective(settings, "load_format") or "auto")
+        given = Path(str(settings["tokenizer"])) if effective(settings, "tokenizer") else None
         path = Path(named).expanduser()
         if model_format == "gguf" and path.suffix == ".gguf":
             if not path.is_file():
                 raise UsageError(f"there is no GGUF file {str(path)!r}: check -o model.path")
-            return _Source(path, written=False, tokenizer=None, own_tokenizer=True)
+            return _WeightSource(path, written=False, tokenizer=None, own_tokenizer=True)
         folder = model_folder(named)
         random = load_format == "dummy" or folder is None
         own = folder is not None and any((folder / name).is_file() for name in _TOKENIZERS)
@@ -119,14 +116,14 @@ class ModelFolders:
         if not random and model_format != "gguf":
             if tokenizer is None:
                 raise UsageError(f"the model folder {folder} has no tokenizer: name one with -o model.tokenizer=FOLDER")
-            return _Source(folder or path, False, tokenizer, own and given is None)
+            return _WeightSource(folder or path, False, tokenizer, own and given is None)
         try:
             spec = find_model(named, load_format)
         except ValueError as error:
             raise UsageError(str(error)) from None
         if model_format == "gguf" and (why := refusal(spec.config, tokenizer)):
             raise UsageError(f"model {spec.name}: {why}")
-        return _Source(folder or path, True, tokenizer, own)
+        return _WeightSource(folder or path, True, tokenizer, own)
 
     def _export(self, job: Settings, tokenizer: Path | None, model_format: str, drop_eos: bool) -> ServedModel:
         """Random weights or a GGUF file, written by a process of its own."""
@@ -156,8 +153,8 @@ class ModelFolders:
 
         return replace(described, path=folder / GGUF)
 
-    def _link(self, source: _Source, drop_eos: bool) -> ServedModel:
-        """The folder itself, or links to its files if the tokenizer or the end of sequence must differ."""
+    def _link(self, source: _WeightSource, drop_eos: bool) -> ServedModel:
+        """Returns the folder itself, or links to its files if the tokenizer or the end of sequence must differ."""
         path, tokenizer = source.path.resolve(), source.tokenizer
         if source.own_tokenizer and not drop_eos:
             return _described(path, path)
@@ -200,6 +197,7 @@ def _described(folder: Path, tokenizer: Path | None) -> ServedModel:
 
     facts = json.loads((folder / FACTS).read_text(encoding="utf-8")) if (folder / FACTS).is_file() else {}
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    text = {"vocab_size": None} | (config.get("text_config") or config)
-    positions = [text[k] for k in ("max_position_embeddings", "n_positions") if k in text and isinstance(text[k], int)]
-    return ServedModel(folder, tokenizer, text["vocab_size"], next(iter(positions), None), facts)
+    text = json_at(config, "text_config") or config
+    lengths = [json_at(text, name) for name in ("max_position_embeddings", "n_positions")]
+    positions = next((length for length in lengths if isinstance(length, int)), None)
+    return ServedModel(folder, tokenizer, json_at(text, "vocab_size"), positions, ModelInfo.read(facts))

@@ -1,4 +1,4 @@
-"""What kvbench knows of one kind of server: its launch command, its API, its metrics and what it cannot do.
+"""The facts about one kind of server: its launch command, its API, its metrics and what it cannot do.
 
 A ``Preset`` is data, with a function only where a value depends on others. If a server cannot have a setting or a value
 of it, the preset says why, and the configuration is skipped with this reason.
@@ -14,8 +14,7 @@ from typing import Any
 
 from kvbench.common.errors import UsageError
 from kvbench.common.text import listing
-from kvbench.load.dialect import OPENAI, Dialect
-from kvbench.load.endpoints import PATHS
+from kvbench.load.endpoints import OPENAI, PATHS, Dialect
 from kvbench.runs.results import Capacity
 from kvbench.targets.prometheus import OURS, MetricNames
 from kvbench.workload.file import runs_on_cpu
@@ -26,11 +25,10 @@ CAPACITY_TOLERANCE = 0.02  # between the KV of two servers with one budget
 
 @dataclass(frozen=True)
 class Context:
-    """What the words of a setting may depend on.
+    """The things that the words of a setting may depend on.
 
-    ``capacity``: our own arithmetic for ``settings`` (``kv_budget_bytes``, ``capacity_tokens`` ...; empty where it is
-    not known). ``max_in_flight``: the most requests that the workload has in flight, None without a limit.
-    ``program``: the Python or the program that is launched.
+    ``capacity``: our own arithmetic for ``settings``. ``max_in_flight``: the most requests that the workload has in
+    flight, None without a limit. ``program``: the Python or the program that is launched.
     """
 
     settings: Settings
@@ -39,8 +37,13 @@ class Context:
     program: str = "python"
 
     def only(self, names: Collection[str]) -> Context:
-        """The same with these settings only."""
+        """Returns the same with these settings only."""
         return dataclasses.replace(self, settings={k: v for k, v in self.settings.items() if k in names})
+
+    @property
+    def given(self) -> Settings:
+        """The settings that are not left to the server."""
+        return {name: value for name, value in self.settings.items() if value is not None}
 
     @property
     def on_cpu(self) -> bool:
@@ -50,7 +53,7 @@ class Context:
 
 @dataclass(frozen=True)
 class Setting:
-    """How a server takes one setting of ours.
+    """The way in which a server takes one setting of ours.
 
     ``words``: of the command line, ``{}`` is the value. ``values``: the only values it can have, with their words;
     others are refused with ``why``. ``variable``: an environment variable that gets the value. ``refuse``: a reason
@@ -66,28 +69,17 @@ class Setting:
     nearest: Callable[[Any, Context], Any] | None = None
     tokens: Callable[[Context], int] | None = None
 
-    @property
-    def passed_on(self) -> bool:
-        """Tests whether the launch gives the server the value."""
-        return bool(self.words or self.values or self.variable)
-
     def refusal(self, value: Any, context: Context) -> str | None:
-        """Why the server cannot have ``value``; None when it can."""
+        """Says why the server cannot have ``value``; None when it can."""
         if self.values is not None and value not in list(self.values):  # a list compares, and cannot be looked up
             return self.why
         return self.refuse(value, context)
 
     def command_words(self, value: Any, context: Context) -> list[str]:
-        """What the command line gets for an accepted value."""
+        """Returns what the command line gets for an accepted value."""
         words = self.words if self.values is None else self.values[value]
         text = words(value, context) if callable(words) else words
         return [word.replace("{}", str(value)) for word in shlex.split(text)]
-
-    def nearest_to(self, value: Any, context: Context) -> Any:
-        """The accepted value nearest to a refused one; None: the server's own default."""
-        if self.nearest is not None:
-            return self.nearest(value, context)
-        return next(iter(self.values), None) if self.values else None
 
 
 def flag(words: str, *values: Any, why: str = "", **more: Any) -> Setting:
@@ -206,26 +198,26 @@ class Preset:
     endpoints: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: dict.fromkeys(PATHS, ()))
 
     def setting(self, name: str) -> Setting:
-        """How the server takes the setting; one that it does not have is refused."""
+        """Returns how the server takes the setting; one that it does not have is refused."""
         return self.settings.get(name) or MODEL_SETTINGS.get(name, _UNKNOWN)
 
     @property
     def passed_on(self) -> frozenset[str]:
-        """The settings that a launched server has been given."""
-        return frozenset(name for name, setting in self.settings.items() if setting.passed_on)
+        """The settings that the launch gives a server."""
+        return frozenset(name for name, row in self.settings.items() if row.words or row.values or row.variable)
 
     def tokens_given(self, context: Context) -> int | None:
         """The tokens of KV that a launched server is told to hold; None where it is told bytes or nothing."""
         tokens = self.setting("kv_budget").tokens
-        return tokens(context) if tokens and context.settings.get("kv_budget") is not None else None
+        return tokens(context) if tokens and "kv_budget" in context.given else None
 
     def has_only(self, name: str, value: Any) -> bool:
         """Tests whether the server has this value of the setting and no other."""
         return tuple(self.setting(name).values or ()) == (value,)
 
-    def quirks_at(self, endpoint: str) -> list[str]:
+    def quirks_at(self, endpoint: str) -> tuple[str, ...]:
         """The facts that a reader of the numbers should know of a load that is sent to this endpoint."""
-        return [*self.quirks, *self.endpoints.get(endpoint, ())]
+        return (*self.quirks, *self.endpoints.get(endpoint, ()))
 
     def require_endpoint(self, name: str | None) -> None:
         """Raises UsageError where servers of this kind do not have the endpoint; None: any will do."""
@@ -235,30 +227,26 @@ class Preset:
     def refuses_answers(
         self, cls: str | None, answers: Mapping[str, int | None], endpoint: str | None = None
     ) -> str | None:
-        """Why requests of class ``cls`` cannot have ``answers`` (n, best_of, beam_width); None when they can."""
+        """Says why requests of class ``cls`` cannot have ``answers`` (n, best_of, beam_width); None if they can."""
         if (why := self.dialect.at(endpoint or "completions").refusal(answers)) is None:
             return None
         way_out = "" if self.command else ", as far as is known: name its kind with --preset, or ask for n only"
         return f"{self.title} cannot serve class {cls!r}: {why}{way_out}"
 
     def _reasons(self, context: Context) -> dict[str, str]:
-        """Why the server cannot have a setting of the configuration, by the setting's name."""
-        reasons = {
-            name: self.setting(name).refusal(value, context)
-            for name, value in context.settings.items()
-            if value is not None
-        }
+        """Says why the server cannot have a setting of the configuration, by the setting's name."""
+        reasons = {name: self.setting(name).refusal(value, context) for name, value in context.given.items()}
         return {name: why for name, why in reasons.items() if why is not None}
 
     def refusals(self, context: Context) -> list[str]:
-        """Why this server cannot run a configuration: one clause for each setting that it cannot have."""
+        """Says why this server cannot run a configuration: one clause for each setting that it cannot have."""
         return [
             f"{self.title} cannot have {name} {_plain(context.settings[name])}: {why}"
             for name, why in self._reasons(context).items()
         ]
 
-    def nearest(self, context: Context) -> tuple[dict[str, Any], list[str]]:
-        """The settings that come closest to a refused configuration, and what was changed.
+    def nearest(self, context: Context) -> tuple[Settings, list[str]]:
+        """Finds the settings that come closest to a refused configuration, and says what was changed.
 
         KV budget, dtype and device stay even if they are refused: servers are compared under the same ones.
         """
@@ -266,8 +254,8 @@ class Preset:
         for name in self._reasons(context):
             if name in _KEPT_IN_BASELINE:
                 continue
-            value = context.settings[name]
-            other = self.setting(name).nearest_to(value, context)
+            value, setting = context.settings[name], self.setting(name)
+            other = setting.nearest(value, context) if setting.nearest else next(iter(setting.values or ()), None)
             if other is None:
                 del settings[name]
                 changes.append(f"{name} {_plain(value)} is left to {self.title}")
@@ -280,16 +268,16 @@ class Preset:
         """The words of the launch command. The configuration must not be refused."""
         names = {"program": context.program, "model": model, "port": str(port), "scratch": scratch}
         words = [word.format(**names) for word in self.command.split()]
-        for name, value in context.settings.items():
-            if value is not None and name in self.settings:
+        for name, value in context.given.items():
+            if name in self.settings:
                 words += self.settings[name].command_words(value, context)
         return tuple(words)
 
     def launch_environment(self, context: Context) -> dict[str, str | None]:
-        """Variables for the launch; None takes one away."""
+        """Returns variables for the launch; None takes one away."""
         variables = dict(self.environment(context))
-        for name, value in context.settings.items():
-            if value is not None and (variable := self.setting(name).variable):
+        for name, value in context.given.items():
+            if variable := self.setting(name).variable:
                 variables[variable] = str(value)
         return variables
 

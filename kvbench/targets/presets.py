@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.common.machine import usable_cores
-from kvbench.load.dialect import OPENAI, Dialect
-from kvbench.load.endpoints import PATHS
+from kvbench.load.endpoints import OPENAI, PATHS, Dialect
 from kvbench.targets.cores import cores_for
 from kvbench.targets.preset import (
     COMMON,
@@ -30,6 +29,7 @@ from kvbench.targets.preset import (
     switch,
 )
 from kvbench.targets.prometheus import OURS, MetricNames
+from kvbench.workload.settings import effective
 
 _OFFLINE = {"HF_HUB_OFFLINE": "1"}
 _TEXT_ONLY = "prompts are sent as text, since it takes no token ids"
@@ -66,10 +66,11 @@ def _no_cpu(why: str, *values: Any) -> Callable[[Any, Context], str | None]:
 
 
 def _vllm_chunk_refusal(value: Any, context: Context) -> str | None:
-    batch, longest = (context.settings.get(k) for k in ("max_num_batched_tokens", "max_model_len"))
-    if value or not batch or not longest or batch >= longest:
+    if value or not {"max_num_batched_tokens", "max_model_len"} <= context.given.keys():
         return None
-    return f"without chunked prefill it needs max_num_batched_tokens of at least max_model_len ({batch} < {longest})"
+    batch, longest = context.given["max_num_batched_tokens"], context.given["max_model_len"]
+    why = f"without chunked prefill it needs max_num_batched_tokens of at least max_model_len ({batch} < {longest})"
+    return why if batch < longest else None
 
 
 # reasoning/basic_parsers.py, count_reasoning_tokens: it looks for <think> in the answer, not in the prompt
@@ -80,9 +81,8 @@ _VLLM_CALLS = "it shows a tool call once its name is whole, so TTFT is later and
 def _vllm_budget(value: Any, context: Context) -> str:
     """The bytes of as many tokens as every other server gets, without the page table's; unknown: the whole budget."""
     capacity = context.capacity
-    tokens, a_token = capacity.capacity_tokens, capacity.bytes_per_token
-    count = tokens * a_token if tokens and a_token else capacity.kv_budget_bytes or value
-    return f"--kv-cache-memory-bytes {count}"
+    in_tokens = (capacity.capacity_tokens or 0) * (capacity.bytes_per_token or 0)
+    return f"--kv-cache-memory-bytes {in_tokens or capacity.kv_budget_bytes or value}"
 
 
 def _vllm_environment(context: Context) -> Mapping[str, str | None]:
@@ -98,7 +98,7 @@ def _vllm_environment(context: Context) -> Mapping[str, str | None]:
         **_OFFLINE,
     }
     if context.on_cpu:
-        if cores := cores_for(context.settings.get("num_threads")):
+        if cores := cores_for(context.given.get("num_threads")):
             variables["OMP_NUM_THREADS"] = str(len(cores))
             variables[_BINDING] = os.environ.get(_BINDING) or ",".join(map(str, cores))
         variables["OMP_THREAD_LIMIT"] = None  # else torch would get one thread
@@ -179,11 +179,11 @@ VLLM = Preset(
 
 
 def _sglang_batch(value: Any, context: Context) -> str:
-    return f"--chunked-prefill-size {value if context.settings.get('enable_chunked_prefill', True) else -1}"
+    return f"--chunked-prefill-size {value if effective(context.settings, 'enable_chunked_prefill') else -1}"
 
 
 def _sglang_chunk_refusal(value: Any, context: Context) -> str | None:
-    if value or context.settings.get("max_num_batched_tokens"):
+    if value or "max_num_batched_tokens" in context.given:
         return None
     return "--chunked-prefill-size says both, so max_num_batched_tokens must be given beside it"
 
@@ -258,8 +258,9 @@ _MOST_REQUESTS = "65536"  # its router refuses any above its limit, 128 by defau
 
 def _tgi_environment(context: Context) -> Mapping[str, str | None]:
     variables = {**_OFFLINE, "USAGE_STATS": "off", "MAX_CONCURRENT_REQUESTS": _MOST_REQUESTS}
-    if (caching := context.settings.get("enable_prefix_caching")) is not None:
-        variables |= dict.fromkeys(("PREFIX_CACHING", "USE_PREFIX_CACHING"), "1" if caching else "0")
+    if "enable_prefix_caching" in context.given:
+        value = "1" if context.given["enable_prefix_caching"] else "0"
+        variables |= dict.fromkeys(("PREFIX_CACHING", "USE_PREFIX_CACHING"), value)
     return variables
 
 

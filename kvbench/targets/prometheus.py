@@ -1,4 +1,4 @@
-"""What a target's /metrics says: parsing, polling during a load, and the counters of one load.
+"""A target's /metrics: parsing, polling during a load, and the counters of one load.
 
 Names lose their prefix (``kvbench:``, ``vllm:`` ...) and become ours where a server has others (``MetricNames``);
 labelled counters become ``name_label``; histograms keep ``_sum`` and ``_count`` only (percentiles come from the
@@ -30,7 +30,7 @@ _SOURCES = {"model_name", "engine", "engine_type", "le", "pid", "tp_rank", "pp_r
 
 @dataclass(frozen=True)
 class MetricNames:
-    """How one kind of server names its metrics. Our units: tokens, seconds, shares from 0 to 1.
+    """The names that one kind of server has for its metrics. Our units: tokens, seconds, shares from 0 to 1.
 
     ``names``: its name without the prefix -> our name or names; of a histogram without ``_sum`` and ``_count``. A
     renamed metric is summed over its labels; others keep their name.
@@ -44,10 +44,6 @@ class MetricNames:
     names: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
     facts: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     parts_label: str = ""
-
-    def wholes(self, samples: Sequence[Sample]) -> Sequence[Sample]:
-        """A gauge's samples without the parts of a whole that is among them."""
-        return [sample for sample in samples if not sample.labels.get(self.parts_label)] or samples
 
     def ours(self, name: str) -> tuple[str, ...]:
         """Our names for a sample of theirs; empty where it keeps its own."""
@@ -116,14 +112,17 @@ def parse_metrics(text: str, at: float, kinds: Sequence[MetricNames] = (OURS,)) 
         kind, prefix = next(prefixes, (None, ""))
         if kind is None:
             continue
-        for sample in kind.wholes(family.samples) if family.type == "gauge" else family.samples:
+        samples, is_gauge = family.samples, family.type == "gauge"
+        if is_gauge:
+            samples = [sample for sample in samples if not sample.labels.get(kind.parts_label)] or samples
+        for sample in samples:
             name = sample.name.removeprefix(prefix)
             facts |= kind.facts_in(name, sample)
             if name.endswith("_info"):
                 continue
             labels = [value for label, value in sample.labels.items() if value and label not in _SOURCES]
             for ours in kind.ours(name) or ("_".join([name, *labels]),):
-                if family.type != "gauge" and name.endswith(_COUNTER_ENDS):
+                if not is_gauge and name.endswith(_COUNTER_ENDS):
                     counters[ours] += sample.value
                 else:
                     gauges[ours].append(sample.value)

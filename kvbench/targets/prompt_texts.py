@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.common.errors import UsageError
-from kvbench.requests.request import RequestList, RequestSpec
+from kvbench.requests.request import Notes, RequestList, RequestSpec
 
 _LEAST_WORDS = 256  # with fewer, random prompts would begin alike by chance
 
@@ -79,7 +79,7 @@ def with_texts(requests: list[RequestSpec], text: TextOfIds, *, as_messages: boo
 
     ``as_messages``: a later turn's text is its new tokens only, after the texts of the turns and answers before it.
     """
-    notes: dict[str, Any] = {**getattr(requests, "notes", {}), "sent_as": "messages" if as_messages else "text"}
+    notes: Notes = {**getattr(requests, "notes", {}), "sent_as": "messages" if as_messages else "text"}
     turns: dict[tuple[int | None, int], RequestSpec] = {}
     made = []
     for request in requests:

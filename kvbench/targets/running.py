@@ -10,8 +10,7 @@ from typing import Any
 
 from kvbench.common.errors import MeasurementError, RefusedError, UsageError
 from kvbench.load.completion import judge
-from kvbench.load.dialect import Dialect
-from kvbench.load.endpoints import ENDPOINTS, PATHS
+from kvbench.load.endpoints import ENDPOINTS, PATHS, Dialect
 from kvbench.runs.server_info import ModelRow, ServerFacts, ServerInfo
 from kvbench.targets.base import NO_SUCH_PATH, PLAIN_ACCESS, REFUSED, Access, HttpAnswer, ModelFacts, Target
 from kvbench.targets.model_export import shipped_tokenizer
@@ -80,7 +79,7 @@ class OpenAITarget(Target):
         super().__init__(base_url, preset=preset, access=access, text_of_ids=text_of_ids)
         self.form = form
         self._given = (model, vocab_size, max_model_len)
-        self._takes: Mapping[str, Any] = {}  # what it was found to take, as fields of a dialect
+        self._takes: Mapping[str, bool] = {}  # what it was found to take, as fields of a dialect
         self._caches_prefixes = True
 
     def start(self, settings: Settings, log: Path) -> None:
@@ -96,7 +95,10 @@ class OpenAITarget(Target):
         self._caches_prefixes = info.engine.enable_prefix_caching is not False
         own_vocab, own_length = self.told_sizes(row)
         own_vocab = info.model.vocab_size or own_vocab
-        self._check_sizes({"--vocab-size": (vocab_size, own_vocab), "--max-model-len": (max_model_len, own_length)})
+        sizes = (("--vocab-size", vocab_size, own_vocab), ("--max-model-len", max_model_len, own_length))
+        for option, size, own in sizes:
+            if size and own and size > int(own):
+                raise UsageError(f"{option} {size} is more than the {own} that {self.base_url} tells: leave it out")
         vocab, length = vocab_size or own_vocab, max_model_len or own_length
         self.model = ModelFacts(name or row.id, int(vocab or _DRAWN_IDS), length)
         has_tokenizer = self._text_of_ids is not None
@@ -131,7 +133,9 @@ class OpenAITarget(Target):
         refusals: list[str] = []
         for endpoint in (wanted.endpoint,) if wanted.endpoint else tuple(ENDPOINTS):
             self.form, self._takes = dataclasses.replace(wanted, endpoint=endpoint), given
-            for form in self._forms():
+            forms = _FORMS[self.dialect.endpoint]
+            texts = [{**form, "token_id_prompts": False} for form in forms]
+            for form in (*forms, *texts) if self.dialect.token_id_prompts else texts:
                 self._takes = {**given, **form}
                 answer = self._try_form()
                 if answer is None or answer.status not in _REFUSALS:
@@ -143,12 +147,6 @@ class OpenAITarget(Target):
                     break
             refusals.append(refusal)
         raise UsageError(f"{self.base_url} takes no request of a load: {'; '.join(refusals)}")
-
-    def _forms(self) -> list[Mapping[str, bool]]:
-        """The forms of a request to try at the endpoint, with token ids first where there may be any."""
-        forms = _FORMS[self.dialect.endpoint]
-        texts = [{**form, "token_id_prompts": False} for form in forms]
-        return [*(forms if self.dialect.token_id_prompts else ()), *texts]
 
     def _try_form(self) -> HttpAnswer | None:
         """Sends a request of the present form, as a load's are; the answer where the server did not take it.
@@ -172,7 +170,7 @@ class OpenAITarget(Target):
             return dataclasses.replace(answer, body=json.dumps({"error": outcome.error}).encode())
         return None
 
-    def _note_form(self, wanted: RequestForm, given: Mapping[str, Any], refusals: Sequence[str]) -> None:
+    def _note_form(self, wanted: RequestForm, given: Mapping[str, bool], refusals: Sequence[str]) -> None:
         """Says what differs from what was asked for, and what the server said to the endpoint before."""
         endpoint = self.form.endpoint
         if endpoint != (wanted.endpoint or "completions"):
@@ -180,7 +178,7 @@ class OpenAITarget(Target):
             self.notes += (f"requests go to {path}, as the server refuses others: {refusals[0]}",)
         elif endpoint == "completions" and "token_id_prompts" in self._takes.keys() - given.keys():
             self.notes += ("the server takes no token ids",)
-        self.notes += tuple(note for name, note in _REFUSED_FIELDS.items() if self._takes.get(name) is False)
+        self.notes += tuple(note for name, note in _REFUSED_FIELDS.items() if not self._takes.get(name, True))
 
     def _make_text(self, ids: Any) -> str:
         if self._text_of_ids is None:
@@ -216,20 +214,14 @@ class OpenAITarget(Target):
             raise UsageError(f"{self.base_url} does not list the name of its model: give --model NAME")
         return ModelRow(id=name)
 
-    def _check_sizes(self, sizes: Mapping[str, tuple[int | None, int | None]]) -> None:
-        """Raises UsageError for a size that is more than the server has. ``sizes``: by option, as given and as told."""
-        for option, (given, own) in sizes.items():
-            if given and own and given > int(own):
-                raise UsageError(f"{option} {given} is more than the {own} that {self.base_url} tells: leave it out")
-
     def server_info(self) -> ServerInfo:
-        """What the server says of itself; of a known kind of server what its preset and its version tell."""
+        """Returns the server's facts by itself; of a known kind of server what its preset and its version tell."""
         if self.preset in (GENERIC, BUILT_IN):
             info = super().server_info()
             server = info.server.model_copy(update={"notes": self.notes})
             return info.model_copy(update={"server": server}) if self.notes else info
         version, quirks = self.version(), self.preset.quirks_at(self.dialect.endpoint)
         if self.preset.kv_log_pattern is not None:
-            quirks.append("it tells size and type of its KV cache in its log only, so they are not known here")
+            quirks += ("it tells size and type of its KV cache in its log only, so they are not known here",)
         facts = {"kind": self.preset.name, "title": self.preset.title, "quirks": quirks, "notes": self.notes}
         return ServerInfo(versions={self.preset.name: version} if version else {}, server=ServerFacts(**facts))

@@ -1,4 +1,4 @@
-"""``Trace``: what a file of any format is read into."""
+"""The ``Trace`` that a file of any format is read into."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def select(
 
 
 def known_times(trace: Trace) -> np.ndarray:
-    """``arrival_s``; a turn without a time gets that of the turn before it. float64 [requests]"""
+    """Returns ``arrival_s``; a turn without a time gets that of the turn before it. float64 [requests]"""
     assert trace.arrival_s is not None
     if trace.session is None:
         return trace.arrival_s

@@ -8,7 +8,7 @@ from pathlib import Path
 from kvbench.common.text import and_more
 from kvbench.traces.formats import chats, csv, lengths_jsonl, servegen, weka
 from kvbench.traces.model import Trace
-from kvbench.traces.rows import Format, Source, open_source, short
+from kvbench.traces.rows import Source, TraceFormat, open_source, short
 
 PAGE_ID_SOURCES = (
     "Traces with page ids (hash_ids) are Mooncake's (github.com/kvcache-ai/Mooncake, FAST25-release/traces), "
@@ -28,7 +28,7 @@ Paths = str | Path | Sequence[str | Path]
 
 
 def check_format(name: str) -> str:
-    """``name`` again. ValueError when it is no format of traces."""
+    """Returns ``name`` again. ValueError when it is no format of traces."""
     if name not in ("auto", *FORMATS):
         raise ValueError(f"{name!r} is not a format of traces; write auto or one of {', '.join(FORMATS)}")
     return name
@@ -53,7 +53,7 @@ def read_trace(paths: Paths, format: str = "auto", page_size: int | None = None)
 
 
 def read_page_ids(paths: Paths, format: str = "auto", page_size: int | None = None) -> Trace:
-    """``read_trace`` for callers that need page ids and the order of the requests, but no times.
+    """Reads a trace for callers that need page ids and the order of the requests, but no times.
 
     ValueError when the trace has no page ids. Times may be in any unit.
     """
@@ -86,7 +86,7 @@ def _read(paths: Paths, format: str, page_size: int | None) -> tuple[Trace, Sour
         raise ValueError(f"the trace {path} cannot be read ({error.strerror or error}): check the path") from None
 
 
-def _find(source: Source, name: str) -> Format:
+def _find(source: Source, name: str) -> TraceFormat:
     if name != "auto":
         named = FORMATS[name]
         if not (named.accepts or named.fits)(source):
@@ -105,7 +105,7 @@ def _find(source: Source, name: str) -> Format:
             f"{source.path} fits the formats {', '.join(f.name for f in fitting)}: say which with "
             f"--format{_IN_WORKLOAD}"
         )
-    if source.container == "jsonl" and isinstance(source.first.get("requests"), list):
+    if source.container == "jsonl" and isinstance(source.first["requests"], list):
         raise ValueError(
             f"{source.path}, line 2: more after the first session; page ids are local to a session and sessions share "
             "no clock, so give each one a file of its own"

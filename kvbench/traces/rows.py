@@ -22,7 +22,13 @@ from kvbench.traces.model import MOST_TOKENS, UNKNOWN, Prompt, Trace, count_turn
 _BETWEEN = re.compile(r"[\s,]*")  # the items of an array
 _OPTION = "--page-size"
 _MOST_SECONDS = 1e300  # whole numbers in JSON may be larger than a float
-Row = dict[str, Any]
+
+
+class Row(dict[str, Any]):
+    """A JSON object of a trace, in which a key that is missing is None."""
+
+    def __missing__(self, key: str) -> None:
+        return None
 
 
 @dataclass(frozen=True)
@@ -50,7 +56,7 @@ class Source:
         return self.container == "jsonl" and set(keys) <= self.first.keys()
 
     def table(self, names: tuple[str, ...]) -> pd.DataFrame:
-        """The named columns of a CSV file that has them, as texts. Raises ValueError."""
+        """Returns the named columns of a CSV file that has them, as texts. Raises ValueError."""
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("error", pd.errors.ParserWarning)  # a first row longer than the header
@@ -80,12 +86,12 @@ class Source:
         if bad.any():
             row = int(np.flatnonzero(bad)[0])
             what = "number of tokens" if whole else "number"
-            raise self.error(self.line(row + 1), f"{name} {short(table[name].iloc[row])} is not a {what}: mend it")
+            raise self.row_error(row + 1, f"{name} {short(table[name].iloc[row])} is not a {what}: mend it")
         return values.astype(np.int64) if whole else values
 
-    def line(self, number: int) -> str:
-        """The line of the CSV row of this number (the header is 0; blank lines are no rows)."""
-        return f"line {next(itertools.islice(lines(self.path), number, None))[0]}"
+    def row_error(self, number: int, what: str) -> ValueError:
+        """A mistake in a CSV row; the header is row 0, and blank lines are no rows."""
+        return self.error(f"line {next(itertools.islice(lines(self.path), number, None))[0]}", what)
 
     def error(self, where: str, what: object) -> ValueError:
         """A mistake with its place."""
@@ -93,7 +99,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Format:
+class TraceFormat:
     """A format. ``looks``: its files in a few words. ``fits``: whether a file is of this format, by its content.
 
     ``accepts``: whether a file may be of it when the user names the format (None: as ``fits``). ``read``: reads files;
@@ -118,11 +124,11 @@ def open_source(path: Path) -> Source:
     if isinstance(first, dict):
         more = next((line for line in lines(path) if line[0] > number), None)
         # A single line is one whole object (a session) if it holds a list of requests, else a trace of one request.
-        whole = more is None and any(isinstance(first.get(key), list) for key in ("requests", "data"))
+        whole = more is None and any(isinstance(first[key], list) for key in ("requests", "data"))
         return Source(path, "object" if whole else "jsonl", first)
     if text.startswith("["):
         _, row = next(_array(path), ("", None))
-        return Source(path, "array", row if isinstance(row, dict) else {})
+        return Source(path, "array", row if isinstance(row, dict) else Row())
     if text.startswith("{"):
         whole_file = parse(path.read_bytes().decode("utf-8-sig", "replace"))
         if isinstance(whole_file, dict):
@@ -130,7 +136,7 @@ def open_source(path: Path) -> Source:
         raise ValueError(f"{path}, line {number}: not JSON ({short(text)}): mend or remove the line")
     columns = tuple(name.strip() for name in text.split(","))
     printable = all(name.isprintable() for name in columns)
-    return Source(path, "csv" if len(columns) > 1 and printable else "other", {}, columns)
+    return Source(path, "csv" if len(columns) > 1 and printable else "other", Row(), columns)
 
 
 def lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -144,7 +150,7 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
 def _array(path: Path) -> Iterator[tuple[str, Any]]:
     """The items of a JSON array, decoded one by one: all at once would take several times the memory. ValueError."""
     text = path.read_text(encoding="utf-8-sig", errors="replace")
-    decoder, index, at = json.JSONDecoder(), 0, text.index("[") + 1
+    decoder, index, at = json.JSONDecoder(object_hook=Row), 0, text.index("[") + 1
     while not text.startswith("]", at := _BETWEEN.match(text, at).end()):  # type: ignore[union-attr]
         index += 1
         begin = at
@@ -159,14 +165,14 @@ def _array(path: Path) -> Iterator[tuple[str, Any]]:
 def parse(text: str) -> Any:
     """The JSON value; None for a text that is no JSON or nested too deeply."""
     try:
-        return json.loads(text)
+        return json.loads(text, object_hook=Row)
     except (ValueError, RecursionError):
         return None
 
 
 def tokens(row: Row, key: str, default: int | None = None) -> int:
     """A number of tokens; ``default`` if it is missing (None: it must be there). Raises ValueError."""
-    value = row.get(key)
+    value = row[key]
     if value is None and default is not None:
         return default
     if type(value) is not int or not 0 <= value < MOST_TOKENS:
@@ -176,7 +182,7 @@ def tokens(row: Row, key: str, default: int | None = None) -> int:
 
 def seconds(row: Row, key: str, unit: float = 1.0) -> float | None:
     """A time in units of ``unit`` seconds; None if it is missing. Raises ValueError."""
-    value = row.get(key)
+    value = row[key]
     if value is None:
         return None
     if type(value) not in (int, float) or not abs(value) < _MOST_SECONDS:  # NaN is not
@@ -186,7 +192,7 @@ def seconds(row: Row, key: str, unit: float = 1.0) -> float | None:
 
 def text(row: Row, key: str) -> str:
     """A text. Raises ValueError."""
-    value = row.get(key)
+    value = row[key]
     if not isinstance(value, str):
         raise ValueError(f"{key} {short(value)} is not a text: mend or remove the request")
     return value

@@ -83,7 +83,7 @@ class Design:
         return Design(configurations, chosen, (*self.notes, *notes))
 
 
-def normalise(settings: Settings) -> dict[str, Any]:
+def normalise(settings: Settings) -> Settings:
     """Returns the settings without None (the default) and without those that mean nothing beside the others."""
     return {k: v for k, v in settings.items() if v is not None and applies(k, settings)}
 
@@ -105,7 +105,7 @@ def make_design(
         changes = [{key: value} for key, listed in values.items() for value in listed]
     else:
         changes = [dict(zip(values, combination, strict=True)) for combination in itertools.product(*values.values())]
-    unique: dict[str, Settings] = {}  # by the settings that the engine would really use
+    unique: dict[str, Settings] = {}  # by the settings that the engine would use
     repeated: list[Settings] = []
     for candidate in [baseline, *(baseline | change for change in changes)]:
         settings = normalise(candidate)
@@ -203,10 +203,9 @@ def design_of(workload: Workload, only: Sequence[str] = ()) -> Design:
 def _combinations_note(workload: Workload, design: Design) -> list[str]:
     """Says how many combinations of the values in ``design`` a one-at-a-time design leaves out, if any."""
     measured = len(design.configurations)
-    values = {
-        key: list({repr(value): value for value in (c.settings.get(key) for c in design.configurations)}.values())
-        for key in workload.sweep
-    }
+    values = {}
+    for key in workload.sweep:
+        values[key] = [*{repr(value := c.settings.get(key)): value for c in design.configurations}.values()]
     every = math.prod(map(len, values.values()))
     if workload.design == "one_at_a_time" and measured < every <= _MOST_COUNTED:  # some of them mean the same
         every = len(make_design(workload.engine, values, workload.load_points, "full").configurations)
@@ -275,9 +274,9 @@ def _without_impossible(design: Design, check: Check) -> Design:
             accepted |= _values_of(configuration)
     reasons: dict[str, list[str]] = {}
     for configuration in design.configurations:
-        reason = refused.get(configuration.config_id)
-        if reason is not None and _values_of(configuration) <= accepted and not configuration.is_baseline:
-            reasons.setdefault(reason, []).append(configuration.config_id)
+        config_id = configuration.config_id
+        if config_id in refused and _values_of(configuration) <= accepted and not configuration.is_baseline:
+            reasons.setdefault(refused[config_id], []).append(config_id)
     skipped = {config_id for ids in reasons.values() for config_id in ids}
     return _without(design, skipped, [f"skipped {', '.join(ids)}: {reason}" for reason, ids in reasons.items()])
 

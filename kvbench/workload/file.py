@@ -49,7 +49,7 @@ def read_yaml(path: Path) -> Data:
 
 
 def parse_yaml(text: str, path: Path) -> Any:
-    """``text`` of the file ``path`` as plain data. Raises UsageError, also for a key that stands twice."""
+    """Reads ``text`` of the file ``path`` as plain data. Raises UsageError, also for a key that stands twice."""
     try:
         return parsing.parse_yaml(text)
     except ValueError as error:
@@ -75,7 +75,7 @@ def _apply_profile(data: Data, profile: str, source: Path, *, by_user: bool) -> 
 
 
 def _merge(base: Data, over: Data) -> Data:
-    """``base`` with the values of ``over``: mappings merge, everything else replaces.
+    """Puts the values of ``over`` into ``base``: mappings merge, everything else replaces.
 
     A mapping with another ``kind``, or with ``config`` in place of ``path`` or the reverse, replaces too.
     """
@@ -110,10 +110,8 @@ def apply_override(data: Data, override: str) -> None:
             node[part] = {}
         node = node[part]
         if not isinstance(node, dict | list):
-            so_far = ".".join(parents[: depth + 1])
-            raise UsageError(
-                f"-o {override!r}: {so_far} is {node!r}, which has no settings below it; set it as a whole"
-            )
+            so_far = f"{'.'.join(parents[: depth + 1])} is {node!r}"
+            raise UsageError(f"-o {override!r}: {so_far}, which has no settings below it; set it as a whole")
     node[_index(node, last, override)] = value
     if key == "model.path" and value is not None:  # replaces the file's model and its random weights
         for name in ("config", "load_format"):
@@ -317,7 +315,7 @@ def resolve(data: Data, *, profile: str, source: Path | None, where: str = "the 
 
 
 def default_profile() -> str:
-    """``gpu`` when an NVIDIA driver answers, else ``cpu``; without importing torch."""
+    """Returns ``gpu`` when an NVIDIA driver answers, else ``cpu``; without importing torch."""
     return "gpu" if shutil.which("nvidia-smi") and Path("/dev/nvidiactl").exists() else "cpu"
 
 
@@ -330,7 +328,7 @@ def differing_keys(a: Data, b: Data, prefix: str = "") -> list[str]:
     """Dotted names of the keys at which two resolved workloads differ."""
     different = []
     for key in sorted(set(a) | set(b), key=str):
-        left, right = a.get(key), b.get(key)
+        left, right = parsing.json_at(a, key), parsing.json_at(b, key)
         if isinstance(left, dict) and isinstance(right, dict):
             different += differing_keys(left, right, f"{prefix}{key}.")
         elif left != right:
@@ -356,7 +354,7 @@ def _change_paths(load: Data, change: Callable[[str], str]) -> Data:
     """A copy of the load section with each file of its prompts and canaries changed."""
     changed = dict(load)
     for name in ("prompts", "canaries"):
-        if isinstance(part := load.get(name), dict):
+        if isinstance(part := parsing.json_at(load, name), dict):
             changed[name] = {k: change(v) if k in _PATHS and isinstance(v, str) else v for k, v in part.items()}
     return changed
 

@@ -119,12 +119,11 @@ def workload_text(answers: Answers, *, profile: str, name: str | None = None) ->
 
 
 def _yaml(value: Any) -> str:
-    """One value as YAML has it in a line."""
     return yaml.safe_dump(value, default_flow_style=True).removesuffix("\n...\n").strip()
 
 
 def changes_of_file(answers: Answers) -> list[str]:
-    """``KEY=VALUE`` for a workload file: what the options vary in place of its sweep. UsageError for other answers."""
+    """Returns ``KEY=VALUE`` of what the options vary in place of a file's sweep. UsageError for other answers."""
     names = [answer.name for answer in fields(Answers) if getattr(answers, answer.name)]
     others = [name for name in names if name not in ("vary", "design")]
     if others:
@@ -138,7 +137,7 @@ def changes_of_file(answers: Answers) -> list[str]:
 
 
 def parse_vary(words: Sequence[str]) -> dict[str, list[Any]]:
-    """``page_size=16,32`` as {"page_size": [16, 32]}. Raises UsageError."""
+    """Reads ``page_size=16,32`` as {"page_size": [16, 32]}. Raises UsageError."""
     swept: dict[str, list[Any]] = {}
     for word in words:
         key, sign, text = word.partition("=")
@@ -203,7 +202,6 @@ def _dataset(answers: Answers) -> list[Line]:
 
 
 def _load_lines(answers: Answers) -> list[Line]:
-    """``load:`` without its prompts."""
     users, rates = answers.concurrency, answers.request_rate
     if answers.dataset_path is not None and not users and not rates:
         counted = [(f"  num_requests: {answers.num_prompts}", "the first of the trace")] if answers.num_prompts else []
@@ -220,7 +218,6 @@ def _load_lines(answers: Answers) -> list[Line]:
 
 
 def _name(answers: Answers) -> str:
-    """A name for the folder of the results."""
     if answers.dataset_path is not None:
         return slug(Path(answers.dataset_path).stem).lstrip("._-") or "dataset"
     lengths = [slug(str(text).replace(":", "-")) for text in (answers.input_len, answers.output_len)]

@@ -51,7 +51,7 @@ class Range(StrictModel):
         return {"low": pair[0], "high": pair[1]}
 
     @classmethod
-    def __get_pydantic_json_schema__(cls, core_schema: Any, handler: Any) -> dict[str, Any]:
+    def __get_pydantic_json_schema__(cls, core_schema: Any, handler: Any) -> Any:
         number = {"type": "integer" if cls.KIND is int else "number", "minimum": cls.LEAST}
         if math.isfinite(cls.MOST):
             number["maximum"] = cls.MOST

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from kvbench.common.parsing import json_at
 from kvbench.workload.file import WorkloadFile
 from kvbench.workload.load_section import LoadConfig
 
@@ -87,34 +88,30 @@ _ENGINE = (
 
 
 def _section(title: str, schema: Schema) -> Iterator[str]:
-    needed = schema.get("required", ())
     yield f"## {title}\n"
     if title != "The file":
         yield " ".join(schema["description"].split()) + "\n"
     for name, key in schema["properties"].items():
-        facts = [_kind(key)] + (["needed"] if name in needed else _default(key))
-        text = " ".join(key.get("description", "").split())
+        facts, default = [_kind(key)], json_at(key, "default")
+        if name in (json_at(schema, "required") or ()):
+            facts.append("needed")
+        elif default not in (None, "", {}, []):
+            facts.append(f"default {str(default).lower() if isinstance(default, bool) else default}")
+        text = " ".join((json_at(key, "description") or "").split())
         yield f"- `{name}` ({', '.join(filter(None, facts))}): {text}"
     yield ""
 
 
-def _default(key: Schema) -> list[str]:
-    value = key.get("default")
-    if value in (None, "", {}, []):
-        return []
-    return [f"default {str(value).lower() if isinstance(value, bool) else value}"]
-
-
 def _kind(key: Schema) -> str:
-    """The type of a value in a few words: ``closed | open``, ``number or list``."""
+    """Names the type of a value in a few words: ``closed | open``, ``number or list``."""
     if "$ref" in key:
         return _NAMED.get(key["$ref"].rpartition("/")[2], "mapping")
     if "enum" in key or "const" in key:
-        return " | ".join(map(str, key.get("enum", [key.get("const")])))
+        return " | ".join(map(str, key["enum"] if "enum" in key else [key["const"]]))
     if "anyOf" in key or "oneOf" in key:
-        kinds = [_kind(form) for form in key.get("anyOf") or key["oneOf"] if form.get("type") != "null"]
-        return " or ".join(dict.fromkeys(kinds))
-    kinds = key.get("type", "")
+        forms = key["anyOf" if "anyOf" in key else "oneOf"]
+        return " or ".join(dict.fromkeys(_kind(form) for form in forms if json_at(form, "type") != "null"))
+    kinds = json_at(key, "type") or ""
     return " or ".join(_TYPES.get(kind, "") for kind in ([kinds] if isinstance(kinds, str) else kinds))
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Fields = dict[str, Any]
-"""Fields of a request's JSON."""
+"""Fields of a JSON object: a request's body, or an event of its answer."""
 EndpointName = Literal["completions", "chat", "responses", "messages"]
 """OpenAI's three APIs and Anthropic's."""
 _OURS = (

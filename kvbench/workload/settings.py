@@ -51,12 +51,12 @@ _SETTINGS: Mapping[str, _Setting] = {
     "kernel_backend": _Setting(short=""),
     "dtype": _Setting(short=""),
 }
-DEFAULTS = {name: each.default for name, each in _SETTINGS.items() if each.default is not None}
+DEFAULTS = {name: setting.default for name, setting in _SETTINGS.items() if setting.default is not None}
 DEFAULTS_ON = {  # by device; with any other, the server's machine decides
     "cpu": {"max_num_seqs": 64, "max_num_batched_tokens": 512},
     "cuda": {"max_num_seqs": 256, "max_num_batched_tokens": 8192},
 }
-ONLY_WITH = {name: each.only_with for name, each in _SETTINGS.items() if each.only_with is not None}
+ONLY_WITH = {name: setting.only_with for name, setting in _SETTINGS.items() if setting.only_with is not None}
 IN_LAYOUT = ("layout", "page_size", "reservation")  # named with the layout where they are given
 _MOST_ID = 80  # characters: file systems allow 255 bytes for a name; a terminal table does not
 _VALUES: Mapping[tuple[str, Any], str] = {
@@ -70,12 +70,9 @@ _VALUES: Mapping[tuple[str, Any], str] = {
 }
 
 
-_ALSO_CALLED = {("kv_cache_dtype", "fp8"): "fp8_e4m3"}  # vLLM's other names
-
-
 def canonical(name: str, value: Any) -> Any:
     """The value under the name that kvbench writes: ``fp8`` is ``fp8_e4m3``, as in vLLM."""
-    return _ALSO_CALLED.get((name, value), value) if isinstance(value, str) else value
+    return "fp8_e4m3" if (name, value) == ("kv_cache_dtype", "fp8") else value
 
 
 def defaults_beside(settings: Settings) -> dict[str, Any]:
@@ -99,7 +96,7 @@ def applies(name: str, settings: Settings) -> bool:
 
 def setting_title(name: str) -> str:
     """A setting for people: ``kv_cache_dtype`` -> KV dtype."""
-    return _SETTINGS.get(name, _Setting()).title or name
+    return (_SETTINGS[name].title if name in _SETTINGS else None) or name
 
 
 def value_words(name: str, value: Any) -> str:
@@ -126,8 +123,9 @@ def phrase(name: str, value: Any) -> str:
 
 def _naming(settings: Settings, varied: Settings) -> list[tuple[str, Any]]:
     """The settings that name a configuration after its layout: page size or reservation, then what varies."""
-    beside = {"contiguous": "reservation", "paged": "page_size", None: "page_size"}.get(settings.get("layout"))
-    first = [(beside, settings[beside])] if beside in settings else []
+    layout = settings.get("layout")
+    beside = "reservation" if layout == "contiguous" else "page_size"
+    first = [(beside, settings[beside])] if beside in settings and layout in ("contiguous", "paged", None) else []
     return first + [(name, value) for name, value in varied.items() if name not in IN_LAYOUT]
 
 
@@ -140,7 +138,7 @@ def config_id_of(settings: Settings, varied: Settings) -> str:
         return "target"
     parts = [slug(settings.get("layout") or "launched")]
     for name, value in _naming(settings, varied):
-        short = _SETTINGS.get(name, _Setting()).short
+        short = _SETTINGS[name].short if name in _SETTINGS else None
         if isinstance(short, tuple) and isinstance(value, bool):
             parts.append(short[0 if value else 1])
         else:

@@ -21,7 +21,7 @@ import pandas as pd
 
 from kvbench.calibration.mock.process import MockProcess
 from kvbench.load import launch
-from kvbench.load.dialect import Dialect
+from kvbench.load.endpoints import Dialect
 from kvbench.load.spec import LoadSpec
 from kvbench.requests.request import RequestSpec, write_requests
 

@@ -14,8 +14,8 @@ from collections import Counter
 import pandas as pd
 import pytest
 
-from kvbench.calibration import cache
-from kvbench.calibration.calibrate import DEFAULT_ITL_MS, Calibration, CalibrationSettings
+from kvbench.calibration import calibrate as calibration
+from kvbench.calibration.calibrate import DEFAULT_ITL_MS, CalibrationSettings, ClientCalibration
 from kvbench.common import foreign_cpu
 from kvbench.measure.http import HttpInstrument
 from tests.support.loads import fake_server
@@ -270,11 +270,11 @@ def calibrations(monkeypatch: pytest.MonkeyPatch) -> list[CalibrationSettings]:
     """What was asked for; the answer is that the client is good up to 4 streams."""
     asked: list[CalibrationSettings] = []
 
-    def calibrate(settings: CalibrationSettings, attempts: int) -> Calibration:
+    def calibrate(settings: CalibrationSettings, attempts: int) -> ClientCalibration:
         asked.append(settings)
         return taken(settings, () if settings.streams <= 4 else (WHY,))
 
-    monkeypatch.setattr(cache, "calibrate", calibrate)
+    monkeypatch.setattr(calibration, "calibrate", calibrate)
     monkeypatch.setenv("KVBENCH_NO_CALIBRATION", "")
     return asked
 

@@ -36,10 +36,10 @@ class Early(StreamingClient):
     """Stamps 2 ms before the bytes' arrival, as a wrong conversion between two clocks does."""
 
     def _on_readable(self):
-        before = len(self._raw.times)
+        before = len(self.raw.times)
         super()._on_readable()
-        for i in range(before, len(self._raw.times)):
-            self._raw.times[i] -= 0.002
+        for i in range(before, len(self.raw.times)):
+            self.raw.times[i] -= 0.002
 
 
 class Stampless(StreamingClient):

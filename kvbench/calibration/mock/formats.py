@@ -8,17 +8,27 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from kvbench.calibration.mock.deltas import CALL, EMPTY, HIDDEN, REFUSAL, ROLE, TEXT, THOUGHTS, Plan, script
-from kvbench.calibration.mock.settings import MockSettings
+from kvbench.calibration.mock.settings import (
+    CALL,
+    EMPTY,
+    HIDDEN,
+    REFUSAL,
+    ROLE,
+    TEXT,
+    THOUGHTS,
+    AnswerPlan,
+    Event,
+    MockSettings,
+    script,
+)
+from kvbench.common.parsing import json_at
 
 _FUNCTION, _SIGNATURE = "count_words", "bW9jaw=="  # of calls, and of thoughts
 _TOKENS = 16  # of an answer, where the request sets no limit
 _ASSISTANT = {"role": "assistant", "content": ""}
 
-Event = dict[str, Any]
 
-
-class Format:
+class WireFormat:
     """One answer; a class for each endpoint has ``delta``, ``end`` and ``whole`` (which comes after all deltas).
 
     ``limits``: the token limit's names in a request; ``prompts``: those of the prompt's parts, of which the last is
@@ -31,18 +41,18 @@ class Format:
     own: Mapping[str, str]
     reasons = ("length", "stop", "tool_calls")
 
-    def __init__(self, settings: MockSettings, body: Mapping[str, Any], prompt_tokens: int) -> None:
-        most = next((int(body[name]) for name in self.limits if body.get(name)), _TOKENS)
+    def __init__(self, settings: MockSettings, body: Event, prompt_tokens: int) -> None:
+        most = next((int(body[name]) for name in self.limits if json_at(body, name)), _TOKENS)
         if most < 1:
             raise ValueError(f"{most} is no number of tokens; ask for 1 or more")
-        self.plan = plan = Plan(script(settings.deltas), most, settings.tokens_per_chunk, settings.textless)
+        self.plan = plan = AnswerPlan(script(settings.deltas), most, settings.tokens_per_chunk, settings.textless)
         if lacking := [kind for kind, *_ in plan.runs if kind not in (*self.own, EMPTY, HIDDEN)]:
             raise ValueError(f"it has no {lacking[0]} deltas, but {', '.join(self.own)}, {EMPTY} and {HIDDEN}")
         self._tokens = plan.tokens
         self._prompt = prompt_tokens + (0 if "prompt" in self.prompts else settings.template_tokens)
         self._cached = settings.cached_tokens
-        self._with_ids = bool(body.get("return_token_ids")) and settings.fault != "no_ids"
-        self._with_usage = bool((body.get("stream_options") or {}).get("include_usage"))
+        self._with_ids = bool(json_at(body, "return_token_ids")) and settings.fault != "no_ids"
+        self._with_usage = bool(json_at(body, "stream_options", "include_usage"))
         limited, stopped, called = self.reasons
         self._reason = called if plan.runs[-1][0] == CALL else limited if plan.limited else stopped
         self._head: Event = {"id": "mock", "model": "mock", "created": int(time.time())}
@@ -52,7 +62,6 @@ class Format:
         return []
 
     def _usage(self, prompt: str = "prompt", output: str = "completion") -> Event:
-        """The usage in OpenAI's two namings."""
         return {
             f"{prompt}_tokens": self._prompt,
             f"{output}_tokens": self.plan.tokens,
@@ -71,7 +80,7 @@ def _typed(body: Event, sent: str = "") -> str:
     return f"event: {body['type']}\n{_data(body, sent)}"
 
 
-class Completions(Format):
+class Completions(WireFormat):
     """OpenAI's completions. A chunk is formatted by hand, since the load client is calibrated with them."""
 
     prompts = ("prompt",)
@@ -96,7 +105,7 @@ class Completions(Format):
         return self._head | {"object": "text_completion", "choices": [choice], "usage": self._usage()}
 
 
-class Chat(Format):
+class Chat(WireFormat):
     """OpenAI's chat completions; fields for reasoning as DeepSeek and vLLM (two) and OpenRouter name them."""
 
     limits = ("max_completion_tokens", "max_tokens")
@@ -147,7 +156,7 @@ class Chat(Format):
         return self._head | {"object": "chat.completion", "choices": [choice], "usage": self._usage()}
 
 
-class _Blocks(Format):
+class _Blocks(WireFormat):
     """An answer of typed events, in which consecutive tokens of one kind are a block.
 
     The endpoint's class writes a ``_block`` and the events by which it is ``_opened``, ``_written`` and ``_closed``.
@@ -221,7 +230,7 @@ class Responses(_Blocks):
         return {"type": f"response.{kind}", **fields, "sequence_number": self._number}
 
     def _place(self, name: str) -> Event:
-        """Where the open item is, and in it the only part."""
+        """Returns the place of the open item, and of its only part."""
         number, holder = len(self._blocks), _ITEMS[name][1]
         return {"item_id": f"item_{number}", "output_index": number} | ({f"{holder}_index": 0} if holder else {})
 

@@ -16,7 +16,7 @@ _READY_S, _OPENSSL_S = 20.0, 30.0
 
 
 class MockProcess:
-    """``kvbench mock-server`` on a free port for as long as the block lasts; gives its URL."""
+    """A ``kvbench mock-server`` on a free port for as long as the block lasts; gives its URL."""
 
     def __init__(self, folder: Path, flags: Mapping[str, object]) -> None:
         self._log = folder / "mock.log"

@@ -30,6 +30,7 @@ from kvbench.calibration.mock.settings import MockSettings, Stamp
 from kvbench.common.errors import UsageError
 from kvbench.common.kernel_timer import DueCalls
 from kvbench.common.machine import BOOT_HEADER, boot_id
+from kvbench.common.parsing import json_at
 from kvbench.common.ports import free_port
 from kvbench.common.secrets import api_key
 from kvbench.load.endpoints import PATHS
@@ -42,7 +43,7 @@ _ROUTES = sorted(((path.removeprefix("/v1"), name) for name, path in PATHS.items
 """Ends of paths and their endpoints, the longest first: a chat's path ends as a completion's does."""
 
 
-class Answer:
+class MockAnswer:
     """One stream. ``stamp``: where send times [s, perf_counter] and due times are noted; ``on_end`` is called once.
 
     ``stamped``: each chunk carries ``"kvbench": {"sent": seconds}``, as the built-in server's do.
@@ -64,7 +65,7 @@ class Answer:
         self._chunks, self._deltas, self._event = form.plan.moments, form.plan.deltas(), form.delta
         self._writes = -(-self._chunks // settings.events_per_write)
         self._gaps = settings.gaps_s(self._writes, stamp.number)
-        self._streams = bool(stamp.body.get("stream"))
+        self._streams = bool(json_at(stamp.body, "stream"))
         self._sends, self._dues, self._due = stamp.sends, stamp.due, stamp.received
         self._next = 0  # write
 
@@ -84,7 +85,6 @@ class Answer:
         self._pacer.add(self._due, self._on_due)
 
     def _on_due(self) -> None:
-        """One write of the schedule."""
         if self._transport.is_closing():
             return
         per_write = self._settings.events_per_write
@@ -144,15 +144,10 @@ def chunked(event: str) -> str:
 def prompt_of(content: Any) -> str | list[int]:
     """A text or token ids as they are; of messages and their parts the texts, a line each. TypeError."""
     if isinstance(content, dict):
-        return prompt_of(content.get("content") or content.get("text") or "")
+        return prompt_of(json_at(content, "content") or json_at(content, "text") or "")
     if isinstance(content, list) and not (content and isinstance(content[0], int)):
         return "\n".join([prompt_of(part) for part in content])
     return content
-
-
-def count_tokens(prompt: str | list[int]) -> int:
-    """Tokens of a prompt by the mock's tokenizer, in which a word is a token, as in its answers; or of token ids."""
-    return len(prompt.split() if isinstance(prompt, str) else prompt)
 
 
 def response(status: str, body: Any) -> bytes:
@@ -164,7 +159,7 @@ def response(status: str, body: Any) -> bytes:
 
 @dataclass
 class MockState:
-    """What all connections share. ``api_key``: requests without it are answered 401; None: none is needed."""
+    """The state that all connections share. ``api_key``: requests without it are answered 401; None: none is needed."""
 
     settings: MockSettings
     api_key: str | None = None
@@ -175,16 +170,16 @@ class MockState:
 
     def metrics(self) -> str:
         """Prometheus text, under the names of the built-in server."""
-        gauges = {"num_requests_running": self.running, "num_requests_waiting": 0}
-        counters = {"request_success": self.requests - self.running, "generation_tokens": self.tokens}
-        lines = [f"# TYPE kvbench:{name} gauge\nkvbench:{name} {float(value)}\n" for name, value in gauges.items()]
-        lines += [
-            f"# TYPE kvbench:{name} counter\nkvbench:{name}_total {float(value)}\n" for name, value in counters.items()
-        ]
-        return "".join(lines)
+        rows = (
+            ("num_requests_running", "gauge", "", self.running),
+            ("num_requests_waiting", "gauge", "", 0),
+            ("request_success", "counter", "_total", self.requests - self.running),
+            ("generation_tokens", "counter", "_total", self.tokens),
+        )
+        return "".join(f"# TYPE kvbench:{n} {kind}\nkvbench:{n}{end} {float(value)}\n" for n, kind, end, value in rows)
 
 
-class Connection(asyncio.Protocol):
+class MockConnection(asyncio.Protocol):
     """One client connection: HTTP/1.1 requests one after the other."""
 
     def __init__(self, state: MockState, pacer: DueCalls) -> None:
@@ -245,8 +240,7 @@ class Connection(asyncio.Protocol):
         self._transport.write(response(status, {"error": {"message": message, "type": "mock"}}))
 
     def _tokenize(self, raw: bytes) -> None:
-        """Answers as vLLM's route of that name does."""
-        try:
+        try:  # as vLLM's route of that name does
             body = json.loads(raw)
             name = "messages" if "messages" in body else "prompt"
             words = prompt_of(body[name]).split()
@@ -269,7 +263,8 @@ class Connection(asyncio.Protocol):
             *others, needed = form.prompts
             parts = [*(body[name] for name in others if name in body), body[needed]]
             prompt = prompt_of(parts if len(parts) > 1 else parts[0])
-            answer = form(settings, body, count_tokens(prompt))
+            words = prompt.split() if isinstance(prompt, str) else prompt  # a word is a token, as in answers
+            answer = form(settings, body, len(words))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             self._refuse("400 Bad Request", f"not a request of this endpoint: {error}")
             return
@@ -281,7 +276,7 @@ class Connection(asyncio.Protocol):
             self._refuse(f"{settings.fault[4:]} Mock", "a failure was set for this request")
             return
         self._count(1)
-        Answer(
+        MockAnswer(
             self._transport, self._pacer, settings, answer, stamp,
             stamped=_STAMPED.search(head) is not None, on_end=lambda: self._ended(stamp),
         ).start()  # fmt: skip
@@ -333,7 +328,7 @@ async def _serve(state: MockState, host: str, port: int, tls: ssl.SSLContext | N
     loop = asyncio.get_running_loop()
     pacer, stop = DueCalls(), asyncio.Event()  # asyncio's own timers are rounded to milliseconds
     loop.add_reader(pacer.fd, pacer.on_readable)
-    server = await loop.create_server(lambda: Connection(state, pacer), host, port, ssl=tls, backlog=4096)
+    server = await loop.create_server(lambda: MockConnection(state, pacer), host, port, ssl=tls, backlog=4096)
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     gc.collect()

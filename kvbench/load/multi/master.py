@@ -28,14 +28,25 @@ from kvbench import __version__
 from kvbench.common import processes
 from kvbench.common.errors import EXIT_INVALID, EXIT_OK
 from kvbench.common.machine import boot_id
+from kvbench.common.parsing import json_at
 from kvbench.load.multi import messages
-from kvbench.load.multi.clock import best_of, clock_map, exchange
-from kvbench.load.multi.merge import Data, Ended, Member, in_slices, merged_client, samples_from_bytes
+from kvbench.load.multi.merge import (
+    Data,
+    Member,
+    WorkerEnd,
+    best_of,
+    clock_map,
+    exchange,
+    in_slices,
+    merged_client,
+    samples_from_bytes,
+)
 from kvbench.load.multi.messages import TOKEN_VARIABLE, proof, proven
 from kvbench.load.multi.shards import cap_note, make_shards, useful_workers
-from kvbench.load.outcome import Clocked, DrivenLoad, write_outcome
+from kvbench.load.outcome import DrivenLoad, write_outcome
 from kvbench.load.process import PROGRESS_S, LoadEvents
 from kvbench.load.spec import LoadSpec
+from kvbench.load.validity import Clocked
 from kvbench.metrics.model import LocustTotals
 from kvbench.requests.request import RequestList
 
@@ -74,7 +85,7 @@ class GuardedMaster(MasterRunner):
                 logging.getLogger(__name__).debug("a message that cannot be read was dropped: %r", error)
 
     def handle_message(self, client_id: str, msg: Message) -> None:
-        """``client_id``: the sender as the socket knows it; ``msg.node_id``: the sender's own claim."""
+        """Takes a message of ``client_id`` (as the socket knows it) that says it is of ``msg.node_id``."""
         if client_id == msg.node_id and (client_id in self.members or msg.type in ("client_ready", messages.JOIN)):
             super().handle_message(client_id, msg)
 
@@ -179,17 +190,18 @@ class SharedLoad:
     # Messages from workers:
 
     def _on_join(self, msg: Message, **_: Any) -> None:
-        data, node = msg.data if isinstance(msg.data, dict) else {}, msg.node_id
-        why = None
-        if not proven(node, data.get("proof")):
+        data, node = msg.data, msg.node_id
+        why, version = None, json_at(data, "version")
+        if not proven(node, json_at(data, "proof")):
             why = f"it has another {TOKEN_VARIABLE} than the master"
-        elif data.get("version") != __version__:
-            why = f"it is kvbench {data.get('version')}, the master is {__version__}"
+        elif version != __version__:
+            why = f"it is kvbench {version}, the master is {__version__}"
         elif len(self.members) == len(self._shards):
             why = "the load has all its workers"
         if why is None:
             host, pid = str(data["host"]), int(data["pid"])
-            self.runner.members[node] = Member(node, f"a worker (pid {pid} on {host})", host, pid, data.get("boot"))
+            boot = json_at(data, "boot")
+            self.runner.members[node] = Member(node, f"a worker (pid {pid} on {host})", host, pid, boot)
         else:
             self._refusal = f" (turned away: {why})"
         answer = {"proof": proof(f"master {node}")} if why is None else {"error": why}
@@ -200,7 +212,7 @@ class SharedLoad:
         member.done, member.failed = int(msg.data["done"]), int(msg.data["failed"])
 
     def _on_ended(self, msg: Message, **_: Any) -> None:
-        member, ended = self.runner.members[msg.node_id], Ended(**msg.data)
+        member, ended = self.runner.members[msg.node_id], WorkerEnd(**msg.data)
         member.done, member.failed, member.ended = ended.done, ended.failed, ended
         self._news.set()
 
@@ -221,16 +233,16 @@ class SharedLoad:
         name: str,
         data: Callable[[Member], Data] = lambda member: {},
         *,
-        of: Sequence[Member] | None = None,
+        to: Sequence[Member] | None = None,
         limit_s: float = _ANSWER_S,
         needed: bool = True,
     ) -> None:
-        """Sends a message to ``of`` (None: all workers) and waits for their answers; one without an answer is lost.
+        """Sends a message ``to`` some (None: all workers) and waits for their answers; one without an answer is lost.
 
         ``needed``: raises LoadNotBegun for the first that is lost or answers with an error, and when the load is
         stopped.
         """
-        members = [m for m in (self.members if of is None else of) if m.lost is None]
+        members = [m for m in (self.members if to is None else to) if m.lost is None]
         self._send(name, data, members)
         due = time.monotonic() + limit_s
         while waiting := [m for m in members if m.lost is None and name not in m.answers]:
@@ -272,12 +284,11 @@ class SharedLoad:
         self._read_clocks()
 
     def _read_clocks(self, needed: bool = True) -> None:
-        """One reading of every worker's clock, one after the other."""
         for member in self.members:
             readings = []
             while member.lost is None and len(readings) < _EXCHANGES:
                 sent = time.perf_counter()
-                self._ask(messages.CLOCK, of=[member], limit_s=_QUICK_S, needed=needed)
+                self._ask(messages.CLOCK, to=[member], limit_s=_QUICK_S, needed=needed)
                 if member.lost is None:
                     answer = member.answers[messages.CLOCK]
                     readings.append(exchange(sent, answer["t2"], answer["t3"], answer["received"]))
@@ -322,8 +333,7 @@ class SharedLoad:
     def _first_problem(self) -> str | None:
         """Says why a worker that answers ended before its last request."""
         for member in self.members:
-            end = member.ended
-            if end is None:
+            if (end := member.ended) is None:
                 continue
             if end.error:
                 return f"{member.name} could not go on measuring: {end.error}"

@@ -24,7 +24,7 @@ class Shard:
 
 
 def split_evenly(total: int, parts: int) -> list[int]:
-    """``total`` as ``parts`` whole numbers that differ by at most 1, the larger ones first."""
+    """Splits ``total`` into ``parts`` whole numbers that differ by at most 1, the larger ones first."""
     least, more = divmod(total, parts)
     return [least + (k < more) for k in range(parts)]
 

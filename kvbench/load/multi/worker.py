@@ -25,6 +25,7 @@ from locust.runners import WorkerRunner
 from kvbench import __version__
 from kvbench.common.errors import EXIT_INTERRUPTED, EXIT_INVALID, EXIT_USAGE
 from kvbench.common.machine import boot_id
+from kvbench.common.parsing import json_at
 from kvbench.load import process
 from kvbench.load.client import StreamFailure
 from kvbench.load.multi import messages
@@ -99,24 +100,13 @@ class Worker:
         self.env.events.heartbeat_received.add_listener(self._on_heartbeat)
         runner.register_message(messages.JOIN, self._on_joined)
         runner.register_message(messages.CLOCK, self._on_clock)
-        for name, act in (
-            (messages.SHARD, self._prepare),
-            (messages.START, self._start),
-            (messages.SAMPLES, self._samples),
-        ):
+        acts = {messages.SHARD: self._prepare, messages.START: self._start, messages.SAMPLES: self._samples}
+        for name, act in acts.items():
             runner.register_message(name, partial(self._answer, act), concurrent=True)
         runner.register_message(messages.STOP, lambda msg, **_: self._stop())
         runner.register_message(messages.END, lambda msg, **_: self._end(**msg.data))
-        runner.send_message(
-            messages.JOIN,
-            {
-                "boot": boot_id(),
-                "host": socket.gethostname(),
-                "pid": os.getpid(),
-                "proof": messages.proof(runner.client_id),
-                "version": __version__,
-            },
-        )
+        here = {"boot": boot_id(), "host": socket.gethostname(), "pid": os.getpid(), "version": __version__}
+        runner.send_message(messages.JOIN, here | {"proof": messages.proof(runner.client_id)})
         while not self.over.wait(_LOOK_S):
             self._silent_s += _LOOK_S  # counts turns, not time: a process that was stopped has heard nothing meanwhile
             if self._silent_s > self._patience_s:
@@ -154,9 +144,9 @@ class Worker:
         self.over.set()
 
     def _on_joined(self, msg: Message, **_: Any) -> None:
-        if why := msg.data.get("error"):
+        if why := json_at(msg.data, "error"):
             self._end(EXIT_INVALID, f"the master turned it away, {why}")
-        elif not messages.proven(f"master {self.runner.client_id}", msg.data.get("proof")):
+        elif not messages.proven(f"master {self.runner.client_id}", json_at(msg.data, "proof")):
             self._end(EXIT_INVALID, f"the master has another {messages.TOKEN_VARIABLE}; give both the same")
         else:
             self._joined = True
@@ -211,9 +201,7 @@ class Worker:
 
     def _run_from(self, zero: float, priority: str) -> str | None:
         """Runs the load. Why the server is gone; None when all streams have returned or the load was stopped."""
-        early = (
-            _OPEN_LEAD_S if self.session.spec.mode == "open" else 0.0
-        )  # arrivals are due at their own times after zero
+        early = _OPEN_LEAD_S if self.session.spec.mode == "open" else 0.0  # arrivals have their own times after zero
         gevent.sleep(max(0.0, zero - early - time.perf_counter()))
         measuring = process.Measuring(self.session)
         measuring.clocked.priority = priority

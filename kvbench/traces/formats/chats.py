@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from kvbench.traces.model import UNKNOWN
-from kvbench.traces.rows import Format, Row, Rows, Source, read_rows, seconds, short, text, tokens
+from kvbench.traces.rows import Row, Rows, Source, TraceFormat, read_rows, seconds, short, text, tokens
 
 _USERS = ("human", "user")
 _MODELS = ("gpt", "assistant", "chatgpt", "bing", "bard", "model")
@@ -28,18 +28,18 @@ def message_texts(messages: Any) -> tuple[str, ...]:
     """The contents of messages, one text each. Raises ValueError."""
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"messages {short(messages)} is no list of messages: mend or remove the request")
-    return tuple(_content(message) for message in messages)
+    return tuple(map(_content, messages))
 
 
 def _content(message: Any) -> str:
-    content = message.get("content") if isinstance(message, dict) else None
+    content = message["content"] if isinstance(message, dict) else None
     if isinstance(content, list):  # OpenAI's parts
-        parts = [part.get("text") if isinstance(part, dict) else None for part in content]
+        parts = [part["text"] if isinstance(part, dict) else None for part in content]
         if content and all(isinstance(part, str) for part in parts):
             return "".join(parts)
     elif isinstance(content, str):
         return content
-    elif content is None and isinstance(message, dict) and message.get("tool_calls"):
+    elif content is None and isinstance(message, dict) and message["tool_calls"]:
         return ""
     raise ValueError(f"{short(message)} is no message with a text; kvbench sends text only: mend or remove the request")
 
@@ -68,28 +68,28 @@ def _texts(value: Any, what: str) -> list[str]:
 
 
 def _sharegpt(rows: Rows, row: Row, where: Any) -> None:
-    said: tuple[str, ...] = ()
+    texts: tuple[str, ...] = ()
     waiting = False  # whether the last text was the user's
     for speaker, words in _messages(row):
         if speaker in _MODELS and waiting:
-            rows.add(session=where, prompt=said, reply=words)
-        elif speaker in _MODELS and not said:
+            rows.add(session=where, prompt=texts, reply=words)
+        elif speaker in _MODELS and not texts:
             rows.left_out["replies without a question"] += 1
             continue
         waiting = speaker in _USERS
-        said = (*said, words)
+        texts = (*texts, words)
     if waiting:
         rows.left_out["questions without a reply"] += 1
 
 
 def _messages(row: Row) -> Iterator[tuple[str, str]]:
-    messages = row.get("conversations", row.get("conversation"))
+    messages = row["conversations" if "conversations" in row else "conversation"]
     if not isinstance(messages, list):
         raise ValueError("neither conversations nor conversation is a list: mend or remove it")
     for message in messages:
         if not isinstance(message, dict):
             raise ValueError(f"{short(message)} is no message: mend or remove it")
-        speaker = message.get("from", message.get("role"))
+        speaker = message["from" if "from" in message else "role"]
         if speaker not in _SPEAKERS:
             roles = ", ".join(_SPEAKERS)
             raise ValueError(f"a message from {short(speaker)}, which is no known role ({roles}): mend or remove it")
@@ -97,15 +97,15 @@ def _messages(row: Row) -> Iterator[tuple[str, str]]:
 
 
 def _questions(rows: Rows, row: Row, where: Any) -> None:
-    turns = _texts(row.get("turns"), "turns")
+    turns = _texts(row["turns"], "turns")
     for index in range(len(turns)):
         rows.add(session=where if len(turns) > 1 else None, prompt=tuple(turns[: index + 1]))
 
 
 def _custom(rows: Rows, row: Row, where: Any) -> None:
-    prompt = _prompt(row.get("prompt"))
+    prompt = _prompt(row["prompt"])
     length = UNKNOWN if isinstance(prompt, tuple) else len(prompt)
-    wanted = UNKNOWN if row.get("output_tokens") == -1 else tokens(row, "output_tokens", UNKNOWN)  # -1: left to the run
+    wanted = UNKNOWN if row["output_tokens"] == -1 else tokens(row, "output_tokens", UNKNOWN)  # -1: left to the run
     rows.add(length, wanted, prompt=prompt)
 
 
@@ -119,48 +119,48 @@ def _turn(rows: Rows, row: Any, session: Any, before: tuple[str, ...] = ()) -> t
     if not isinstance(row, dict):
         raise ValueError(f"{short(row)} is not a turn: mend or remove it")
     for key in _MEDIA:
-        if row.get(key):
+        if row[key]:
             raise ValueError(f"{key} {short(row[key])}: kvbench sends text only: remove the request")
-    said = (*before, *_texts(row.get("texts") if row.get("text") is None else [row["text"]], "texts"))
+    texts = (*before, *_texts(row["texts"] if row["text"] is None else [row["text"]], "texts"))
     rows.add(
         output_tokens=tokens(row, "output_length", UNKNOWN),
         time_s=seconds(row, "timestamp", 1e-3),
         session=session,
         think_s=seconds(row, "delay", 1e-3),
-        prompt=said,
+        prompt=texts,
     )
-    return said
+    return texts
 
 
 def _multi_turn(rows: Rows, row: Row, where: Any) -> None:
-    turns = row.get("turns")
+    turns = row["turns"]
     if not isinstance(turns, list) or not turns:
         raise ValueError(f"turns {short(turns)} is no list of turns: mend or remove the session")
-    said: tuple[str, ...] = ()
+    texts: tuple[str, ...] = ()
     for turn in turns:
-        said = _turn(rows, turn, where, said)
+        texts = _turn(rows, turn, where, texts)
 
 
-def _list(source: Source, key: str) -> list[Any]:
-    """The list under ``key`` in the file's first row; empty if there is none."""
-    items = source.first.get(key)
-    return items if isinstance(items, list) else []
+def _turns(source: Source) -> list[Any]:
+    """The ``turns`` of the file's first row; empty if they are no list."""
+    turns = source.first["turns"]
+    return turns if isinstance(turns, list) else []
 
 
-def _format(name: str, looks: str, fits: Callable[[Source], bool], add: Callable[[Rows, Row, Any], Any]) -> Format:
-    return Format(name, looks, fits, lambda sources, page_size: read_rows(name, sources, add))
+def _format(name: str, looks: str, fits: Callable[[Source], bool], add: Callable[[Rows, Row, Any], Any]) -> TraceFormat:
+    return TraceFormat(name, looks, fits, lambda sources, page_size: read_rows(name, sources, add))
 
 
 FORMATS = (
     _format(
         "sharegpt", "JSON: [{conversations: [...]}]",
         lambda source: source.container in ("array", "jsonl")
-        and any(isinstance(source.first.get(key), list) for key in ("conversations", "conversation")),
+        and any(isinstance(source.first[key], list) for key in ("conversations", "conversation")),
         _sharegpt,
     ),
     _format(
         "questions", "JSONL: turns (texts)",
-        lambda source: source.has("turns") and all(isinstance(turn, str) for turn in _list(source, "turns") or [0]),
+        lambda source: source.has("turns") and all(isinstance(turn, str) for turn in _turns(source) or [0]),
         _questions,
     ),
     _format("custom", "JSONL: prompt, output_tokens", lambda source: source.has("prompt"), _custom),
@@ -171,11 +171,11 @@ FORMATS = (
     _format(
         "single_turn", "JSONL: text or texts",
         lambda source: (source.has("text") or source.has("texts")) and "turns" not in source.first,
-        lambda rows, row, where: _turn(rows, row, row.get("session_id")),
+        lambda rows, row, where: _turn(rows, row, row["session_id"]),
     ),
     _format(
         "multi_turn", "JSONL: session_id, turns: [...]",
-        lambda source: source.has("turns") and any(isinstance(turn, dict) for turn in _list(source, "turns")),
+        lambda source: source.has("turns") and any(isinstance(turn, dict) for turn in _turns(source)),
         _multi_turn,
     ),
 )  # fmt: skip

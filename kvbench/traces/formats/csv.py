@@ -12,12 +12,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pandas as pd
 
 from kvbench.traces.model import Trace, count_turns, find_tick
-from kvbench.traces.rows import Format, Source
+from kvbench.traces.rows import Source, TraceFormat
 
 _COLUMNS = {  # time, prompt and output
     "azure": ("TIMESTAMP", "ContextTokens", "GeneratedTokens"),
@@ -34,18 +35,11 @@ def fits(name: str) -> Callable[[Source], bool]:
     return lambda source: source.container == "csv" and columns <= set(source.columns)
 
 
-def reader(name: str) -> Callable[[list[Source], int | None], Trace]:
-    """Reads one file of the format."""
-
-    def read(sources: list[Source], page_size: int | None) -> Trace:
-        if len(sources) > 1:
-            raise ValueError(f"{len(sources)} files of a format of which one is read at a time: give one")
-        return _read(sources[0], name)
-
-    return read
-
-
-def _read(source: Source, name: str) -> Trace:
+def read(name: str, sources: list[Source], page_size: int | None) -> Trace:
+    """Reads one file of the format ``name``. Raises ValueError."""
+    if len(sources) > 1:
+        raise ValueError(f"{len(sources)} files of a format of which one is read at a time: give one")
+    source = sources[0]
     time, *lengths = _COLUMNS[name]
     timed = name != "vidur" or time in source.columns
     extra = [key for key in ("Session ID", "Elapsed time") if name == "burstgpt" and key in source.columns]
@@ -94,12 +88,12 @@ def _seconds(source: Source, table: pd.DataFrame, column: str) -> np.ndarray:
     times = pd.to_datetime(table[column], utc=True, format="ISO8601", errors="coerce")
     if times.isna().any():
         row = int(np.flatnonzero(times.isna())[0])
-        raise source.error(source.line(row + 1), f"{column} {table[column].iloc[row]!r} is not a time: mend it")
+        raise source.row_error(row + 1, f"{column} {table[column].iloc[row]!r} is not a time: mend it")
     stamps = times.dt.tz_convert(None).to_numpy().astype("datetime64[ns]").astype(np.int64)
     return (stamps - stamps.min()) / 1e9
 
 
 FORMATS = tuple(
-    Format(name, "CSV: " + ", ".join(_COLUMNS[name][name == "vidur" :]), fits(name), reader(name))
+    TraceFormat(name, "CSV: " + ", ".join(_COLUMNS[name][name == "vidur" :]), fits(name), partial(read, name))
     for name in ("azure", "burstgpt", "vidur")
 )

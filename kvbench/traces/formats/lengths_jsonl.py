@@ -12,6 +12,7 @@ GuideLLM.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ import numpy as np
 from kvbench.traces.formats import csv
 from kvbench.traces.formats.chats import message_texts, payload_texts
 from kvbench.traces.model import UNKNOWN, Prompt, Trace
-from kvbench.traces.rows import Format, PageSize, Row, Rows, Source, read_rows, seconds, short, text, tokens
+from kvbench.traces.rows import PageSize, Row, Rows, Source, TraceFormat, read_rows, seconds, short, text, tokens
 
 _CONTENT: dict[str, Callable[[Row, str], int | Prompt]] = {
     "input_length": tokens,
@@ -42,7 +43,6 @@ def _is_mooncake(source: Source) -> bool:
 
 
 def _has_lengths(source: Source) -> bool:
-    """Tests whether its rows may be Mooncake's or AIPerf's."""
     return any(source.has(key) for key in (*_CONTENT, "hash_ids"))
 
 
@@ -64,18 +64,15 @@ def unit_doubt(source: Source, trace: Trace) -> str | None:
     return "its timestamps are not whole numbers, as Mooncake's are" if np.abs(ms - np.round(ms)).max() > 1e-3 else None
 
 
-def _reader(name: str, unit: float = 1.0, usual: int | None = None) -> Callable[[list[Source], int | None], Trace]:
-    """``unit`` [s] of its times, ``usual`` size of its pages."""
-
-    def read(sources: list[Source], page_size: int | None) -> Trace:
-        history: dict[Any, int | Prompt] = {}
-        fit = PageSize(page_size, usual=usual) if "hash_ids" in sources[0].first else None
-        # Files are pieces of one trace: page ids mean the same in all.
-        trace = read_rows(name, sources, lambda rows, row, where: _add(rows, row, unit, history), fit)
-        _require_history(trace, sources[0])
-        return trace
-
-    return read
+def _read(
+    name: str, sources: list[Source], page_size: int | None, unit: float = 1.0, usual: int | None = None
+) -> Trace:
+    """Reads pieces of one trace, in which page ids mean the same. ``unit`` [s] of times, ``usual`` size of pages."""
+    history: dict[Any, int | Prompt] = {}
+    fit = PageSize(page_size, usual=usual) if "hash_ids" in sources[0].first else None
+    trace = read_rows(name, sources, lambda rows, row, where: _add(rows, row, unit, history), fit)
+    _require_history(trace, sources[0])
+    return trace
 
 
 def _require_history(trace: Trace, source: Source) -> None:
@@ -101,14 +98,14 @@ def _require_history(trace: Trace, source: Source) -> None:
 
 def _add(rows: Rows, row: Row, unit: float, history: dict[Any, int | Prompt]) -> None:
     """Adds a request. ``history``: by session, the tokens, texts or token ids that a delta goes on from."""
-    given = [key for key in _CONTENT if row.get(key) is not None]
+    given = [key for key in _CONTENT if row[key] is not None]
     content = given[0] if given else "input_length"
-    session, mode = row.get("session_id"), row.get("message_mode")
+    session, mode = row["session_id"], row["message_mode"]
     if rows.page_size is not None and content != "input_length":
         raise ValueError(f"page ids go with input_length, not with {content}: mend or remove the request")
     if len(given) > 1:
         raise ValueError(f"both {given[0]} and {given[1]}, which may not agree: keep one of them")
-    if rows.page_size is None and row.get("hash_ids") is not None:
+    if rows.page_size is None and row["hash_ids"] is not None:
         raise ValueError("page ids, which the first request has not: give every request its hash_ids, or none")
     if isinstance(session, list | dict):
         raise ValueError(f"session_id {short(session)} is neither a text nor a number: mend it")
@@ -129,7 +126,7 @@ def _add(rows: Rows, row: Row, unit: float, history: dict[Any, int | Prompt]) ->
         prompt if is_length else UNKNOWN,
         tokens(row, "output_length", UNKNOWN),
         time_s=seconds(row, "timestamp", unit),
-        page_ids=row.get("hash_ids"),
+        page_ids=row["hash_ids"],
         session=session,
         think_s=seconds(row, "delay", unit),
         prompt=None if is_length else prompt,
@@ -140,7 +137,7 @@ def _read_qwen(sources: list[Source], page_size: int | None) -> Trace:
     sessions: dict[Any, Any] = {}  # chat -> the first chat of its conversation
 
     def add(rows: Rows, row: Row, where: Any) -> None:
-        chat, parent = row.get("chat_id"), row.get("parent_chat_id")
+        chat, parent = row["chat_id"], row["parent_chat_id"]
         if type(chat) is not int or type(parent) is not int:
             raise ValueError(f"chat_id {short(chat)} and parent_chat_id {short(parent)} are not whole numbers")
         sessions[chat] = sessions.get(parent, chat)
@@ -148,7 +145,7 @@ def _read_qwen(sources: list[Source], page_size: int | None) -> Trace:
             tokens(row, "input_length"),
             tokens(row, "output_length", UNKNOWN),
             time_s=seconds(row, "timestamp"),
-            page_ids=row.get("hash_ids"),
+            page_ids=row["hash_ids"],
             session=sessions[chat],
         )
 
@@ -156,30 +153,22 @@ def _read_qwen(sources: list[Source], page_size: int | None) -> Trace:
 
 
 def _read_guidellm(sources: list[Source], page_size: int | None) -> Trace:
-    read = csv.reader("guidellm") if sources[0].container == "csv" else _reader("guidellm")
-    return read(sources, page_size)
+    read = csv.read if sources[0].container == "csv" else _read
+    return read("guidellm", sources, page_size)
 
 
 FORMATS = (
-    Format(
-        "mooncake",
-        "JSONL: timestamp (ms), input_length, hash_ids",
-        _is_mooncake,
-        _reader("mooncake", 1e-3, _MOONCAKE_PAGE),
-        _has_lengths,
+    TraceFormat(
+        "mooncake", "JSONL: timestamp (ms), input_length, hash_ids",
+        _is_mooncake, partial(_read, "mooncake", unit=1e-3, usual=_MOONCAKE_PAGE), _has_lengths,
     ),
-    Format(
-        "timed_trace",
-        "JSONL: the same names, timestamp in seconds",
-        is_plain,
-        _reader("timed_trace"),
-        _has_lengths,
+    TraceFormat(
+        "timed_trace", "JSONL: the same names, timestamp in seconds",
+        is_plain, partial(_read, "timed_trace"), _has_lengths,
     ),
-    Format("qwen", "JSONL: chat_id, parent_chat_id, input_length, hash_ids", _is_qwen, _read_qwen),
-    Format(
-        "guidellm",
-        "CSV or JSONL: timestamp (s), input_length, output_length",
-        lambda source: csv.fits("guidellm")(source) or is_plain(source),
-        _read_guidellm,
+    TraceFormat("qwen", "JSONL: chat_id, parent_chat_id, input_length, hash_ids", _is_qwen, _read_qwen),
+    TraceFormat(
+        "guidellm", "CSV or JSONL: timestamp (s), input_length, output_length",
+        lambda source: csv.fits("guidellm")(source) or is_plain(source), _read_guidellm,
     ),
-)
+)  # fmt: skip

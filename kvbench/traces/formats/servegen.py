@@ -15,7 +15,7 @@ from bisect import bisect_right
 import numpy as np
 
 from kvbench.traces.model import MOST_TOKENS, Trace, find_tick
-from kvbench.traces.rows import Format, Source, lines, short
+from kvbench.traces.rows import Source, TraceFormat, lines, short
 
 _SEED = 0  # the same trace on every machine
 _MOST_REQUESTS = 1_000_000  # clients of a week have a hundred times as many
@@ -145,5 +145,7 @@ def _number(text: str) -> float | None:
 
 
 FORMATS = (
-    Format("servegen", "a client's CSV and JSON: a trace is drawn", lambda s: _is_arrivals(s) or _is_lengths(s), _read),
+    TraceFormat(
+        "servegen", "a client's CSV and JSON: a trace is drawn", lambda s: _is_arrivals(s) or _is_lengths(s), _read
+    ),
 )

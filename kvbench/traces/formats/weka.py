@@ -11,28 +11,24 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvbench.traces.model import MOST_TOKENS, UNKNOWN, Trace
-from kvbench.traces.rows import Format, PageSize, Row, Rows, Source, read_rows, seconds, short, tokens
+from kvbench.traces.rows import PageSize, Row, Rows, Source, TraceFormat, read_rows, seconds, short, tokens
 
 
 def _read(sources: list[Source], page_size: int | None) -> Trace:
     """Several files share no clock: their sessions come one after another, without times. Raises ValueError."""
-    sizes = {_block_size(source) for source in sources}
+    for source in sources:
+        size = source.first["block_size"]
+        if size is not None and (type(size) is not int or not 0 < size <= MOST_TOKENS):
+            raise ValueError(f"{source.path}: block_size {short(size)} is not a number of tokens: mend it")
+    sizes = {source.first["block_size"] for source in sources}
     if len(sizes) > 1:
         different = ", ".join(map(str, sorted(sizes, key=str)))
         raise ValueError(f"the sessions' block sizes differ ({different}): give one kind")
-    fit = PageSize(page_size, sizes.pop())
 
     def items(source: Source) -> Iterator[tuple[str, Row]]:
         return _requests(source, source.first["requests"], "requests", 0.0, "")
 
-    return read_rows("weka", sources, _add, fit, items, same_clock=len(sources) == 1)
-
-
-def _block_size(source: Source) -> int | None:
-    size = source.first.get("block_size")
-    if size is not None and (type(size) is not int or not 0 < size <= MOST_TOKENS):
-        raise ValueError(f"{source.path}: block_size {short(size)} is not a number of tokens: mend it")
-    return size
+    return read_rows("weka", sources, _add, PageSize(page_size, sizes.pop()), items, same_clock=len(sources) == 1)
 
 
 def _add(rows: Rows, row: Row, where: tuple[int, str]) -> None:
@@ -40,7 +36,7 @@ def _add(rows: Rows, row: Row, where: tuple[int, str]) -> None:
         tokens(row, "in"),
         tokens(row, "out", UNKNOWN),
         time_s=row["t"],
-        page_ids=row.get("hash_ids"),
+        page_ids=row["hash_ids"],
         scope=where[0],
         session=(where[0], row["agent"]),
         think_s=seconds(row, "think_time"),
@@ -58,20 +54,20 @@ def _requests(source: Source, requests: list[Any], where: str, start: float, age
         except ValueError:
             time = None
         if time is None:
-            raise source.error(place, f"t {short(row.get('t'))} is not a time in seconds: mend it")
-        if row.get("type") != "subagent":
-            yield place, row | {"t": start + time, "agent": agent}
-        elif isinstance(row.get("requests"), list):
+            raise source.error(place, f"t {short(row['t'])} is not a time in seconds: mend it")
+        if row["type"] != "subagent":
+            yield place, Row(row, t=start + time, agent=agent)
+        elif isinstance(row["requests"], list):
             yield from _requests(source, row["requests"], f"{place}.requests", start + time, place)
         else:
             raise source.error(place, "a sub-agent without a list of requests: mend or remove it")
 
 
 FORMATS = (
-    Format(
+    TraceFormat(
         "weka",
         "JSON, a session a file: block_size, requests",
-        lambda source: source.container == "object" and isinstance(source.first.get("requests"), list),
+        lambda source: source.container == "object" and isinstance(source.first["requests"], list),
         _read,
     ),
 )

@@ -12,9 +12,9 @@ import pytest
 from kvbench.calibration import calibrate as module
 from kvbench.calibration.calibrate import (
     Attempt,
-    Calibration,
+    CalibrationFigures,
     CalibrationSettings,
-    Figures,
+    ClientCalibration,
     Limits,
     aims,
     figures_of,
@@ -44,7 +44,7 @@ def row(index: int, times: list[float], *, ok: bool = True, user: int = 0, ts: f
     return {"index": index, "chunk_times": np.array(times), "ok": ok, "user": user, "ts": ts, "end": end}
 
 
-def figures(rows: list[dict], stamps: list[Stamp], planned: int | None = None) -> Figures:
+def figures(rows: list[dict], stamps: list[Stamp], planned: int | None = None) -> CalibrationFigures:
     return figures_of(pd.DataFrame(rows), stamps, CLIENT, ZERO, len(stamps) if planned is None else planned)
 
 
@@ -101,7 +101,7 @@ def test_every_kind_of_loss_is_counted() -> None:
         assert words in said
 
 
-GOOD = Figures(
+GOOD = CalibrationFigures(
     events=1000, events_lost=0, requests=10, requests_lost=0, requests_repeated=0, faults=2, faults_counted=0,
     whole_failed=0, lag_p50_ms=0.1, lag_p99_ms=0.4, itl_error_p99_ms=0.3, coalesced_share=0.0, turnaround_p50_ms=0.2,
     cpu_us_per_event=25.0, cpu_fraction=0.2, loop_lag_p99_ms=0.5, server_late_p99_ms=0.2, priority="realtime",
@@ -146,14 +146,16 @@ def test_the_lag_that_is_valid_grows_with_the_itl() -> None:
     assert aims(CalibrationSettings(4, 20.0)).cpu_us_per_event is None  # too few events to outweigh the rest
 
 
-def taken(settings: CalibrationSettings, reasons: tuple[str, ...] = ()) -> Calibration:
+def taken(settings: CalibrationSettings, reasons: tuple[str, ...] = ()) -> ClientCalibration:
     attempts = (Attempt(GOOD, reasons, 0.05, 0.0),)
-    return Calibration(settings, GOOD, Limits(1.0), reasons, module.machine_key(), "2026-01-01T00:00:00Z", attempts)
+    return ClientCalibration(
+        settings, GOOD, Limits(1.0), reasons, module.machine_key(), "2026-01-01T00:00:00Z", attempts
+    )
 
 
 def test_a_calibration_survives_json() -> None:
     whole = dataclasses.replace(taken(SETTINGS, ("why",)), attempts=(Attempt(GOOD, ("why", "not")), Attempt(GOOD)))
-    assert Calibration.from_json(json.loads(json.dumps(whole.to_json()))) == whole
+    assert ClientCalibration.from_json(json.loads(json.dumps(whole.to_json()))) == whole
 
 
 @pytest.mark.parametrize("streams", [1, 2, 3, 7, 64])
@@ -229,7 +231,7 @@ def test_the_commands_exit_code_and_file(tmp_path, monkeypatch, capsys, change: 
     ended, said = run_command(capsys, *words)
     assert ended == code and ("OVER THE LIMIT in attempt 3 of 3" in said) == (code == 1)
     assert "timestamp lag p99, early or late (ms)" in said and "25.0" in said and "30.0" in said
-    stored = Calibration.from_json(json.loads((tmp_path / "c.json").read_text()))
+    stored = ClientCalibration.from_json(json.loads((tmp_path / "c.json").read_text()))
     assert stored.settings.streams == 64 and bool(stored.reasons) == (code == 1)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from kvbench.calibration.calibrate import Calibration, CalibrationSettings, calibrate
+from kvbench.calibration.calibrate import CalibrationSettings, ClientCalibration, calibrate
 from kvbench.common import processes
 from tests.support.loads import ROOT, SUPPORT, LoadRunner, requests_of
 
@@ -31,7 +31,7 @@ CAUGHT = {  # by validity's limits, which make loads invalid
 
 
 @pytest.fixture(scope="module")
-def mutants() -> Iterator[dict[str, Calibration]]:
+def mutants() -> Iterator[dict[str, ClientCalibration]]:
     """The calibration of every mutant, and of the sound client run in the same way ("none")."""
     local, launch = threading.local(), processes.launch
 
@@ -40,7 +40,7 @@ def mutants() -> Iterator[dict[str, Calibration]]:
         mutant = [str(SUPPORT / "mutant_load.py"), local.name]
         return launch([*command[: at - 1], *mutant, *command[at + 1 :]], **options)
 
-    def taken(name: str) -> Calibration:
+    def taken(name: str) -> ClientCalibration:
         local.name = name
         return calibrate(SETTINGS, attempts=3 if name == "none" else 1)
 
@@ -50,7 +50,7 @@ def mutants() -> Iterator[dict[str, Calibration]]:
         yield dict(zip(names, pool.map(taken, names), strict=True))
 
 
-def test_the_sound_client_is_within_the_limits(mutants: dict[str, Calibration]) -> None:
+def test_the_sound_client_is_within_the_limits(mutants: dict[str, ClientCalibration]) -> None:
     sound = mutants["none"]
     assert sound.reasons == () or all(each.disturbed for each in sound.attempts)  # of a machine that others use
     figures = sound.figures
@@ -63,7 +63,7 @@ def test_the_sound_client_is_within_the_limits(mutants: dict[str, Calibration]) 
         assert all(each.foreign_cpu_cores >= 0 <= each.steal_share for each in sound.attempts)
 
 
-def test_figures_tell_what_was_broken(mutants: dict[str, Calibration]) -> None:
+def test_figures_tell_what_was_broken(mutants: dict[str, ClientCalibration]) -> None:
     """The same reason has several causes: the figures tell them apart."""
     assert mutants["early"].figures.lag_p50_ms < -1 < 0 < mutants["none"].figures.lag_p50_ms
     assert mutants["stampless"].figures.unstamped_share == 1.0
@@ -71,7 +71,7 @@ def test_figures_tell_what_was_broken(mutants: dict[str, Calibration]) -> None:
 
 
 @pytest.mark.parametrize("name", CAUGHT)
-def test_a_broken_client_is_caught(mutants: dict[str, Calibration], name: str) -> None:
+def test_a_broken_client_is_caught(mutants: dict[str, ClientCalibration], name: str) -> None:
     reasons = " ".join(mutants[name].reasons)
     assert CAUGHT[name] in reasons
     assert "at 16 streams of 20 ms ITL" in reasons

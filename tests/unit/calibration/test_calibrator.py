@@ -8,9 +8,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from kvbench.calibration import cache as chooser
-from kvbench.calibration.cache import Calibrator, ClientLoad, settings_for
-from kvbench.calibration.calibrate import DEFAULT_ITL_MS, Attempt, Calibration, CalibrationSettings
+from kvbench.calibration import calibrate as chooser
+from kvbench.calibration.calibrate import (
+    DEFAULT_ITL_MS,
+    Attempt,
+    CalibrationSettings,
+    Calibrator,
+    ClientCalibration,
+    ClientLoad,
+    settings_for,
+)
 from kvbench.measure.http import recalibrated
 from kvbench.measure.instrument import Clients
 from kvbench.metrics.model import LoadMetrics, LoadOutcome
@@ -49,7 +56,7 @@ class FakeMachine:
         self.asked: list[Asked] = []
         self.reasons: tuple[str, ...] = ()
 
-    def __call__(self, settings: CalibrationSettings, limits: object = None, attempts: int = 3) -> Calibration:
+    def __call__(self, settings: CalibrationSettings, limits: object = None, attempts: int = 3) -> ClientCalibration:
         self.asked.append((settings, attempts))
         return taken(settings, self.reasons)
 

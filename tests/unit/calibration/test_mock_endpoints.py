@@ -15,7 +15,7 @@ import numpy as np
 import openai
 import pytest
 
-from kvbench.calibration.mock.deltas import Plan, script
+from kvbench.calibration.mock.settings import AnswerPlan, script
 from kvbench.cli.main import main
 from kvbench.load.endpoints import PATHS
 from tests.support.loads import own_mock
@@ -236,13 +236,13 @@ def test_what_an_endpoint_has_no_answer_to_is_refused(url, endpoint, deltas, fie
 
 
 def test_a_plan_ends_with_the_limit_or_with_the_script() -> None:
-    plan = Plan(script("reasoning:8,text"), 8)
+    plan = AnswerPlan(script("reasoning:8,text"), 8)
     assert (plan.tokens, plan.thoughts, plan.limited, plan.kinds) == (8, 8, True, [("reasoning", 8)])
-    assert Plan(script("reasoning:8,text"), 9).kinds == [("reasoning", 8), ("text", 1)]
-    counted = Plan(script("hidden:2,text:4"), 7, per_chunk=2)
+    assert AnswerPlan(script("reasoning:8,text"), 9).kinds == [("reasoning", 8), ("text", 1)]
+    counted = AnswerPlan(script("hidden:2,text:4"), 7, per_chunk=2)
     assert (counted.tokens, counted.thoughts, counted.limited, counted.moments) == (6, 2, False, 3)
     assert [delta and delta[2:4] for delta in counted.deltas()] == [None, (2, 4), (4, 6)]
-    held = Plan(script("text:1,held:3,text:2"), 3)  # what is held back at the end comes with the last token
+    held = AnswerPlan(script("text:1,held:3,text:2"), 3)  # what is held back at the end comes with the last token
     assert [delta and delta[2:4] for delta in held.deltas()] == [(0, 1), None, (1, 3)]
 
 

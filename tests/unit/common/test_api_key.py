@@ -13,7 +13,7 @@ from kvbench.common.errors import MeasurementError, log_traceback
 from kvbench.common.files import as_stored, read_json, write_json
 from kvbench.common.secrets import api_key, without_key
 from kvbench.load.completion import judge
-from kvbench.load.dialect import OPENAI
+from kvbench.load.endpoints import OPENAI
 from kvbench.requests.request import RequestSpec
 from kvbench.targets.base import Access, ModelFacts, Target
 from tests.support.loads import ROOT, LoadRunner, own_mock

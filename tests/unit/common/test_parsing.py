@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from kvbench.common.parsing import MOST_BYTES, MOST_DEPTH, MOST_VALUES, parse_json, parse_yaml, read_yaml
+from kvbench.common.parsing import MOST_BYTES, MOST_DEPTH, MOST_VALUES, json_at, parse_json, parse_yaml, read_yaml
 
 
 def bomb(first: str, row: str) -> str:
@@ -101,3 +101,9 @@ def test_json_is_read_whatever_its_texts_hold():
     for value in ("[" * 1000, '"' + "[{" * 100, "\\" * 7 + '"[', {'a"': ["{" * 200]}, "é", 2.5):
         assert parse_json(json.dumps(value)) == value == parse_json(json.dumps(value).encode())
     assert parse_json(deep) == json.loads(deep)
+
+
+@pytest.mark.parametrize("value", [None, [], "text", 7, {}, {"a": None}, {"a": []}, {"a": {"b": None}}, {"a": "b"}])
+def test_nothing_lies_at_a_path_that_is_missing_or_leads_through_something_else(value):
+    assert json_at(value, "a", "b") is None
+    assert json_at({"a": {"b": value}}, "a", "b") is value and json_at(value) is value

@@ -9,7 +9,7 @@ import pytest
 
 from kvbench.load.client import Address
 from kvbench.load.completion import Completion
-from kvbench.load.dialect import Dialect
+from kvbench.load.endpoints import Dialect
 from kvbench.load.launch import takes_priority
 from kvbench.load.samples import Sample, with_history
 from kvbench.load.spec import LoadSpec, http_request

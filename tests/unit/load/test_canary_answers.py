@@ -8,8 +8,7 @@ import json
 import pytest
 
 from kvbench.load.completion import Completion, judge
-from kvbench.load.multi.clock import ClockMap, Reading
-from kvbench.load.multi.merge import samples_from_bytes, samples_to_bytes
+from kvbench.load.multi.merge import ClockMap, Reading, samples_from_bytes, samples_to_bytes
 from kvbench.load.samples import KV_FACTS, Sample, write_wrong_answers, wrong_answers, wrong_words
 from kvbench.requests.canaries import as_request
 from kvbench.requests.request import RequestSpec

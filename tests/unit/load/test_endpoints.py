@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from kvbench.load.completion import Completion, judge
-from kvbench.load.dialect import Dialect
-from kvbench.load.endpoints import ENDPOINTS
+from kvbench.load.endpoints import ENDPOINTS, Dialect
 from kvbench.requests.request import RequestSpec
 from kvbench.targets.presets import PRESETS
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbench.load.multi.clock import Reading, best_of, clock_map, clock_reasons, exchange
+from kvbench.load.multi.merge import Reading, best_of, clock_map, clock_reasons, exchange
 
 delays = st.floats(1e-6, 0.5)
 

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvbench.load.completion import judge
-from kvbench.load.dialect import OPENAI
+from kvbench.load.endpoints import OPENAI
 from tests.support.fire_wire import TOKENS, WHOLE, chunked, data, sized, token, usage
 from tests.support.raw_server import raw_server, read_request
 

@@ -11,16 +11,19 @@ import pandas as pd
 import pytest
 
 from kvbench.load.completion import Completion
-from kvbench.load.multi.clock import ClockMap, Reading, clock_map
 from kvbench.load.multi.merge import (
+    ClockMap,
     Member,
+    Reading,
+    clock_map,
     merged_client,
     samples_from_bytes,
     samples_to_bytes,
 )
 from kvbench.load.multi.shards import Shard
-from kvbench.load.outcome import Clocked, most_in_flight
+from kvbench.load.outcome import most_in_flight
 from kvbench.load.samples import Sample, write_samples
+from kvbench.load.validity import Clocked
 from kvbench.requests.request import RequestSpec
 
 SAME = ClockMap((Reading(0.0, 0.0, 1e-4),), True)

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from kvbench.common.schema import explain
 from kvbench.load.completion import Completion, judge
-from kvbench.load.dialect import OPENAI, Dialect
+from kvbench.load.endpoints import OPENAI, Dialect
 from kvbench.load.http import MalformedStream, Response, ResponseReader, events
 from kvbench.targets.presets import PRESETS
 

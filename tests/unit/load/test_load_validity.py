@@ -10,14 +10,15 @@ import pytest
 from engine.boot import BOOT_HEADER, boot_id
 from kvbench.common.records import read_record
 from kvbench.load.completion import Completion, judge
-from kvbench.load.dialect import Dialect
-from kvbench.load.outcome import Clocked, DrivenLoad, write_outcome
+from kvbench.load.endpoints import Dialect
+from kvbench.load.outcome import DrivenLoad, write_outcome
 from kvbench.load.samples import Sample
 from kvbench.load.spec import LoadSpec
 from kvbench.load.validity import (
+    Clocked,
     busiest_second,
+    client_figures,
     client_reasons,
-    client_report,
     invalid_reasons,
     nothing_streamed,
     other_prompts,
@@ -27,6 +28,11 @@ from kvbench.load.validity import (
 )
 from kvbench.metrics.model import LoadOutcome
 from kvbench.requests.request import RequestList, RequestSpec
+
+
+def client_report(samples, lags, cpu_s, wall_s, mode, kernel_stamps=False):
+    """The figures of a client of one process."""
+    return client_figures(samples, lags, [Clocked(cpu_s=cpu_s, reads=int(kernel_stamps))], mode, wall_s)
 
 
 def sample(sent: list[float], received: list[float], **more) -> Sample:

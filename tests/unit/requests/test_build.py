@@ -14,7 +14,7 @@ import pytest
 from scipy import stats
 from tokenizers import Tokenizer
 
-from kvbench.requests.build import build_requests
+from kvbench.requests.build import LoadDraw, build_requests
 from kvbench.requests.draw import draw_lengths, draw_thinks, draw_turns, largest_remainder, random_tokens
 from kvbench.requests.request import (
     RequestList,
@@ -46,7 +46,9 @@ def mix(prefix: object = PREFIX, classes: list = CLASSES, scale: object = 1.0, *
 
 def build(load: LoadConfig, **changes: object) -> RequestList:
     at = {"concurrency": None} if "rate" in changes else {"concurrency": 2}
-    return build_requests(load, **({"vocab_size": 8192, "max_model_len": 1024, "seed": 5, "repeat": 0} | at | changes))
+    return build_requests(
+        LoadDraw(load, **({"vocab_size": 8192, "max_model_len": 1024, "seed": 5, "repeat": 0} | at | changes))
+    )
 
 
 def stored(requests: list[RequestSpec], tmp_path: Path) -> RequestList:
@@ -232,7 +234,7 @@ SESSIONS = {"turns": [2, 5], "think_s": [0.5, 2.0], "user_tokens": [3, 7]}
 
 def drawn(rate: float | None = 2.0, users: int | None = None, seed: int = 5, **load: Any) -> RequestList:
     config = LoadConfig.model_validate({"mode": "open", "prompts": PROMPTS} | load)
-    return build_requests(config, vocab_size=500, max_model_len=400, seed=seed, rate=rate, concurrency=users)
+    return build_requests(LoadDraw(config, vocab_size=500, max_model_len=400, seed=seed, rate=rate, concurrency=users))
 
 
 def test_every_turn_holds_the_whole_conversation_before_it() -> None:

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from kvbench.requests import canaries as canary_sets
-from kvbench.requests.build import build_requests
+from kvbench.requests.build import LoadDraw, build_requests
 from kvbench.requests.canaries import CanarySet, canaries_of, first_difference, fitting, read_canaries, write_canaries
 from kvbench.requests.prefix_hits import predict_hits
 from kvbench.requests.request import RequestSpec, conversations, read_requests, write_requests
@@ -33,7 +33,7 @@ def load(share: float | None = 0.25, **changes: object) -> LoadConfig:
 def build(section: LoadConfig, canaries: CanarySet | None = SET, **changes: object) -> list[RequestSpec]:
     at = {"rate": 5.0} if section.mode == "open" else {"concurrency": 4}
     sizes = {"vocab_size": 8192, "max_model_len": 512, "seed": 1, "repeat": 2}
-    return build_requests(section, canaries=canaries, **sizes, **at, **changes)
+    return build_requests(LoadDraw(section, canaries=canaries, **sizes, **at, **changes))
 
 
 @pytest.mark.parametrize("kind", [CLOSED, OPEN, TALK], ids=["closed", "open", "conversations"])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from kvbench.requests.build import build_requests
+from kvbench.requests.build import LoadDraw, build_requests
 from kvbench.requests.prefix_hits import predict_hits
 from kvbench.requests.request import RequestList, RequestSpec, distinct_prefixes
 from kvbench.workload.load_section import LoadConfig
@@ -26,7 +26,7 @@ def build(file: Path, text: str | None = None, *, load: dict | None = None, **pr
     keys = {"mode": "open", "arrivals": "trace"} | (load or {})
     given = {"vocab_size": 8192, "max_model_len": 4096, "seed": 0} | keys.pop("build", {})
     prompts = {"kind": "trace", "path": str(file)} | prompts
-    return build_requests(LoadConfig.model_validate(keys | {"prompts": prompts}), **given)
+    return build_requests(LoadDraw(LoadConfig.model_validate(keys | {"prompts": prompts}), **given))
 
 
 def lengths(requests: list[RequestSpec]) -> list[int]:

@@ -19,7 +19,7 @@ from kvbench import __version__
 from kvbench.cli.main import cli
 from kvbench.common.errors import UsageError
 from kvbench.metrics.latency import distribution, summarise, weighted_distribution
-from kvbench.requests.build import PIECE, build_requests, stream_requests
+from kvbench.requests.build import PIECE, LoadDraw, build_requests, stream_requests
 from kvbench.simulation.run import sustainable_rate
 from kvbench.workload.load_section import LoadConfig
 
@@ -211,10 +211,10 @@ def test_a_load_in_pieces_begins_with_the_one_that_is_really_sent_and_goes_on(mo
 
     piece = PIECE // 3 if more else PIECE
     how = {"vocab_size": 1000, "max_model_len": 200, "seed": 4, "rate": 5.0}
-    found = list(stream_requests(load(2 * piece + 100), **how).conversations)
+    found = list(stream_requests(LoadDraw(load(2 * piece + 100), **how)).conversations)
     flat = [request for turns in found for request in turns]
     assert len(found) == 2 * piece + 100 and [r.index for r in flat] == list(range(len(flat)))
-    begin = build_requests(load(piece), **how)
+    begin = build_requests(LoadDraw(load(piece), **how))
     assert flat[: len(begin)] == list(begin)
     arrivals = [turns[0].arrival_s or 0.0 for turns in found]
     assert np.all(np.diff(arrivals) > 0) and np.diff(arrivals).mean() == pytest.approx(0.2, rel=0.06)
@@ -226,8 +226,8 @@ def test_a_load_in_pieces_begins_with_the_one_that_is_really_sent_and_goes_on(mo
 def test_a_short_load_is_streamed_as_it_is_sent() -> None:
     load = LoadConfig.model_validate(LOAD)
     how = {"vocab_size": 1000, "max_model_len": 200, "seed": 4, "rate": 2000.0, "repeat": 1}
-    stream = stream_requests(load, **how)
-    assert [r for turns in stream.conversations for r in turns] == list(build_requests(load, **how))
+    stream = stream_requests(LoadDraw(load, **how))
+    assert [r for turns in stream.conversations for r in turns] == list(build_requests(LoadDraw(load, **how)))
 
 
 def test_a_streamed_trace_has_the_requests_of_the_whole_one(tmp_path: Path) -> None:
@@ -240,5 +240,5 @@ def test_a_streamed_trace_has_the_requests_of_the_whole_one(tmp_path: Path) -> N
     prompts = {"kind": "trace", "path": str(path), "sessions": False}
     load = LoadConfig.model_validate({"mode": "open", "arrivals": "trace", "prompts": prompts})
     how = {"vocab_size": 5000, "max_model_len": 2000, "seed": 4}
-    streamed = [r for turns in stream_requests(load, **how).conversations for r in turns]
-    assert streamed == [dataclasses.replace(r, prefix_tokens=0) for r in build_requests(load, **how)]
+    streamed = [r for turns in stream_requests(LoadDraw(load, **how)).conversations for r in turns]
+    assert streamed == [dataclasses.replace(r, prefix_tokens=0) for r in build_requests(LoadDraw(load, **how))]

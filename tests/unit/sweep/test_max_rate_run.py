@@ -16,7 +16,7 @@ from scipy.optimize import brentq
 
 from kvbench.calibration.calibrate import CalibrationSettings
 from kvbench.common.errors import EXIT_INCONCLUSIVE, EXIT_INVALID, EXIT_OK, MeasurementError
-from kvbench.load.validity import client_report, invalid_reasons
+from kvbench.load.validity import Clocked, client_figures, invalid_reasons
 from kvbench.metrics.latency import summarise
 from kvbench.metrics.model import LoadMetrics
 from kvbench.sweep.load_folder import LoadFolder
@@ -29,7 +29,7 @@ TWO_RATES = Bounds(1.0, 0.1, 2.0, 0.2)
 AT_LEAST = Interval(1.9, None, None)
 SERVICE_S = 0.1
 N = 2000  # requests of a run
-CLIENT = client_report([], [0.04] * 5000, cpu_s=9.9, wall_s=10.0, mode="open")  # lagged, and used all of a core
+CLIENT = client_figures([], [0.04] * 5000, [Clocked(cpu_s=9.9)], "open", 10.0)  # lagged, and used all of a core
 
 
 def waiting_cdf(t: float, rate: float, service: float) -> float:

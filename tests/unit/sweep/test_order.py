@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvbench.calibration.cache import FILE as CALIBRATION
-from kvbench.calibration.cache import ClientLoad, settings_for
+from kvbench.calibration.calibrate import FILE as CALIBRATION
+from kvbench.calibration.calibrate import ClientLoad, settings_for
 from kvbench.common.files import write_json
 from kvbench.common.records import read_record, write_record
 from kvbench.runs.folder import DONE, RunFolder

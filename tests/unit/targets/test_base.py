@@ -339,7 +339,7 @@ def test_the_load_client_gets_dialect_key_and_tls_and_nothing_else(monkeypatch):
         spec = LoadSpec(base_url=server.url, model="m", mode="closed", concurrency=1, requests_file="", out_dir="",
                         timeout_s=1.0, **fields)  # fmt: skip
         assert spec.dialect == PRESETS["transformers"].dialect
-        target.json_at("/v1/models")
+        target.get_json("/v1/models")
         assert server.asked[-1][2]["Authorization"] == "Bearer secret"
     monkeypatch.delenv("KEY_OF_THE_TEST")
     with pytest.raises(UsageError, match="KEY_OF_THE_TEST: this variable holds no key"):
@@ -383,7 +383,7 @@ def test_a_server_as_it_was_asked_for():
     assert contradiction(SETTINGS, KNOWN, info()) is None
     assert contradiction(SETTINGS, KNOWN, info(tokens=6192 - 100)) is None  # 1.6 %
     assert contradiction(SETTINGS, KNOWN, ServerInfo()) is None
-    assert contradiction({"target": "http://x"}, {}, info(128, 5)) is None  # nothing was asked
+    assert contradiction({"target": "http://x"}, Capacity(), info(128, 5)) is None  # nothing was asked
     assert contradiction({**SETTINGS, "page_size": None}, KNOWN, info(128)) is None
     assert contradiction({"layout": "contiguous"}, KNOWN, info(2048)) is None  # there it is a reservation's size
 
@@ -411,14 +411,14 @@ def test_a_server_that_lowered_its_length_is_another_configuration():
     lowered = ServerInfo.read({"engine": {"max_model_len": 3056}})
     assert "3056" in (contradiction(SETTINGS, KNOWN.model_copy(update={"max_model_len": 4096}), lowered) or "")
     assert contradiction(SETTINGS, KNOWN.model_copy(update={"max_model_len": 3056}), lowered) is None
-    assert contradiction(SETTINGS, {}, lowered) is None  # nobody knows what it should be
+    assert contradiction(SETTINGS, Capacity(), lowered) is None  # nobody knows what it should be
 
 
 def test_without_our_own_count_of_tokens_the_bytes_decide():
     known = KNOWN.model_copy(update={"capacity_tokens": None})
     assert contradiction(SETTINGS, known, info(tokens=6208)) is None
     assert "6,208" in (contradiction(SETTINGS, known, info(tokens=262144)) or "")
-    assert contradiction(SETTINGS, {}, info(tokens=262144)) is None  # it was not given a budget
+    assert contradiction(SETTINGS, Capacity(), info(tokens=262144)) is None  # it was not given a budget
 
 
 def test_a_kv_format_with_fewer_scales_holds_more():

@@ -108,13 +108,16 @@ def test_the_cores_of_bound_threads_are_found_in_any_process_of_the_server():
             server.stdin.close()
 
 
-def test_a_list_of_cores_is_read_as_the_kernel_writes_it(monkeypatch, tmp_path):
-    for thread, allowed in (("1", "0-15"), ("2", "0-2,7"), ("3", "9-10")):
-        (folder := tmp_path / str(os.getpid()) / "task" / thread).mkdir(parents=True)
-        (folder / "status").write_text(f"Name:\tserver\nCpus_allowed_list:\t{allowed}\nMems_allowed_list:\t0\n")
-    monkeypatch.setattr(cores, "_PROC", tmp_path)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
-    assert cores.bound_cores(os.getpid()) == [0, 1, 2, 7, 9, 10]
+def test_a_thread_that_may_run_everywhere_or_has_ended_is_not_bound(monkeypatch):
+    def allowed(thread: int) -> set[int]:
+        if thread == 0:
+            return set(range(16))
+        raise ProcessLookupError
+
+    monkeypatch.setattr(os, "sched_getaffinity", allowed)
+    assert cores.bound_cores(os.getpid()) == []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda thread: {0, 1, 7} if thread else set(range(16)))
+    assert cores.bound_cores(os.getpid()) == [0, 1, 7]
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def test_llama_cpp_gets_gguf_files_as_they_are_and_others_written_or_refused_bef
         ({"model": str(source / "gone.gguf")}, "there is no GGUF file"),
         ({"model": "llama-33m"}, "neither a folder"),
     ):
-        for ask in (folders.check, lambda s, **more: folders.get(s, drop_eos=False, **more)):
+        for ask in (folders.source, lambda s, **more: folders.get(s, drop_eos=False, **more)):
             with pytest.raises(UsageError, match=why):
                 ask(settings, model_format="gguf")
     (source / "m.gguf").write_bytes(b"GGUF")
@@ -105,8 +105,8 @@ def test_llama_cpp_gets_gguf_files_as_they_are_and_others_written_or_refused_bef
 def test_a_missing_package_is_said_before_a_launch_with_the_way_to_get_it(folders, monkeypatch):
     monkeypatch.setattr(gguf_file.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match="pip install 'gguf"):
-        folders.check({"model": "llama-32m"}, model_format="gguf")
-    folders.check({"model": "llama-32m"})  # other servers need none
+        folders.source({"model": "llama-32m"}, model_format="gguf")
+    folders.source({"model": "llama-32m"})  # other servers need none
 
 
 def test_llama_cpp_gets_weights_and_tokenizer_as_a_gguf_file(folders):
@@ -114,7 +114,7 @@ def test_llama_cpp_gets_weights_and_tokenizer_as_a_gguf_file(folders):
     settings = {"model": "kvbench-tiny", "load_format": "auto", "dtype": "float32", "device": "cpu"}
     served = folders.get(settings, drop_eos=False, model_format="gguf")
     assert served.path.read_bytes()[:4] == b"GGUF" and served.tokenizer.name == "kvbench-tiny"
-    assert (served.vocab_size, served.max_positions) == (2048, 2048) and served.facts["weights_fingerprint"]
+    assert (served.vocab_size, served.max_positions) == (2048, 2048) and served.facts.weights_fingerprint
     assert folders.get(settings, drop_eos=False, model_format="gguf") is served
 
 

@@ -12,7 +12,7 @@ import engine.tokenizer
 from kvbench.common.errors import UsageError
 from kvbench.load.completion import Completion
 from kvbench.load.samples import Sample, with_history
-from kvbench.requests.build import build_requests
+from kvbench.requests.build import LoadDraw, build_requests
 from kvbench.requests.request import RequestSpec
 from kvbench.targets.prompt_texts import TokenizerWords, ids_as_words, with_texts
 from kvbench.workload.file import load_workload
@@ -75,7 +75,7 @@ def test_any_length_has_its_tokens():
 
 def test_a_workload_shares_as_much_as_text_as_it_does_as_ids():
     load = load_workload("workloads/mixed.yaml", profile="cpu").load
-    drawn = build_requests(load, vocab_size=8192, max_model_len=2048, seed=0, repeat=1, concurrency=32)
+    drawn = build_requests(LoadDraw(load, vocab_size=8192, max_model_len=2048, seed=0, repeat=1, concurrency=32))
     sent, read = with_texts(drawn, TokenizerWords(BPE).text), reader(BPE)
     ids = [list(each.prompt_token_ids) for each in drawn]
     as_read = [read(each.prompt) for each in sent]

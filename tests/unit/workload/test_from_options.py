@@ -8,7 +8,7 @@ import math
 import pytest
 
 from kvbench.common.errors import UsageError
-from kvbench.requests.build import build_requests
+from kvbench.requests.build import LoadDraw, build_requests
 from kvbench.targets.builtin import check_configuration
 from kvbench.workload.design import plan_sweep
 from kvbench.workload.file import load_workload
@@ -27,7 +27,7 @@ def requests(loaded):
     (point,) = loaded.load_points
     limit = loaded.engine["max_model_len"]
     at = {"concurrency": point.concurrency, "rate": point.request_rate}
-    return build_requests(loaded.load, vocab_size=8192, max_model_len=limit, seed=loaded.seed, repeat=1, **at)
+    return build_requests(LoadDraw(loaded.load, vocab_size=8192, max_model_len=limit, seed=loaded.seed, repeat=1, **at))
 
 
 @pytest.mark.parametrize("profile", ["cpu", "gpu"])

@@ -21,7 +21,7 @@ from engine.kv.budget import capacity_of
 from engine.kv.layouts import make_kv_manager
 from engine.model.spec import find_model
 from engine.sequence import Request, SamplingParams
-from kvbench.requests.build import build_requests
+from kvbench.requests.build import LoadDraw, build_requests
 from kvbench.requests.prefix_hits import predict_hits
 from kvbench.requests.request import RequestList, RequestSpec, distinct_prefixes
 from kvbench.targets.builtin import check_configuration
@@ -48,7 +48,9 @@ def cells(name: str, profile: str = "cpu"):
 
 def requests_of(workload, cell, max_model_len: int, repeat: int = 1) -> RequestList:
     at = {"concurrency": cell.load.concurrency, "rate": cell.load.request_rate}
-    return build_requests(workload.load, vocab_size=VOCAB, max_model_len=max_model_len, seed=0, repeat=repeat, **at)
+    return build_requests(
+        LoadDraw(workload.load, vocab_size=VOCAB, max_model_len=max_model_len, seed=0, repeat=repeat, **at)
+    )
 
 
 @functools.cache
