@@ -103,7 +103,7 @@ class FakeSitting:
             assert self.is_enough(number) is (number >= settings.LAUNCHES)
         if isinstance(end, Exception):
             raise end
-        return EngineTime(notes=end)
+        return EngineTime(notes=tuple(end))
 
 
 @pytest.fixture
