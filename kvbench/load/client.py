@@ -137,17 +137,12 @@ class TlsConnection(Connection):
                 return
             except ssl.SSLWantReadError:
                 self._flush()
-                data = self._wait_and_read()
-                self._incoming.write(data) if data else self._incoming.write_eof()
+                wait_read(self.fd)
+                with contextlib.suppress(BlockingIOError):
+                    data = self._sock.recv(_READ_BYTES)
+                    self._incoming.write(data) if data else self._incoming.write_eof()
             finally:
                 self._flush()
-
-    def _wait_and_read(self) -> bytes:
-        while True:
-            try:
-                return self._sock.recv(_READ_BYTES)
-            except BlockingIOError:
-                wait_read(self.fd)
 
     def _flush(self) -> None:
         """Sends TLS's own messages (handshakes, alerts). They are small: the socket's buffer takes them."""

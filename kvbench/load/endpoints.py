@@ -180,8 +180,8 @@ def read_choices(event: Fields, stream: Stream) -> None:
             if text is None:
                 text = delta.get("content")
                 if isinstance(text, list):  # Mistral's parts
-                    thoughts = [part for part in text if json_at(part, "type") == "thinking"]
-                    text = "".join(part["text"] for part in text if json_at(part, "type") == "text")
+                    thoughts = [part for part in text if part.get("type") == "thinking"]
+                    text = "".join(part["text"] for part in text if part.get("type") == "text")
                     delta = {**delta, "reasoning_details": thoughts}
             ids, reason = choice.get("token_ids"), choice.get("finish_reason")
             if not (isinstance(text, _STRING) and isinstance(ids, _IDS) and isinstance(reason, _STRING)):
@@ -263,7 +263,7 @@ def read_responses(event: Fields, stream: Stream) -> None:
         if json_at(event, "item", "name"):  # of a call: its first token, or all of it (transformers serve)
             stream.chunk(0, kind=CALL, filled=True)
     elif name in _RESPONSE_ENDS:
-        response = json_at(event, "response")
+        response = json_at(event, "response") or {}
         if usage := json_at(response, "usage"):
             stream.count(_usage(usage, "input_tokens", "output_tokens"))
         status = json_at(response, "status") or name.removeprefix("response.")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import gevent
 
 from kvbench.common.server_errors import SERVER_FAULT, in_its_words
-from kvbench.load.client import RawStream, StreamingClient
+from kvbench.load.client import RawStream, StreamingClient, Timeouts
 from kvbench.load.http import Response, call_bytes
 from kvbench.load.spec import LoadSpec
 
@@ -87,10 +87,7 @@ class ServerHealth:
     def _get_health(self) -> RawStream:
         """Returns what GET /health brings within 5 s."""
         client = self._new_client()
-        limits = dataclasses.asdict(client.timeouts)
-        client.timeouts = dataclasses.replace(
-            client.timeouts, **{name: min(limit, _ANSWER_LIMIT_S) for name, limit in limits.items()}
-        )
+        client.timeouts = Timeouts(*(min(limit, _ANSWER_LIMIT_S) for limit in dataclasses.astuple(client.timeouts)))
         answer = client.exchange(call_bytes(client.address, "GET", "/health", ["Connection: close"]))
         client.close()
         return answer

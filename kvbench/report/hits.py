@@ -17,7 +17,7 @@ from plotly.subplots import make_subplots
 from kvbench.common import text as words
 from kvbench.report.style import GREY, Drawing, LineStyle, finish, hatch, safe
 from kvbench.report.tables import Column, Part, ReportTable, Section, Value, cell_table, identity_columns
-from kvbench.requests.cache_simulation import COLUMNS, CacheSimulation, endless_hits, served_requests, shared_tokens
+from kvbench.requests.cache_simulation import COLUMNS, CacheReplay, endless_hits, served_requests, shared_tokens
 from kvbench.requests.request import distinct_prefixes, read_requests
 from kvbench.runs.model import MeasuredCell, Repeat, Run, number
 from kvbench.workload.settings import effective
@@ -280,7 +280,7 @@ def _simulate(source: _SimulationInput) -> _Simulated | str:
     steps = _Simulated(sent, sum(shared_tokens(served, primed)), sum(endless_hits(served, primed)))
     if source.page_size is None:
         return steps
-    cache = CacheSimulation(served, source.page_size, primed)
+    cache = CacheReplay(served, source.page_size, primed)
     whole_pages, best, lru = sum(cache.hits()), None, None
     if source.num_pages is not None:
         lru = sum(cache.hits(source.num_pages))

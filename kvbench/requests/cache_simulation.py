@@ -93,7 +93,7 @@ def endless_hits(requests: Sequence[ServedRequest], primed: Sequence[Ids] = ()) 
     return hits
 
 
-class CacheSimulation:
+class CacheReplay:
     """The requests of one load and their pages, to be replayed through caches of several sizes and policies."""
 
     def __init__(self, requests: Sequence[ServedRequest], page_size: int, primed: Sequence[Ids] = ()) -> None:

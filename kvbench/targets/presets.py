@@ -44,19 +44,18 @@ _PRELOADED = ("libtcmalloc*.so.4", "libiomp5.so")  # what its CPU backend looks 
 _BINDING = "VLLM_CPU_OMP_THREADS_BIND"
 
 
-def _page_step(context: Context) -> int:
-    return 32 if context.on_cpu else 16
+_PAGE_STEPS = {True: ("CPU", 32), False: ("GPU", 16)}  # by whether it runs on the CPU
 
 
 def _vllm_page_refusal(value: Any, context: Context) -> str | None:
-    step = _page_step(context)
+    device, step = _PAGE_STEPS[context.on_cpu]
     if isinstance(value, int) and value > 0 and value % step == 0:
         return None
-    return f"its {'CPU' if context.on_cpu else 'GPU'} attention takes multiples of {step}"
+    return f"its {device} attention takes multiples of {step}"
 
 
 def _vllm_nearest_page(value: Any, context: Context) -> int:
-    step = _page_step(context)
+    _, step = _PAGE_STEPS[context.on_cpu]
     return max(step, round(int(value) / step) * step)
 
 
@@ -178,10 +177,6 @@ VLLM = Preset(
 # 21413 and 21490 (/flush_cache answers 400 while requests run, 200 once the radix tree is empty).
 
 
-def _sglang_batch(value: Any, context: Context) -> str:
-    return f"--chunked-prefill-size {value if effective(context.settings, 'enable_chunked_prefill') else -1}"
-
-
 def _sglang_chunk_refusal(value: Any, context: Context) -> str | None:
     if value or "max_num_batched_tokens" in context.given:
         return None
@@ -203,7 +198,11 @@ SGLANG = Preset(
         "enable_chunked_prefill": switch("", "", refuse=_sglang_chunk_refusal),
         "max_model_len": flag("--context-length {}"),
         "max_num_seqs": flag("--max-running-requests {}"),
-        "max_num_batched_tokens": Setting(words=_sglang_batch),
+        "max_num_batched_tokens": Setting(
+            lambda n, where: (
+                f"--chunked-prefill-size {n if effective(where.settings, 'enable_chunked_prefill') else -1}"
+            )
+        ),
         "max_num_waiting": flag("--max-queued-requests {}"),
         "scheduling_policy": choice(
             "it has no such policy",
@@ -399,10 +398,7 @@ LLAMACPP = Preset(
 # prompts only) and generation/configuration_utils.py (ContinuousBatchingConfig) of transformers 5.23.
 
 _LEAST_PAGE = 4
-
-
-def _transformers_page_refusal(value: Any, context: Context) -> str | None:
-    return None if isinstance(value, int) and value >= _LEAST_PAGE else f"its pages have at least {_LEAST_PAGE} tokens"
+_TOO_SHORT = f"its pages have at least {_LEAST_PAGE} tokens"
 
 
 def _transformers_batch_refusal(value: Any, context: Context) -> str | None:
@@ -426,7 +422,9 @@ TRANSFORMERS = Preset(
     settings={
         **COMMON,
         "page_size": flag(
-            "--cb-block-size {}", refuse=_transformers_page_refusal, nearest=lambda value, context: _LEAST_PAGE
+            "--cb-block-size {}",
+            refuse=lambda n, context: None if isinstance(n, int) and n >= _LEAST_PAGE else _TOO_SHORT,
+            nearest=lambda value, context: _LEAST_PAGE,
         ),
         "kv_budget": budget_in("num_pages", "--cb-num-blocks {}"),
         "kv_cache_dtype": always("auto", "its KV cache has the model's dtype"),

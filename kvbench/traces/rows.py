@@ -24,7 +24,7 @@ _OPTION = "--page-size"
 _MOST_SECONDS = 1e300  # whole numbers in JSON may be larger than a float
 
 
-class Row(dict[str, Any]):
+class TraceRow(dict[str, Any]):
     """A JSON object of a trace, in which a key that is missing is None."""
 
     def __missing__(self, key: str) -> None:
@@ -40,10 +40,10 @@ class Source:
 
     path: Path
     container: str
-    first: Row
+    first: TraceRow
     columns: tuple[str, ...] = ()
 
-    def rows(self) -> Iterator[tuple[str, Row]]:
+    def rows(self) -> Iterator[tuple[str, TraceRow]]:
         """Yields each row with its place in the file. Raises ValueError for one that is no JSON object."""
         rows = ((f"line {at}", text if (value := parse(text)) is None else value) for at, text in lines(self.path))
         for where, row in _array(self.path) if self.container == "array" else rows:
@@ -128,7 +128,7 @@ def open_source(path: Path) -> Source:
         return Source(path, "object" if whole else "jsonl", first)
     if text.startswith("["):
         _, row = next(_array(path), ("", None))
-        return Source(path, "array", row if isinstance(row, dict) else Row())
+        return Source(path, "array", row if isinstance(row, dict) else TraceRow())
     if text.startswith("{"):
         whole_file = parse(path.read_bytes().decode("utf-8-sig", "replace"))
         if isinstance(whole_file, dict):
@@ -136,7 +136,7 @@ def open_source(path: Path) -> Source:
         raise ValueError(f"{path}, line {number}: not JSON ({short(text)}): mend or remove the line")
     columns = tuple(name.strip() for name in text.split(","))
     printable = all(name.isprintable() for name in columns)
-    return Source(path, "csv" if len(columns) > 1 and printable else "other", Row(), columns)
+    return Source(path, "csv" if len(columns) > 1 and printable else "other", TraceRow(), columns)
 
 
 def lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -150,7 +150,7 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
 def _array(path: Path) -> Iterator[tuple[str, Any]]:
     """The items of a JSON array, decoded one by one: all at once would take several times the memory. ValueError."""
     text = path.read_text(encoding="utf-8-sig", errors="replace")
-    decoder, index, at = json.JSONDecoder(object_hook=Row), 0, text.index("[") + 1
+    decoder, index, at = json.JSONDecoder(object_hook=TraceRow), 0, text.index("[") + 1
     while not text.startswith("]", at := _BETWEEN.match(text, at).end()):  # type: ignore[union-attr]
         index += 1
         begin = at
@@ -165,12 +165,12 @@ def _array(path: Path) -> Iterator[tuple[str, Any]]:
 def parse(text: str) -> Any:
     """The JSON value; None for a text that is no JSON or nested too deeply."""
     try:
-        return json.loads(text, object_hook=Row)
+        return json.loads(text, object_hook=TraceRow)
     except (ValueError, RecursionError):
         return None
 
 
-def tokens(row: Row, key: str, default: int | None = None) -> int:
+def tokens(row: TraceRow, key: str, default: int | None = None) -> int:
     """A number of tokens; ``default`` if it is missing (None: it must be there). Raises ValueError."""
     value = row[key]
     if value is None and default is not None:
@@ -180,7 +180,7 @@ def tokens(row: Row, key: str, default: int | None = None) -> int:
     return value
 
 
-def seconds(row: Row, key: str, unit: float = 1.0) -> float | None:
+def seconds(row: TraceRow, key: str, unit: float = 1.0) -> float | None:
     """A time in units of ``unit`` seconds; None if it is missing. Raises ValueError."""
     value = row[key]
     if value is None:
@@ -190,7 +190,7 @@ def seconds(row: Row, key: str, unit: float = 1.0) -> float | None:
     return value * unit
 
 
-def text(row: Row, key: str) -> str:
+def text(row: TraceRow, key: str) -> str:
     """A text. Raises ValueError."""
     value = row[key]
     if not isinstance(value, str):
@@ -364,9 +364,9 @@ class Rows:
 def read_rows(
     name: str,
     sources: list[Source],
-    add: Callable[[Rows, Row, Any], object],
+    add: Callable[[Rows, TraceRow, Any], object],
     page_size: PageSize | None = None,
-    items: Callable[[Source], Iterable[tuple[str, Row]]] = Source.rows,
+    items: Callable[[Source], Iterable[tuple[str, TraceRow]]] = Source.rows,
     *,
     same_clock: bool = True,
 ) -> Trace:

@@ -125,15 +125,13 @@ class SharedLoad:
         try:
             self.runner = self.env.runner = GuardedMaster(self.env, self.host, port)
         except (Exception, SystemExit) as error:  # Locust ends the process when the port is taken
-            raise ValueError(
-                f"no worker can connect to {self.host}:{port} ({error}): give a free --bind-port."
-            ) from None
+            where = f"{self.host}:{port} ({error})"
+            raise ValueError(f"no worker can connect to {where}: give a free --bind-port.") from None
         self.port = self.runner.master_bind_port = self.runner.server.port
-        self.runner.register_message(messages.JOIN, self._on_join)
-        self.runner.register_message(messages.PROGRESS, self._on_progress)
-        self.runner.register_message(messages.ENDED, self._on_ended)
-        for name in (messages.CLOCK, messages.SHARD, messages.START, messages.SAMPLES):
-            self.runner.register_message(name, self._on_answer)
+        acts = {messages.JOIN: self._on_join, messages.PROGRESS: self._on_progress, messages.ENDED: self._on_ended}
+        acts |= dict.fromkeys((messages.CLOCK, messages.SHARD, messages.START, messages.SAMPLES), self._on_answer)
+        for name, act in acts.items():
+            self.runner.register_message(name, act)
         self._children = [self._launch() for _ in range(useful)] if self.local else []
 
     def _launch(self) -> subprocess.Popen[bytes]:

@@ -42,16 +42,10 @@ def deal(requests: Sequence[RequestSpec], workers: int, places: int | None = Non
     (users in closed loop, those under a cap in open loop) it goes to the worker that has place k mod ``places``, so
     that each place's share is the same although some workers have one more.
     """
-    cycle = places or workers
-    worker_of = {
-        request.index: k % cycle % workers
-        for k, conversation in enumerate(conversations(requests))
-        for request in conversation
-    }
-    shards: list[list[RequestSpec]] = [[] for _ in range(workers)]
-    for request in requests:
-        shards[worker_of[request.index]].append(request)
-    return shards
+    worker_of = {}
+    for k, conversation in enumerate(conversations(requests)):
+        worker_of |= dict.fromkeys((request.index for request in conversation), k % (places or workers) % workers)
+    return [[request for request in requests if worker_of[request.index] == worker] for worker in range(workers)]
 
 
 def cap_note(spec: LoadSpec, workers: int) -> Notes:
@@ -69,20 +63,11 @@ def make_shards(spec: LoadSpec, requests: RequestList, workers: int) -> list[Sha
     """One shard a worker. ``workers``: no more than ``useful_workers``. Sums of users and of caps are the spec's."""
     users = split_evenly(spec.concurrency, workers) if spec.mode == "closed" and spec.concurrency else None
     caps = split_evenly(spec.max_concurrency, workers) if spec.max_concurrency else None
-    dealt = deal(requests, workers, spec.concurrency if users else spec.max_concurrency)
-    return [
-        Shard(
-            spec.model_copy(
-                update={
-                    "concurrency": users[k] if users else spec.concurrency,
-                    "max_concurrency": caps[k] if caps else None,
-                    "processes": 1,
-                    "requests_file": "",
-                    "out_dir": "",
-                }
-            ),
-            RequestList(dealt[k], requests.notes),
-            sum(users[:k]) if users else 0,
-        )
-        for k in range(workers)
-    ]
+    shards = []
+    for k, dealt in enumerate(deal(requests, workers, spec.concurrency if users else spec.max_concurrency)):
+        own = {"processes": 1, "requests_file": "", "out_dir": ""}
+        own |= {"concurrency": users[k]} if users else {}
+        own |= {"max_concurrency": caps[k]} if caps else {}
+        first_user = sum(users[:k]) if users else 0
+        shards.append(Shard(spec.model_copy(update=own), RequestList(dealt, requests.notes), first_user))
+    return shards

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from kvbench.traces.model import UNKNOWN
-from kvbench.traces.rows import Row, Rows, Source, TraceFormat, read_rows, seconds, short, text, tokens
+from kvbench.traces.rows import Rows, Source, TraceFormat, TraceRow, read_rows, seconds, short, text, tokens
 
 _USERS = ("human", "user")
 _MODELS = ("gpt", "assistant", "chatgpt", "bing", "bard", "model")
@@ -67,7 +67,7 @@ def _texts(value: Any, what: str) -> list[str]:
     return value
 
 
-def _sharegpt(rows: Rows, row: Row, where: Any) -> None:
+def _sharegpt(rows: Rows, row: TraceRow, where: Any) -> None:
     texts: tuple[str, ...] = ()
     waiting = False  # whether the last text was the user's
     for speaker, words in _messages(row):
@@ -82,7 +82,7 @@ def _sharegpt(rows: Rows, row: Row, where: Any) -> None:
         rows.left_out["questions without a reply"] += 1
 
 
-def _messages(row: Row) -> Iterator[tuple[str, str]]:
+def _messages(row: TraceRow) -> Iterator[tuple[str, str]]:
     messages = row["conversations" if "conversations" in row else "conversation"]
     if not isinstance(messages, list):
         raise ValueError("neither conversations nor conversation is a list: mend or remove it")
@@ -96,20 +96,20 @@ def _messages(row: Row) -> Iterator[tuple[str, str]]:
         yield speaker, text(message, "value" if "value" in message else "content")
 
 
-def _questions(rows: Rows, row: Row, where: Any) -> None:
+def _questions(rows: Rows, row: TraceRow, where: Any) -> None:
     turns = _texts(row["turns"], "turns")
     for index in range(len(turns)):
         rows.add(session=where if len(turns) > 1 else None, prompt=tuple(turns[: index + 1]))
 
 
-def _custom(rows: Rows, row: Row, where: Any) -> None:
+def _custom(rows: Rows, row: TraceRow, where: Any) -> None:
     prompt = _prompt(row["prompt"])
     length = UNKNOWN if isinstance(prompt, tuple) else len(prompt)
     wanted = UNKNOWN if row["output_tokens"] == -1 else tokens(row, "output_tokens", UNKNOWN)  # -1: left to the run
     rows.add(length, wanted, prompt=prompt)
 
 
-def _lmcache(rows: Rows, row: Row, where: Any) -> None:
+def _lmcache(rows: Rows, row: TraceRow, where: Any) -> None:
     time = seconds(row, "timestamp", 1e-6)
     rows.add(time_s=time, session=text(row, "session_id"), prompt=(text(row, "input"),), reply=text(row, "output"))
 
@@ -132,7 +132,7 @@ def _turn(rows: Rows, row: Any, session: Any, before: tuple[str, ...] = ()) -> t
     return texts
 
 
-def _multi_turn(rows: Rows, row: Row, where: Any) -> None:
+def _multi_turn(rows: Rows, row: TraceRow, where: Any) -> None:
     turns = row["turns"]
     if not isinstance(turns, list) or not turns:
         raise ValueError(f"turns {short(turns)} is no list of turns: mend or remove the session")
@@ -147,7 +147,9 @@ def _turns(source: Source) -> list[Any]:
     return turns if isinstance(turns, list) else []
 
 
-def _format(name: str, looks: str, fits: Callable[[Source], bool], add: Callable[[Rows, Row, Any], Any]) -> TraceFormat:
+def _format(
+    name: str, looks: str, fits: Callable[[Source], bool], add: Callable[[Rows, TraceRow, Any], Any]
+) -> TraceFormat:
     return TraceFormat(name, looks, fits, lambda sources, page_size: read_rows(name, sources, add))
 
 

@@ -20,9 +20,9 @@ import numpy as np
 from kvbench.traces.formats import csv
 from kvbench.traces.formats.chats import message_texts, payload_texts
 from kvbench.traces.model import UNKNOWN, Prompt, Trace
-from kvbench.traces.rows import PageSize, Row, Rows, Source, TraceFormat, read_rows, seconds, short, text, tokens
+from kvbench.traces.rows import PageSize, Rows, Source, TraceFormat, TraceRow, read_rows, seconds, short, text, tokens
 
-_CONTENT: dict[str, Callable[[Row, str], int | Prompt]] = {
+_CONTENT: dict[str, Callable[[TraceRow, str], int | Prompt]] = {
     "input_length": tokens,
     "text_input": lambda row, key: (text(row, key),),
     "messages": lambda row, key: message_texts(row[key]),
@@ -96,7 +96,7 @@ def _require_history(trace: Trace, source: Source) -> None:
         )
 
 
-def _add(rows: Rows, row: Row, unit: float, history: dict[Any, int | Prompt]) -> None:
+def _add(rows: Rows, row: TraceRow, unit: float, history: dict[Any, int | Prompt]) -> None:
     """Adds a request. ``history``: by session, the tokens, texts or token ids that a delta goes on from."""
     given = [key for key in _CONTENT if row[key] is not None]
     content = given[0] if given else "input_length"
@@ -136,7 +136,7 @@ def _add(rows: Rows, row: Row, unit: float, history: dict[Any, int | Prompt]) ->
 def _read_qwen(sources: list[Source], page_size: int | None) -> Trace:
     sessions: dict[Any, Any] = {}  # chat -> the first chat of its conversation
 
-    def add(rows: Rows, row: Row, where: Any) -> None:
+    def add(rows: Rows, row: TraceRow, where: Any) -> None:
         chat, parent = row["chat_id"], row["parent_chat_id"]
         if type(chat) is not int or type(parent) is not int:
             raise ValueError(f"chat_id {short(chat)} and parent_chat_id {short(parent)} are not whole numbers")

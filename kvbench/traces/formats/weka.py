@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvbench.traces.model import MOST_TOKENS, UNKNOWN, Trace
-from kvbench.traces.rows import PageSize, Row, Rows, Source, TraceFormat, read_rows, seconds, short, tokens
+from kvbench.traces.rows import PageSize, Rows, Source, TraceFormat, TraceRow, read_rows, seconds, short, tokens
 
 
 def _read(sources: list[Source], page_size: int | None) -> Trace:
@@ -25,13 +25,13 @@ def _read(sources: list[Source], page_size: int | None) -> Trace:
         different = ", ".join(map(str, sorted(sizes, key=str)))
         raise ValueError(f"the sessions' block sizes differ ({different}): give one kind")
 
-    def items(source: Source) -> Iterator[tuple[str, Row]]:
+    def items(source: Source) -> Iterator[tuple[str, TraceRow]]:
         return _requests(source, source.first["requests"], "requests", 0.0, "")
 
     return read_rows("weka", sources, _add, PageSize(page_size, sizes.pop()), items, same_clock=len(sources) == 1)
 
 
-def _add(rows: Rows, row: Row, where: tuple[int, str]) -> None:
+def _add(rows: Rows, row: TraceRow, where: tuple[int, str]) -> None:
     rows.add(
         tokens(row, "in"),
         tokens(row, "out", UNKNOWN),
@@ -43,7 +43,9 @@ def _add(rows: Rows, row: Row, where: tuple[int, str]) -> None:
     )
 
 
-def _requests(source: Source, requests: list[Any], where: str, start: float, agent: str) -> Iterator[tuple[str, Row]]:
+def _requests(
+    source: Source, requests: list[Any], where: str, start: float, agent: str
+) -> Iterator[tuple[str, TraceRow]]:
     """The requests of an agent and of those it called, with ``t`` from the session's start and their ``agent``."""
     for index, row in enumerate(requests):
         place = f"{where}[{index}]"
@@ -56,7 +58,7 @@ def _requests(source: Source, requests: list[Any], where: str, start: float, age
         if time is None:
             raise source.error(place, f"t {short(row['t'])} is not a time in seconds: mend it")
         if row["type"] != "subagent":
-            yield place, Row(row, t=start + time, agent=agent)
+            yield place, TraceRow(row, t=start + time, agent=agent)
         elif isinstance(row["requests"], list):
             yield from _requests(source, row["requests"], f"{place}.requests", start + time, place)
         else:

@@ -9,7 +9,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from engine.sequence import Request, SamplingParams
-from kvbench.requests.cache_simulation import CacheSimulation, ServedRequest, endless_hits, shared_tokens
+from kvbench.requests.cache_simulation import CacheReplay, ServedRequest, endless_hits, shared_tokens
 from tests.support.engine_parts import small_engine
 
 # Few token ids: prompts share beginnings, end with full pages, and repeat one another.
@@ -64,7 +64,7 @@ def test_requests_in_turn_hit_what_they_hit_in_the_engine(prompts, lengths, page
         keys_evicted.clear()
         hits.append(seq.num_cached)
         outputs.append(tokens)
-    assert CacheSimulation(in_turn(prompts, outputs), page).hits(pages) == hits
+    assert CacheReplay(in_turn(prompts, outputs), page).hits(pages) == hits
 
 
 def watch_evictions(engine) -> set[bytes]:
@@ -110,7 +110,7 @@ def best_by_search(prompts, page, pages) -> int:
        page=st.sampled_from([1, 2]), spare=st.integers(0, 3))  # fmt: skip
 def test_the_best_order_is_the_best_there_is(prompts, page, spare):
     pages = max(-(-len(p) // page) for p in prompts) + spare
-    simulation = CacheSimulation(in_turn(prompts), page)
+    simulation = CacheReplay(in_turn(prompts), page)
     best = sum(simulation.hits(pages, best=True))
     assert best == best_by_search(prompts, page, pages)
     assert best >= sum(simulation.hits(pages))
@@ -121,7 +121,7 @@ def test_the_best_order_is_the_best_there_is(prompts, page, spare):
 def test_each_step_of_the_ledger_hits_no_more_than_the_one_before(requests, page, pages, best):
     primed = [requests[0].prompt[:4]]
     for before in ([], primed):
-        simulation = CacheSimulation(requests, page, before)
+        simulation = CacheReplay(requests, page, before)
         endless, by_token = simulation.hits(), endless_hits(requests, before)
         assert all(map(int.__le__, simulation.hits(pages, best=best), endless))
         assert endless == [hit // page * page for hit in by_token]
@@ -130,7 +130,7 @@ def test_each_step_of_the_ledger_hits_no_more_than_the_one_before(requests, page
 
 def steps(requests, page, pages, primed=()) -> list[int]:
     """Shared, endless, whole pages, best, least recently used."""
-    simulation = CacheSimulation(requests, page, primed)
+    simulation = CacheReplay(requests, page, primed)
     found = (shared_tokens(requests, primed), endless_hits(requests, primed), simulation.hits(),
              simulation.hits(pages, best=True), simulation.hits(pages))  # fmt: skip
     return [sum(each) for each in found]

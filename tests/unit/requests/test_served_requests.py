@@ -10,7 +10,7 @@ import pytest
 
 from engine import lockstep
 from engine.lockstep import SteppedEngine
-from kvbench.requests.cache_simulation import CacheSimulation, prompts_sent, served_requests
+from kvbench.requests.cache_simulation import CacheReplay, prompts_sent, served_requests
 from kvbench.requests.request import RequestSpec
 from tests.support.engine_parts import small_engine
 
@@ -75,7 +75,7 @@ def test_requests_without_a_token_are_left_out_and_one_chunk_may_hold_a_whole_ou
     whole = row(0.0, [1.0]) | {"output_tokens": 5}
     found = served_requests([spec(0, [1, 2]), spec(1, [3])], rows(whole, row(0.0, [])))
     assert [one.prompt for one in found] == [(1, 2)] and found[0].num_output == 5
-    assert CacheSimulation(found, 2).hits(4) == [0]
+    assert CacheReplay(found, 2).hits(4) == [0]
 
 
 def test_later_turns_hold_the_servers_own_answers():
@@ -138,9 +138,9 @@ def test_the_simulation_hits_what_the_engine_hits(monkeypatch, users, slots):
     for seed in range(6):
         requests, table = engine_load(monkeypatch, seed, slots=slots, users=users, page=4, step_tokens=16)
         served = served_requests(requests, table, 16)
-        seen += sum(CacheSimulation(served, 4).hits(slots // 4))
+        seen += sum(CacheReplay(served, 4).hits(slots // 4))
         untold = served_requests(requests, table.drop(columns="cached_tokens"), 16)
-        blind += sum(CacheSimulation(untold, 4).hits(slots // 4))
+        blind += sum(CacheReplay(untold, 4).hits(slots // 4))
         told += int(table["cached_tokens"].sum())
         prompt_tokens += sum(len(one.prompt) for one in served)
     assert told > 0.2 * prompt_tokens
