@@ -153,7 +153,7 @@ def test_canaries_under_load_speak_for_full_precision_alone() -> None:
     assert headline(run_without_quality(cell(), sent(0, 9, page_size=8))).startswith("Measure quality")  # too few
     one = run_without_quality(cell(), sent(0, distinct=1, page_size=8))  # the same one 40 times
     assert headline(one).startswith("Measure quality")
-    low = replace(sent(1, page_size=8), load=cell(load=3).load)  # of the same configuration
+    low = sent(1, page_size=8, load=3)  # of the same configuration
     assert headline(run_without_quality(cell(), sent(0, page_size=8), low)).startswith("Measure quality")
 
 
