@@ -258,19 +258,17 @@ class MachineWatch:
 
     def __init__(self, server: ServerProcess) -> None:
         self.server = server
-        self._readings: dict[str, CpuReading | None] = {"begin": None, "measured": None}
-        self._energy_j: dict[str, float | None] = {"begin": None, "measured": None}
+        self._phases: dict[str, tuple[CpuReading | None, float | None]] = {}  # and joules of the GPUs
 
     def on_phase(self, phase: str, client_pid: int) -> None:
         """Reads the machine at ``begin`` or ``measured``, phases as the load client says them."""
-        self._readings[phase] = read_cpu(self.server, client_pid)
-        self._energy_j[phase] = gpu_energy_j() if self.server.local else None
+        self._phases[phase] = read_cpu(self.server, client_pid), gpu_energy_j() if self.server.local else None
 
     def report(self) -> MachineReport:
         """What happened between the two phases."""
-        before, after = self._energy_j["begin"], self._energy_j["measured"]
+        (start, before), (end, after) = (self._phases.get(name, (None, None)) for name in ("begin", "measured"))
         energy = None if before is None or after is None else after - before
-        return machine_report(self._readings["begin"], self._readings["measured"], self.server, energy)
+        return machine_report(start, end, self.server, energy)
 
 
 def foreign_limit(cores: int, wall_s: float | None = None) -> float:

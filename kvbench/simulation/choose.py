@@ -151,11 +151,20 @@ def gpu_machine(
     return Machine(planned, gpu, gpus, tables, calibration)
 
 
-def files_digest(machine: Machine, section: SimulateSection) -> str | None:
-    """A digest of the operator tables and the calibration; None where the data sheet alone counts."""
+def machine_facts(machine: Machine, section: SimulateSection) -> dict[str, Any]:
+    """Returns what results say of the machine, with a digest of its operator tables and calibration."""
     files = sorted(machine.tables.folder.glob("*.csv")) if machine.tables else []
     files += [Path(section.calibration)] if section.calibration else []
-    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest() if files else None
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest() if files else None
+    return {
+        "device": machine.gpu.name,
+        "tensor_parallel": machine.gpus,
+        "model": machine.model.name,
+        "cost_model": machine.cost_model,
+        "ops": section.ops,
+        "calibration": section.calibration,
+        "files_sha256": digest,
+    }
 
 
 def simulated_target(workload: Workload, notes: Sequence[str] = ()) -> ChosenTarget:
@@ -163,15 +172,7 @@ def simulated_target(workload: Workload, notes: Sequence[str] = ()) -> ChosenTar
     assert workload.simulate is not None
     machine = machine_of(workload.simulate, str(workload.engine["model"]))
     machine.step_timer(machine.settle(workload.engine)[0])
-    facts = {
-        "device": machine.gpu.name,
-        "tensor_parallel": machine.gpus,
-        "model": machine.model.name,
-        "cost_model": machine.cost_model,
-        "ops": workload.simulate.ops,
-        "calibration": workload.simulate.calibration,
-        "files_sha256": files_digest(machine, workload.simulate),
-    }
+    facts = machine_facts(machine, workload.simulate)
 
     def refusal(settings: SettingsByName) -> str | None:
         """Returns why a configuration is left out: the tables do not have its KV."""

@@ -25,7 +25,7 @@ from kvbench.metrics.definitions import METRICS
 from kvbench.metrics.latency import SAMPLES_NEEDED
 from kvbench.metrics.model import Distribution
 from kvbench.runs.results import COST_NOTES
-from kvbench.simulation.choose import Options, files_digest, machine_of, profile_of, simulated_workload
+from kvbench.simulation.choose import Options, machine_facts, machine_of, profile_of, simulated_workload
 from kvbench.simulation.drive import ROUTERS
 from kvbench.simulation.pool import RayOptions, map_simulations
 from kvbench.simulation.recorder import FleetFigures, SimulatedFigures
@@ -145,10 +145,7 @@ def _jobs(workload: str | None, options: Options) -> tuple[list[SimulationJob], 
             facts = SimulationFacts(
                 name=name,
                 machine=machine.title,
-                cost_model=machine.cost_model,
-                model=machine.model.name,
-                **loaded.simulate.model_dump(include={"device", "tensor_parallel", "ops", "calibration"}),
-                files_sha256=files_digest(machine, loaded.simulate),
+                **machine_facts(machine, loaded.simulate),
                 replica_count=replicas,
                 router=router if replicas > 1 else None,
                 seed=loaded.seed,

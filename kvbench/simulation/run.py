@@ -91,12 +91,6 @@ class SimulationJob:
                 repeat=_REPEAT, concurrency=self.point.concurrency, rate=self.point.request_rate,
             ))  # fmt: skip
 
-    @property
-    def native_rate(self) -> float:
-        """The rate [1/s] at which its trace is played. Raises UsageError where it has no times."""
-        replica = machine_of(self.section, self.model).replica(self.settings)
-        return mean_rate([turns[0] for turns in self.stream(replica).conversations])
-
 
 @dataclass(frozen=True)
 class Simulation:
@@ -205,10 +199,18 @@ def find_rate(
 ) -> SimulatedRateSearch:
     """The highest rate that meets ``conditions``, and each rate that was tried."""
     trials: list[TriedRate] = []
-    first = job.native_rate if job.load.arrivals == "trace" else job.point.request_rate or FIRST_RATE
+    first, is_trace = job.point.request_rate or FIRST_RATE, job.load.arrivals == "trace"
+    if is_trace:
+        replica = machine_of(job.section, job.model).replica(job.settings)
+        first = mean_rate([turns[0] for turns in job.stream(replica).conversations])
 
     def meets(rate: float) -> bool:
-        result = simulate(job_at_rate(job, rate, run_seconds))
+        point, requests = job.point, 0
+        if not is_trace:  # whose own requests come sooner or later
+            point = load_point("open", concurrency=None, rate=rate, num_requests=None)
+            requests = max(_LEAST_REQUESTS, round(rate * run_seconds))
+        load = at_rate(job.load, rate, requests, first)
+        result = simulate(replace(job, load=load, point=point, folder=None))
         metrics = result.figures.model_copy(update={"ttfo_ms": result.figures.ttft_ms})  # nothing is reasoned
         growth = queue_growth(result.due, result.ends)
         missed = [miss.text for miss in misses(conditions, metrics, growth, _OVERLOAD)]
@@ -245,13 +247,3 @@ def sustainable_rate(run: Callable[[float], bool], first: float, tolerance: floa
         else:
             missed = rate
     return met
-
-
-def job_at_rate(job: SimulationJob, rate: float, seconds: float) -> SimulationJob:
-    """Returns ``job`` at ``rate`` [1/s] for at least ``seconds``; of a trace the times are scaled."""
-    if job.load.arrivals == "trace":
-        load, point = at_rate(job.load, rate, 0, job.native_rate), job.point
-    else:
-        load = at_rate(job.load, rate, max(_LEAST_REQUESTS, round(rate * seconds)))
-        point = load_point("open", concurrency=None, rate=rate, num_requests=None)
-    return replace(job, name=f"{job.name} at {rate:g}/s", load=load, point=point, folder=None)

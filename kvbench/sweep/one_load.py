@@ -51,7 +51,7 @@ from kvbench.sweep.progress import LiveServer
 from kvbench.sweep.rate_run import RateSearch, SearchPlan, at_rate, mean_rate, plan_search
 from kvbench.sweep.show_load import StoredLoad, show, stored_load
 from kvbench.targets.base import Target
-from kvbench.targets.choose import preset_named, running_server
+from kvbench.targets.choose import TargetOptions, preset_named, running_server
 from kvbench.targets.prometheus import MetricsSample
 from kvbench.workload.design import Block, Cell, LoadPoint, plan_sweep
 from kvbench.workload.file import Workload
@@ -129,7 +129,7 @@ def _new_target(options: Mapping[str, Any], form: RequestForm) -> Callable[[], T
     """Makes the target of the running server that the options name. Raises UsageError."""
     if not options["url"]:
         raise UsageError("--url is missing: the server, e.g. --url http://127.0.0.1:8000")
-    return running_server("--url", options["url"], options, preset_named(options["preset"]), form)
+    return running_server("--url", options["url"], TargetOptions.of(options), preset_named(options["preset"]), form)
 
 
 def _with_load_of(workload: Workload, instrument: HttpInstrument) -> Workload:

@@ -214,7 +214,7 @@ def _builtin(workload: Workload, options: TargetOptions) -> ChosenTarget:
 def _running(workload: Workload, options: TargetOptions, preset: Preset) -> ChosenTarget:
     """A running server cannot be given settings: one configuration, without the workload's engine section."""
     url = options.target or ""
-    new_target = running_server("--target", url, vars(options), preset, workload.load.form)
+    new_target = running_server("--target", url, options, preset, workload.load.form)
     only_here = {name: getattr(options, name) for name in options.given if KINDS_OF.get(name) == (RUNNING,)}
     kept = {name: str(value) if isinstance(value, Path) else value for name, value in only_here.items()}
     more = {"target_options": RunningServer(**kept)} if kept else {}
@@ -224,10 +224,9 @@ def _running(workload: Workload, options: TargetOptions, preset: Preset) -> Chos
 
 
 def running_server(
-    flag: str, url: str, options: Options, preset: Preset, form: RequestForm
+    flag: str, url: str, asked: TargetOptions, preset: Preset, form: RequestForm
 ) -> Callable[[], OpenAITarget]:
     """Makes the target of a server that runs already; ``flag``: of the URL. Raises UsageError."""
-    asked = TargetOptions.of(options)
     require_url(flag, url)
     preset.require_endpoint(form.endpoint)
     check_tls(asked.given, flag, url)
@@ -235,16 +234,9 @@ def running_server(
     access = Access(asked.api_key_env, not asked.no_tls_verify, ca_file)
     access.headers()  # a key that is missing, or a file that holds no certificates, is said now
     access.trust(url)
-    return lambda: OpenAITarget(
-        url,
-        model=asked.model,
-        vocab_size=asked.vocab_size,
-        max_model_len=asked.max_model_len,
-        preset=preset,
-        access=access,
-        tokenizer=Path(asked.tokenizer) if asked.tokenizer else None,
-        form=form,
-    )
+    sizes = {"model": asked.model, "vocab_size": asked.vocab_size, "max_model_len": asked.max_model_len}
+    tokenizer = Path(asked.tokenizer) if asked.tokenizer else None
+    return lambda: OpenAITarget(url, **sizes, preset=preset, access=access, tokenizer=tokenizer, form=form)
 
 
 def _launched(

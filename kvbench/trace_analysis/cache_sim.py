@@ -80,7 +80,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class CacheSimulation:
+class HitRateCurve:
     """The hits of one trace at several capacities, and of a cache that never evicts. ``seconds``: of the replays."""
 
     trace: Trace
@@ -94,7 +94,7 @@ class CacheSimulation:
 
 def simulate(
     trace: Trace, pages: list[int] | None = None, warm_up: int = 0, bytes_per_token: int | None = None
-) -> CacheSimulation:
+) -> HitRateCurve:
     """Replay ``trace`` at each of ``pages`` (None: a ladder up to the working set) and without a limit. ValueError."""
     hit_rates(trace, trace.pages * 0, warm_up)  # raises at once if no request is left to count
     distinct = working_set(trace)
@@ -114,7 +114,7 @@ def simulate(
 
     replayed = int(trace.pages.sum()) * (1 + sum(run.num_pages < distinct for run in runs))
     points = tuple(map(point, runs))
-    return CacheSimulation(trace, warm_up, bytes_per_token, points, point(unlimited), seconds, replayed_pages=replayed)
+    return HitRateCurve(trace, warm_up, bytes_per_token, points, point(unlimited), seconds, replayed_pages=replayed)
 
 
 class PagedPrefixes:
@@ -226,7 +226,7 @@ def parse_pages(texts: Iterable[str]) -> list[int]:
     return sorted(numbers)
 
 
-def cache_table(result: CacheSimulation) -> tuple[list[str], list[list[str]]]:
+def cache_table(result: HitRateCurve) -> tuple[list[str], list[list[str]]]:
     """Heads and rows: hit rate against capacity; the last row has no limit."""
     points = [*result.points, result.ceiling]
     best = result.ceiling.rates.pages
@@ -247,7 +247,7 @@ def cache_table(result: CacheSimulation) -> tuple[list[str], list[list[str]]]:
     return list(columns), [list(row) for row in zip(*columns.values(), strict=True)]
 
 
-def cache_facts(result: CacheSimulation) -> list[str]:
+def cache_facts(result: HitRateCurve) -> list[str]:
     """The sentences below the table."""
     trace, ceiling = result.trace, result.ceiling
     size = f", {ceiling.kv_size}" if ceiling.kv_size else ""
@@ -263,7 +263,7 @@ def cache_facts(result: CacheSimulation) -> list[str]:
     ]
 
 
-def cache_dict(result: CacheSimulation) -> dict[str, Any]:
+def cache_dict(result: HitRateCurve) -> dict[str, Any]:
     """Returns what ``cache-sim --json`` prints beside the trace's name."""
     trace = result.trace
     entries = [

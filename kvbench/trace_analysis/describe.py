@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from kvbench.trace_analysis.cache_sim import CacheSimulation, simulate
+from kvbench.trace_analysis.cache_sim import HitRateCurve, simulate
 from kvbench.traces.model import Trace, file_names
 
 PAGE_SIZES = (16, 64, 256)
@@ -95,7 +95,7 @@ class Description:
     memory: MemoryStats | None
     arrivals: Arrivals | None
     sessions: SessionStats | None
-    cache: CacheSimulation | None
+    cache: HitRateCurve | None
     why_no_cache: str
 
 

@@ -8,7 +8,7 @@ from plotly.subplots import make_subplots
 
 from kvbench.report.page import render
 from kvbench.report.style import CONTIGUOUS, OTHERS, PAGED, Drawing, finish, safe
-from kvbench.trace_analysis.cache_sim import CacheSimulation, cache_table
+from kvbench.trace_analysis.cache_sim import HitRateCurve, cache_table
 from kvbench.trace_analysis.describe import LENGTH_HEADS, Description, about, facts, length_rows
 from kvbench.traces.model import Trace, file_names
 
@@ -109,7 +109,7 @@ def _window(span: float, tick: float | None) -> float:
     return float(np.ceil(window / tick) * tick) if tick else window
 
 
-def cache_figure(result: CacheSimulation, title: str = "") -> Drawing:
+def cache_figure(result: HitRateCurve, title: str = "") -> Drawing:
     """Hit rate over capacity, and the ceiling. ``title``: inside the figure, for a page of its own."""
     figure, ceiling = go.Figure(), result.ceiling
     texts = [
