@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from ci.gpu import against, record, summary
-from ci.gpu.children import Child
+from ci.gpu.children import OnlyChild
 from ci.gpu.device_state import change, read_state
-from ci.gpu.environment import Environment, prepare
+from ci.gpu.environment import PartEnvironment, prepare
 from ci.gpu.parts import ENTRIES, GRACE_S, LEAST_S, PARTS, Part, plan_seconds, select_parts
-from ci.gpu.summary import FAILED, PASSED, SKIPPED, Outcome
+from ci.gpu.summary import FAILED, PASSED, SKIPPED, PartEnd
 from kvbench.common.packages import REPOSITORY
 
 QUICK_LIMIT_S, FULL_LIMIT_S = 570.0, 4 * 3600.0
@@ -119,11 +119,11 @@ def no_gpu() -> str | None:
 class Runner:
     """Runs the parts one after the other and keeps what came of them."""
 
-    def __init__(self, args: argparse.Namespace, scratch: Path, environment: Environment, deadline: float):
+    def __init__(self, args: argparse.Namespace, scratch: Path, environment: PartEnvironment, deadline: float):
         self.args, self.scratch, self.environment, self.deadline = args, scratch, environment, deadline
-        self.child = Child()
-        self.outcomes: list[Outcome] = []
-        self.save: Callable[[list[Outcome]], None] = lambda outcomes: None
+        self.child = OnlyChild()
+        self.outcomes: list[PartEnd] = []
+        self.save: Callable[[list[PartEnd]], None] = lambda outcomes: None
 
     @property
     def time_left(self) -> float:
@@ -143,7 +143,7 @@ class Runner:
             for number, part in enumerate(parts[done:]):
                 status, reason = (FAILED, "stopped from outside") if number == 0 else (SKIPPED, "stopped before")
                 data = self._result(part) if number == 0 else {}
-                self._keep(Outcome(part.name, part.what, status, reason, result=part.result, data=data))
+                self._keep(PartEnd(part.name, part.what, status, reason, result=part.result, data=data))
 
     def left_out(self, parts: list[Part]) -> list[str]:
         """One sentence for each of ``parts`` that will be skipped for want of packages."""
@@ -155,14 +155,14 @@ class Runner:
             return f"not installed: {', '.join(names)} (see ci/gpu_wheels.sh and --wheels)"
         return ""
 
-    def _keep(self, outcome: Outcome) -> None:
+    def _keep(self, outcome: PartEnd) -> None:
         self.outcomes.append(outcome)
         print(outcome.line, flush=True)
         self.save(self.outcomes)
 
-    def _run_part(self, part: Part, seconds: float) -> Outcome:
-        def skipped(reason: str) -> Outcome:
-            return Outcome(part.name, part.what, SKIPPED, reason, result=part.result)
+    def _run_part(self, part: Part, seconds: float) -> PartEnd:
+        def skipped(reason: str) -> PartEnd:
+            return PartEnd(part.name, part.what, SKIPPED, reason, result=part.result)
 
         if seconds < LEAST_S and part.name != "facts":
             return skipped(f"no time left ({max(0.0, seconds):.0f} s)")
@@ -174,7 +174,7 @@ class Runner:
         command += [flag for flag, on in (("--quick", self.args.quick), ("--tiny", self.args.tiny)) if on]
 
         def save_so_far() -> None:
-            so_far = Outcome(part.name, part.what, FAILED, "had not ended", result=part.result, data=self._result(part))
+            so_far = PartEnd(part.name, part.what, FAILED, "had not ended", result=part.result, data=self._result(part))
             self.save([*self.outcomes, so_far])
 
         log, before = self.scratch / f"{part.name}.log", read_state()
@@ -192,7 +192,7 @@ class Runner:
             status, reason = FAILED, f"ended with code {ended.code}: {_last_lines(log)}"
         elif data.get("not_run"):
             status, reason = SKIPPED, data["not_run"]
-        return Outcome(
+        return PartEnd(
             part.name, part.what, status, reason, ended.seconds, part.result, data, change(before, read_state())
         )
 
@@ -254,7 +254,7 @@ def main(argv: list[str] | None = None) -> int:
             environment.notes.append(f"packages of other engines come from {folders}")
         runner = Runner(args, scratch, environment, started + limit)
 
-        def save(outcomes: list[Outcome]) -> None:  # what is written comes back even if we are killed
+        def save(outcomes: list[PartEnd]) -> None:  # what is written comes back even if we are killed
             record.finish(manifest, environment, outcomes, time.monotonic() - started)
             beside = against.lines(args.against, manifest, outcomes) if args.against else ()
             summary.write_results(args.outdir, scratch, manifest, outcomes, beside)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ci.gpu.summary import Outcome
+from ci.gpu.summary import PartEnd
 
 FIGURES = ("us", "output_tokens_per_s", "median_step_ms")  # what is compared of a row
 NAMES = ("case", "run", "variant", "kernel", "side")  # what tells rows of a part apart
@@ -56,7 +56,7 @@ def host_of(manifest: dict[str, Any]) -> str | None:
     return (manifest.get("device") or {}).get("host")
 
 
-def lines(earlier: EarlierRun, manifest: dict[str, Any], outcomes: list[Outcome]) -> list[str]:
+def lines(earlier: EarlierRun, manifest: dict[str, Any], outcomes: list[PartEnd]) -> list[str]:
     """Shows the figures of both runs as Markdown, or why they are not compared."""
     before, host = earlier.figures, host_of(manifest)
     now = figures({outcome.name: outcome.data for outcome in outcomes})

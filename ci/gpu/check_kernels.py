@@ -16,7 +16,7 @@ import torch
 
 from ci.gpu import check_moves
 from ci.gpu import kernel_problems as problems
-from ci.gpu.kernel_problems import CONTIGUOUS, TOLERANCE, Case
+from ci.gpu.kernel_problems import CONTIGUOUS, TOLERANCE, KernelProblem
 from ci.gpu.part import Planned, Report
 from kernels import get_backend
 from kernels.kv_formats import KV_FORMATS
@@ -26,10 +26,10 @@ MAX_WORKERS = 8
 QUICK_CASES = 48
 
 
-def all_cases() -> list[Case]:
+def all_cases() -> list[KernelProblem]:
     """Most important first, each once: a run that is out of time has done what matters."""
-    base = Case()
-    wanted: Iterator[Case] = itertools.chain(
+    base = KernelProblem()
+    wanted: Iterator[KernelProblem] = itertools.chain(
         (replace(base, kv=kv, page_size=page) for page in (16, CONTIGUOUS, 1) for kv in KINDS),
         (replace(base, dtype=dtype) for dtype in (torch.float16, torch.float32)),
         (replace(base, dim=d, v_dim=v) for d, v in ((64, 64), (256, 256), (192, 128), (80, 96), (112, 112))),
@@ -45,13 +45,13 @@ def all_cases() -> list[Case]:
     return list(dict.fromkeys(wanted))
 
 
-def tiny_cases() -> list[Case]:
+def tiny_cases() -> list[KernelProblem]:
     """The cases for a CPU, whose backend computes in float32."""
-    small = Case(dtype=torch.float32, dim=32, v_dim=32, group=2, tiny=True)
+    small = KernelProblem(dtype=torch.float32, dim=32, v_dim=32, group=2, tiny=True)
     return [replace(small, kv=kv, page_size=page) for kv in KINDS for page in (16, CONTIGUOUS)]
 
 
-def run_case(case: Case, device: str) -> dict[str, Any]:
+def run_case(case: KernelProblem, device: str) -> dict[str, Any]:
     """``status`` passed, failed or skipped, ``reason``, and the distances."""
     backend = get_backend("triton" if device == "cuda" else "numba")
     try:

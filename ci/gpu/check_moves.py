@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from ci.gpu import kernel_problems as problems
-from ci.gpu.kernel_problems import TOLERANCE, Case, Drawn
+from ci.gpu.kernel_problems import TOLERANCE, DrawnKV, KernelProblem
 from engine.kv.budget import KVCapacity
 from engine.kv.manager import Move, MoveKind
 from engine.kv.mover import KVMover
@@ -92,14 +92,14 @@ def far_cases(tiny: bool) -> dict[str, Callable[[str], str | None]]:
     """
     found: dict[str, Callable[[str], str | None]] = {}
     for kv in ("auto", "int8_per_token_head"):
-        case = Case(kv=kv, kv_heads=8, tiny=tiny, dtype=torch.float32 if tiny else torch.bfloat16)
+        case = KernelProblem(kv=kv, kv_heads=8, tiny=tiny, dtype=torch.float32 if tiny else torch.bfloat16)
         far = 5000 if tiny else 2**31 // (case.kv_heads * case.dim) + 4096
         name = f"slots from {far}, {kv}" if tiny else f"slots beyond 2^31 elements, {kv}"
         found[name] = partial(_far_case, case, far)
     return found
 
 
-def _far_case(case: Case, far: int, device: str) -> str | None:
+def _far_case(case: KernelProblem, far: int, device: str) -> str | None:
     room = 2 * far * case.kv_heads * case.dim * (1 if case.kv != "auto" else case.dtype.itemsize) * 1.2
     if device == "cuda" and torch.cuda.mem_get_info()[0] < room:
         raise NotHere(f"needs {room / 2**30:.0f} GiB of free GPU memory")
@@ -119,7 +119,7 @@ def _far_case(case: Case, far: int, device: str) -> str | None:
     return _far_write(case, moved, backend, device) or _far_copy(moved, far)
 
 
-def _far_away(near: Drawn, far: int) -> Drawn:
+def _far_away(near: DrawnKV, far: int) -> DrawnKV:
     """The same tokens ``far`` slots further on, in caches whose lower part nobody has written."""
     starts = torch.where(near.page_starts < FAR_OUTSIDE, near.page_starts + far, near.page_starts)
     shifted = [_shifted(cache, far) for cache in (near.k, near.v)]
@@ -137,7 +137,7 @@ def _shifted(cache: KVCache, far: int) -> KVCache:
     return replace(cache, codes=grown(cache.codes), scales=None if cache.scales is None else grown(cache.scales))
 
 
-def _far_write(case: Case, drawn: Drawn, backend: object, device: str) -> str | None:
+def _far_write(case: KernelProblem, drawn: DrawnKV, backend: object, device: str) -> str | None:
     slots = drawn.slots[0]
     rows = torch.randn(len(slots), case.kv_heads, case.dim, device=device).to(case.dtype)
     backend.write_kv(rows, rows, drawn.k, drawn.v, slots)
@@ -147,7 +147,7 @@ def _far_write(case: Case, drawn: Drawn, backend: object, device: str) -> str | 
     return None
 
 
-def _far_copy(drawn: Drawn, far: int) -> str | None:
+def _far_copy(drawn: DrawnKV, far: int) -> str | None:
     """A page from the far end to its neighbour and to the host and back."""
     tensors = [tensor for cache in (drawn.k, drawn.v) for tensor in raw_tensors(cache)]
     first = far // PAGE * PAGE + PAGE

@@ -70,29 +70,20 @@ def run_pytest(path: str, seconds: float) -> tuple[int | None, str]:
 
 def put_down(report: Report, path: str, code: int | None, text: str) -> None:
     """Stores what pytest's output says of the tests of a file."""
-    found, reasons = read_results(text), read_reasons(text)
-    for test, status in found.items():
+    lines = text.splitlines()
+    statuses = {match[1]: match[2] for line in lines if (match := _RESULT.match(line))}  # of pytest's -v output
+    reasons = {match[1]: match[2] for line in lines if (match := _REASON.match(line))}  # of its summary
+    for test, status in statuses.items():
         wrong = status in ("FAILED", "ERROR")
         report.row(case=test, status="failed" if wrong else status.lower(), reason=reasons.get(test, ""))
         if wrong:
             report.fail(test, reasons.get(test, "see the log"))
     if code is None:
-        report.skip(path, f"out of time after {len(found)} tests")
-    elif code not in (0, 1, 5) or (code == 1 and not any(s in ("FAILED", "ERROR") for s in found.values())):
+        report.skip(path, f"out of time after {len(statuses)} tests")
+    elif code not in (0, 1, 5) or (code == 1 and not any(s in ("FAILED", "ERROR") for s in statuses.values())):
         report.fail(path, f"pytest ended with code {code}: {' / '.join(text.strip().splitlines()[-3:])[:600]}")
 
 
 def device_test_files() -> list[str]:
     """Relative to the repository."""
     return [str(path.relative_to(REPOSITORY)) for pattern in TESTS for path in sorted(REPOSITORY.glob(pattern))]
-
-
-def read_results(text: str) -> dict[str, str]:
-    """Status by test out of pytest's ``-v`` output."""
-    matches = (_RESULT.match(line) for line in text.splitlines())
-    return {match[1]: match[2] for match in matches if match}
-
-
-def read_reasons(text: str) -> dict[str, str]:
-    """Reads the line that pytest's summary has of each test that failed."""
-    return {match[1]: match[2] for line in text.splitlines() if (match := _REASON.match(line))}

@@ -18,7 +18,7 @@ MEANWHILE_S = 20.0
 
 
 @dataclass(frozen=True)
-class Ended:
+class ChildEnd:
     """``code``: exit code, negative for a signal; ``timed_out``: it was stopped by us."""
 
     code: int
@@ -26,7 +26,7 @@ class Ended:
     seconds: float
 
 
-class Child:
+class OnlyChild:
     """At most one process at a time; ``stop`` may be called from a signal handler's exception path."""
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class Child:
         cwd: Path,
         env: Mapping[str, str],
         meanwhile: Callable[[], None] = lambda: None,
-    ) -> Ended:
+    ) -> ChildEnd:
         """Run to its end, or stop it after ``seconds``. ``meanwhile``: called every ``MEANWHILE_S``."""
         started, parent = time.monotonic(), os.getpid()
         with log.open("ab") as output:
@@ -59,7 +59,7 @@ class Child:
             finally:
                 self._signal(signal.SIGKILL)  # what it started and left behind, or all of it when we are interrupted
                 self._process = None
-        return Ended(code, timed_out, time.monotonic() - started)
+        return ChildEnd(code, timed_out, time.monotonic() - started)
 
     def stop(self) -> int:
         """Ask, wait ``STOP_GRACE_S``, then insist."""

@@ -24,7 +24,7 @@ import torch
 
 from ci.gpu.busy import profile_device
 from ci.gpu.device_state import change, read_state
-from ci.gpu.nano_shape import NUM_SEQUENCES, Job, ModelCost, draw_job, floor_seconds, model_cost
+from ci.gpu.nano_shape import NUM_SEQUENCES, ModelCost, NanoJob, draw_job, floor_seconds, model_cost
 from ci.gpu.part import Planned, Report, read_ceilings
 from engine.build import build_engine
 from engine.config import EngineConfig
@@ -69,7 +69,7 @@ class JobResult:
     preemptions: int
 
 
-def run_job(engine: Engine, job: Job, name: str, ends: float = math.inf) -> JobResult:
+def run_job(engine: Engine, job: NanoJob, name: str, ends: float = math.inf) -> JobResult:
     """Submit all of ``job`` at once and step until nothing is left, or until the clock (time.monotonic) says ``ends``:
     what runs then is aborted, and the result's ``output_lengths`` show it. ``name`` keeps request ids apart."""
     vocab = engine.model_info.vocab_size
@@ -283,7 +283,7 @@ class EngineJob:
 CASES = EngineJob
 
 
-def shortened(job: Job, longest: int) -> Job:
+def shortened(job: NanoJob, longest: int) -> NanoJob:
     """The same prompts with outputs of at most ``longest`` tokens."""
     return dataclasses.replace(job, output_lengths=tuple(min(longest, wanted) for wanted in job.output_lengths))
 

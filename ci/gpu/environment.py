@@ -38,7 +38,7 @@ print(json.dumps([name for name in sys.argv[1:] if not there(name)]))
 
 
 @dataclass
-class Environment:
+class PartEnvironment:
     """``python`` to run parts with; ``notes``: what could not be installed, for the summary."""
 
     python: str = sys.executable
@@ -52,17 +52,17 @@ class Environment:
         return json.loads(done.stdout)
 
 
-def prepare(folder: Path, wheels: Path | None, ends: float = math.inf) -> Environment:
+def prepare(folder: Path, wheels: Path | None, ends: float = math.inf) -> PartEnvironment:
     """The environment in ``folder``, with whatever of the requirements is missing here and is among ``wheels``.
 
     ``ends``: when to stop installing, by time.monotonic; what is not there by then is a note.
     """
     if wheels is None:
-        return Environment()
+        return PartEnvironment()
     home = folder / "venv"
     nested = sys.prefix != sys.base_prefix
     venv.EnvBuilder(system_site_packages=not nested, with_pip=False, symlinks=True).create(home)
-    environment = Environment(str(home / "bin" / "python"))
+    environment = PartEnvironment(str(home / "bin" / "python"))
     if nested:
         _look_through(home, site.getsitepackages())
     wanted = [name for name in read_requirements() if not _installed(name)]
@@ -86,7 +86,7 @@ def _installed(requirement: str) -> bool:
     return True
 
 
-def _install(environment: Environment, folder: Path, wheels: Path, wanted: list[str], ends: float) -> None:
+def _install(environment: PartEnvironment, folder: Path, wheels: Path, wanted: list[str], ends: float) -> None:
     """All at once; where that fails, one by one, so that a missing wheel costs no more than what needs it."""
     pins = folder / "constraints.txt"
     versions = {name: importlib.metadata.version(name) for name in PINNED if _installed(name)}

@@ -222,11 +222,6 @@ class CaseRunner:
         return answer["lost"] is None
 
 
-def find_tool(name: str) -> str | None:
-    """Finds the program on PATH, or in a folder of CUDA's."""
-    return next((found for folder in (None, *TOOL_FOLDERS) if (found := shutil.which(name, path=folder))), None)
-
-
 def main() -> int:
     """The part; 1 if a case failed."""
     parser = part_parser(__doc__)
@@ -236,8 +231,8 @@ def main() -> int:
     report = PartReport(args.out, args.seconds)
     wrapper = shlex.split(args.wrapper)
     if wrapper:
-        tool = find_tool(wrapper[0])
-        if tool is None:
+        paths = (shutil.which(wrapper[0], path=folder) for folder in (None, *TOOL_FOLDERS))  # on PATH, or of CUDA
+        if (tool := next(filter(None, paths), None)) is None:
             report.put(not_run=f"{wrapper[0]} is not on this machine: it comes with the CUDA toolkit")
             return 0
         wrapper[0] = tool

@@ -22,7 +22,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # 
 
 
 @dataclass(frozen=True)
-class Case:
+class KernelProblem:
     """One kernel variant. ``group``: query heads of a KV head; ``page_size`` in tokens, or ``CONTIGUOUS``."""
 
     kv: str = "auto"
@@ -53,7 +53,7 @@ class Case:
         return ", ".join([self.kv, str(self.dtype).removeprefix("torch."), page, dims, f"group {self.group}", *extras])
 
 
-def check_support(backend: AttentionBackend, case: Case, device: str) -> None:
+def check_support(backend: AttentionBackend, case: KernelProblem, device: str) -> None:
     """Raises ValueError where ``backend`` does not serve the case on ``device``."""
     backend.check_support(
         num_heads=case.group * case.kv_heads, num_kv_heads=case.kv_heads, head_dim=case.dim,
@@ -62,7 +62,7 @@ def check_support(backend: AttentionBackend, case: Case, device: str) -> None:
 
 
 @dataclass(frozen=True)
-class Drawn(HostileKV):
+class DrawnKV(HostileKV):
     """Tensors of a case. ``lengths``: tokens by sequence; ``new``: how many of them a prefill step brings."""
 
     lengths: tuple[int, ...]
@@ -70,7 +70,7 @@ class Drawn(HostileKV):
     options: AttentionOptions
 
 
-def draw(case: Case, device: str, seed: int = 0) -> Drawn:
+def draw(case: KernelProblem, device: str, seed: int = 0) -> DrawnKV:
     """Tensors of ``case`` on ``device``."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -84,10 +84,12 @@ def draw(case: Case, device: str, seed: int = 0) -> Drawn:
     )
     sinks = random(case.group * case.kv_heads).to(case.dtype) if case.sinks else None
     options = AttentionOptions(case.dim**-0.5, case.window, case.softcap, sinks)
-    return Drawn(**vars(kv), lengths=lengths, new=new, options=options)
+    return DrawnKV(**vars(kv), lengths=lengths, new=new, options=options)
 
 
-def check_decode(case: Case, drawn: Drawn, backend: Any, device: str, reference: Drawn | None = None) -> float:
+def check_decode(
+    case: KernelProblem, drawn: DrawnKV, backend: Any, device: str, reference: DrawnKV | None = None
+) -> float:
     """Distance of one decode step from float64. ``reference``: the same tokens in a cache that float64 has room for."""
     same = reference or drawn
     heads = case.group * case.kv_heads
@@ -104,7 +106,9 @@ def check_decode(case: Case, drawn: Drawn, backend: Any, device: str, reference:
     return distance(out, expected)
 
 
-def check_prefill(case: Case, drawn: Drawn, backend: Any, device: str, reference: Drawn | None = None) -> float:
+def check_prefill(
+    case: KernelProblem, drawn: DrawnKV, backend: Any, device: str, reference: DrawnKV | None = None
+) -> float:
     """Distance of one step of chunks from float64; queries heads first in memory, as the engine has them."""
     same = reference or drawn
     heads, total = case.group * case.kv_heads, sum(drawn.new)
@@ -126,7 +130,7 @@ def check_prefill(case: Case, drawn: Drawn, backend: Any, device: str, reference
     return distance(out, expected)
 
 
-def check_write(case: Case, drawn: Drawn, backend: Any, device: str) -> str | None:
+def check_write(case: KernelProblem, drawn: DrawnKV, backend: Any, device: str) -> str | None:
     """None, or what is wrong with a write of new rows, some of them skipped (slot < 0).
 
     The same slots written by torch must hold the same values within half a step of the format, see kernels.quantized;

@@ -14,16 +14,16 @@ from typing import Any
 os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # read at torch's first allocation
 
 from ci.gpu.check_kernels import keep, run_case
-from ci.gpu.kernel_problems import CONTIGUOUS, Case
+from ci.gpu.kernel_problems import CONTIGUOUS, KernelProblem
 from ci.gpu.part import Planned, Report
 
 SIX = (
-    Case(tiny=True),
-    Case(tiny=True, kv="fp8_e4m3"),
-    Case(tiny=True, kv="int4_per_token_head", page_size=7),
-    Case(tiny=True, kv="int8_per_token_head", page_size=CONTIGUOUS),
-    Case(tiny=True, dim=80, v_dim=96, page_size=1),
-    Case(tiny=True, group=7, window=9, softcap=20.0, sinks=True),
+    KernelProblem(tiny=True),
+    KernelProblem(tiny=True, kv="fp8_e4m3"),
+    KernelProblem(tiny=True, kv="int4_per_token_head", page_size=7),
+    KernelProblem(tiny=True, kv="int8_per_token_head", page_size=CONTIGUOUS),
+    KernelProblem(tiny=True, dim=80, v_dim=96, page_size=1),
+    KernelProblem(tiny=True, group=7, window=9, softcap=20.0, sinks=True),
 )
 
 

@@ -16,7 +16,7 @@ LAST_TOKEN_ID = 10_000
 
 
 @dataclass(frozen=True)
-class Job:
+class NanoJob:
     """Prompts (token ids), and how many tokens each is to bring."""
 
     prompts: tuple[tuple[int, ...], ...]
@@ -43,14 +43,14 @@ class Job:
 
 def draw_job(
     num_sequences: int = NUM_SEQUENCES, shortest: int = SHORTEST, longest: int = LONGEST, seed: int = 0
-) -> Job:
+) -> NanoJob:
     """A smaller ``num_sequences`` is another, smaller draw, not a part of the full one's output lengths."""
     rng = random.Random(seed)
     prompts = tuple(
         tuple(rng.randint(0, LAST_TOKEN_ID) for _ in range(rng.randint(shortest, longest)))
         for _ in range(num_sequences)
     )
-    return Job(prompts, tuple(rng.randint(shortest, longest) for _ in range(num_sequences)))
+    return NanoJob(prompts, tuple(rng.randint(shortest, longest) for _ in range(num_sequences)))
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def model_cost(parameters: int, embedding: int, tied: bool, dtype_bytes: int, kv
     return ModelCost(read * dtype_bytes, read - embedding, kv_bytes)
 
 
-def floor_seconds(job: Job, cost: ModelCost, read_bytes_per_s: float, flop_per_s: float) -> dict[str, float]:
+def floor_seconds(job: NanoJob, cost: ModelCost, read_bytes_per_s: float, flop_per_s: float) -> dict[str, float]:
     """The least time of ``job``: sum(KV bytes) / BW + steps x weight bytes / BW + 2 N T_in / peak flops.
 
     Steps: those of the longest output, as if all sequences fit at once. Overlap of the terms is not credited.

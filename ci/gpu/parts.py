@@ -130,7 +130,7 @@ PARTS = (
 
 
 @dataclass(frozen=True)
-class Entry:
+class QueueEntry:
     """A prepared run of docs/gpu.md's queue. ``seconds``: what each of its parts takes, by name, in their order."""
 
     name: str
@@ -160,11 +160,11 @@ class Entry:
 ENTRIES = {
     entry.name: entry
     for entry in (
-        Entry("peers", {"facts": 20.0, "peer-job": 240.0, "peer-kernels": 170.0}),
-        Entry("settings", {"facts": 20.0, "settings": 490.0}),
-        Entry("before-after", {"facts": 25.0, "before-after": 220.0}),
-        Entry("sharpness", {"facts": 20.0, "launched-pairs": 360.0, "lockstep-pairs": 130.0}),
-        Entry(
+        QueueEntry("peers", {"facts": 20.0, "peer-job": 240.0, "peer-kernels": 170.0}),
+        QueueEntry("settings", {"facts": 20.0, "settings": 490.0}),
+        QueueEntry("before-after", {"facts": 25.0, "before-after": 220.0}),
+        QueueEntry("sharpness", {"facts": 20.0, "launched-pairs": 360.0, "lockstep-pairs": 130.0}),
+        QueueEntry(
             "long",
             {"facts": 20.0, "engine-qwen3-14b": 180.0, "long-decode": 40.0, "paging-cost": 45.0, "quality": 230.0},
         ),

@@ -13,8 +13,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ci.gpu.environment import Environment
-from ci.gpu.summary import Outcome
+from ci.gpu.environment import PartEnvironment
+from ci.gpu.summary import PartEnd
 from kvbench.common.packages import REPOSITORY
 
 SOURCES = ("kernels", "engine", "kvbench", "ci")
@@ -49,7 +49,7 @@ def begin(arguments: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def finish(manifest: dict[str, Any], environment: Environment, outcomes: list[Outcome], seconds: float) -> None:
+def finish(manifest: dict[str, Any], environment: PartEnvironment, outcomes: list[PartEnd], seconds: float) -> None:
     """Add what the parts told, those of ``facts`` at the top level."""
     facts = next((outcome.data for outcome in outcomes if outcome.name == "facts"), {})
     manifest |= {key: facts[key] for key in ("device", "nvidia_smi", "nvidia_smi_after", "ceilings") if key in facts}

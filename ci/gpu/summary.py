@@ -21,7 +21,7 @@ PASSED, FAILED, SKIPPED = "passed", "FAILED", "SKIPPED"
 
 
 @dataclass
-class Outcome:
+class PartEnd:
     """The end of a part. ``data``: its JSON, as far as it got."""
 
     name: str
@@ -46,7 +46,7 @@ class Outcome:
 
 
 def write_results(
-    outdir: Path, scratch: Path, manifest: dict[str, Any], outcomes: list[Outcome], beside: Sequence[str] = ()
+    outdir: Path, scratch: Path, manifest: dict[str, Any], outcomes: list[PartEnd], beside: Sequence[str] = ()
 ) -> None:
     """Everything into ``outdir``; what is too large is left out, and the summary says so.
 
@@ -88,7 +88,7 @@ def _json(data: Any) -> bytes:
     return (json.dumps(data, indent=1) + "\n").encode()
 
 
-def _log(scratch: Path, outcomes: list[Outcome]) -> bytes:
+def _log(scratch: Path, outcomes: list[PartEnd]) -> bytes:
     """The end of each part's output."""
     pieces = []
     for outcome in outcomes:
@@ -99,10 +99,12 @@ def _log(scratch: Path, outcomes: list[Outcome]) -> bytes:
     return b"".join(pieces)
 
 
-def render(manifest: dict[str, Any], outcomes: list[Outcome], left_out: list[str], beside: Sequence[str] = ()) -> str:
+def render(manifest: dict[str, Any], outcomes: list[PartEnd], left_out: list[str], beside: Sequence[str] = ()) -> str:
     """The summary as Markdown."""
     device, versions = manifest.get("device") or {}, manifest.get("versions") or {}
     name = device.get("name") or "no GPU"
+    reached = manifest.get("ceilings") or {}
+    ceilings = [f"{ceiling.replace('_', ' ')} {value:,.4g}" for ceiling, value in reached.items()]
     lines = [f"# {name}: kvbench GPU run", ""]
     if manifest["arguments"]["device"] == "cpu":
         lines += ["**Run on the CPU: it shows that the runner works. No figure here is of a GPU.**", ""]
@@ -114,7 +116,7 @@ def render(manifest: dict[str, Any], outcomes: list[Outcome], left_out: list[str
         f"Python {versions.get('python')}, code {_code(manifest)}, host {device.get('host', '–')} "
         f"({device.get('cpu', '–')})",
         "",
-        f"Ceilings here: {_ceilings(manifest)}.",
+        f"Ceilings here: {', '.join(ceilings) or 'not measured'}.",
         "",
         *_table(
             ["part", "result", "seconds", "W", "throttled s", "what"],
@@ -145,11 +147,6 @@ def render(manifest: dict[str, Any], outcomes: list[Outcome], left_out: list[str
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _ceilings(manifest: dict[str, Any]) -> str:
-    ceilings = manifest.get("ceilings") or {}
-    return ", ".join(f"{name.replace('_', ' ')} {value:,.4g}" for name, value in ceilings.items()) or "not measured"
-
-
 def _code(manifest: dict[str, Any]) -> str:
     git = manifest.get("git") or {}
     sha = git.get("sha") or manifest["arguments"].get("commit")
@@ -157,7 +154,7 @@ def _code(manifest: dict[str, Any]) -> str:
     return f"{sha[:12] if sha else 'of no known commit'}{state}, sources {manifest.get('sources', '–')}"
 
 
-def _tables(outcomes: list[Outcome]) -> dict[tuple[str, tuple[str, ...]], list[list[str]]]:
+def _tables(outcomes: list[PartEnd]) -> dict[tuple[str, tuple[str, ...]], list[list[str]]]:
     """Rows by title and columns: parts that tell the same of different things share a table."""
     found: dict[tuple[str, tuple[str, ...]], list[list[str]]] = {}
     for outcome in outcomes:
@@ -178,7 +175,7 @@ def _cell(text: Any) -> str:
     return str(text).replace("|", "\\|").replace("\n", " ")
 
 
-def _troubles(title: str, outcomes: list[Outcome], key: str) -> list[str]:
+def _troubles(title: str, outcomes: list[PartEnd], key: str) -> list[str]:
     """Equal reasons once, with what they concern."""
     grouped: dict[tuple[str, str], list[str]] = {}
     for outcome in outcomes:

@@ -18,7 +18,7 @@ from typing import Any
 
 from ci.gpu.engine_job import TEMPERATURE, TINY_SEQUENCES, WARM_UP_TOKENS, shortened
 from ci.gpu.engine_turns import KV_BYTES, MODEL
-from ci.gpu.nano_shape import NUM_SEQUENCES, Job, draw_job
+from ci.gpu.nano_shape import NUM_SEQUENCES, NanoJob, draw_job
 from ci.gpu.part import Planned, Report
 from engine.model.spec import CONFIG_DIR
 
@@ -99,7 +99,7 @@ class VllmJob:
             "attention_backend": "FLASH_ATTN",
         }  # fmt: skip
 
-    def _generate(self, job: Job) -> dict[str, Any]:
+    def _generate(self, job: NanoJob) -> dict[str, Any]:
         """Runs ``job`` once and returns the row of it."""
         from vllm import SamplingParams
 

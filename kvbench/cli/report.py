@@ -101,7 +101,7 @@ def show_report(
     except OSError as error:  # a full disk must not take the figures away
         full = error
     print_table(console, console_table(made), drop_first=DROP_FIRST)
-    if (engine_time := engine_time_console(made.decision.comparisons, run.engine_time)) is not None:
+    if (engine_time := engine_time_console(made)) is not None:
         print_table(console, engine_time)
     print_plain(console, made.verdict)
     for answer in made.answers:

@@ -147,7 +147,6 @@ def find_drift(series: Series, name: str, release: TrendPoint) -> Drift | None:
 
 
 def drift_exit_code(drifts: Sequence[Drift]) -> int:
-    """The exit code of ``--fail-on-drift``."""
     calls = {drift.comparison.call for drift in drifts}
     return next((words.exit_code for call, words in WORDS.items() if call in calls), EXIT_NOTHING)
 

@@ -53,26 +53,16 @@ def _drift_tables(view: View) -> list[tuple[str, bool, list[tuple[str, ...]]]]:
     for call, call_words in WORDS.items():
         some = [trend for trend in view.trends if trend.drift and trend.drift.comparison.call == call]
         some.sort(key=lambda trend: trend.drift.change * (1 if trend.series.figure.higher_is_better else -1))
-        if some:
-            title = f"{call_words.title}: {len(some)}"
-            tables.append((title, call == Call.WORSE, [_drift_row(trend) for trend in some]))
+        rows = []
+        for trend in some:
+            key, drift = trend.series.key, trend.drift
+            where = (key.workload, key.machine, trend.cell, title_of(key.figure), drift.release_name)
+            values = (value_text(key.figure, point.value) for point in (drift.release, drift.last))
+            ends = " to ".join(map(change_text, drift.interval)) if drift.interval else "none of one repeat"
+            rows.append((*where, *values, change_text(drift.change), ends, words.percent(drift.margin)))
+        if rows:
+            tables.append((f"{call_words.title}: {len(rows)}", call == Call.WORSE, rows))
     return tables
-
-
-def _drift_row(trend: Trend) -> tuple[str, ...]:
-    key, drift = trend.series.key, trend.drift
-    return (
-        key.workload,
-        key.machine,
-        trend.cell,
-        title_of(key.figure),
-        drift.release_name,
-        value_text(key.figure, drift.release.value),
-        value_text(key.figure, drift.last.value),
-        change_text(drift.change),
-        " to ".join(change_text(end) for end in drift.interval) if drift.interval else "none of one repeat",
-        words.percent(drift.margin),
-    )
 
 
 _COLUMNS = 3

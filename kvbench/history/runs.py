@@ -324,7 +324,6 @@ def _place(manifest: Manifest) -> tuple[tuple[str, str], ...]:
 
 
 def release_of(folder: Path) -> str | None:
-    """The release that a run is marked as."""
     return read_object(folder / RELEASE).get("release") if (folder / RELEASE).is_file() else None
 
 

@@ -99,19 +99,16 @@ def _cell_text(summary: Mapping[str, Any], without: Sequence[str] = ()) -> str:
 def _check_same(target: Path, files: Mapping[str, bytes]) -> None:
     """Raises UsageError when the measured files differ."""
     kept = {str(path.relative_to(target)) for path in target.rglob("*") if path.is_file()}.difference(_NOT_MEASURED)
-    wanted = set(files).difference(_NOT_MEASURED)
-    if different := sorted(kept ^ wanted) or sorted(n for n in wanted if not _is_kept(target / n, files[n])):
+    wanted, different = set(files).difference(_NOT_MEASURED), []
+    for name in sorted(wanted & kept):
+        there, content = (target / name).read_bytes(), files[name]
+        of_older = _cell_text(json.loads(content), _FORMERLY_NOT).encode() if name.startswith("cells/") else content
+        different += [name] if there not in (content, of_older) else []
+    if different := sorted(kept ^ wanted) or different:
         raise UsageError(
             f"{target} holds another content ({different[0]} differs): a history is not changed; keep this run in "
             "another folder, or look at which of the two is right"
         )
-
-
-def _is_kept(path: Path, content: bytes) -> bool:
-    """Tests whether a file has this content, or what an older version would have kept of it."""
-    there = path.read_bytes()
-    is_cell = path.parent.parent.name == "cells"
-    return there == content or (is_cell and there == _cell_text(json.loads(content), _FORMERLY_NOT).encode())
 
 
 def _write_whole(target: Path, files: Mapping[str, bytes]) -> None:

@@ -8,8 +8,8 @@ simulated run is of the clock ``SIMULATED``, which stands where ``SERVED`` stand
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -23,6 +23,7 @@ THROUGHPUT, TTFT, ITL = "output_throughput", "p95_ttft_ms", "p95_itl_ms"
 JUDGED = (THROUGHPUT, TTFT, ITL)  # by which a configuration is ahead or behind
 SCATTER = 1.5  # largest over smallest throughput of one cell's repeats from which on they are said to scatter
 NOT_TOLD = "not told apart"
+WHOLE_RUN = "whole run"  # of a figure or ratio that is not of the steady window
 RATIO_MARKS = f"≈ means level, ? {NOT_TOLD} from 1"
 CALLS = {Call.BETTER: "ahead", Call.WORSE: "behind", Call.LEVEL: "level", Call.UNDECIDED: "open"}
 """The words for people where a table of engine time has a column of calls."""
@@ -103,7 +104,7 @@ def paging_pair(run: Run) -> tuple[str, str] | None:
         (p.name, c.name): (
             len(differing(p, c)),
             not (p.is_baseline or c.is_baseline),
-            abs((p.settings.get("page_size") or 0) - 16),
+            abs((p.page_size or 0) - 16),
         )
         for p in run.cells
         for c in run.cells
@@ -134,20 +135,21 @@ def values(metric: str, cell: MeasuredCell, steady: bool) -> dict[int, float]:
 
 
 def served(cell: MeasuredCell, other: MeasuredCell, metric: str) -> Comparison | None:
-    """A configuration against another as served, paired by repeat; None where a cell is in doubt or has no figure."""
+    """A configuration against another as served, paired by repeat; None where a cell is in doubt or has no figure.
+
+    ``basis`` says where it is of the whole run.
+    """
     if not (cell.valid and other.valid):
         return None
     steady = is_steady(metric, cell, other)
-    return paired(metric, cell.clock, values(metric, cell, steady), values(metric, other, steady))
+    ratio = paired(metric, cell.clock, values(metric, cell, steady), values(metric, other, steady))
+    return ratio if ratio is None or steady else replace(ratio, basis=WHOLE_RUN)
 
 
-def median_ratio(cell: MeasuredCell, other: MeasuredCell) -> float | None:
-    """The ratio of the throughputs that tables show, where it visibly contradicts the paired one."""
+def median_ratio(cell: MeasuredCell, other: MeasuredCell, ratio: Comparison) -> float | None:
+    """The ratio of the throughputs that tables show, where it visibly contradicts the paired ``ratio``."""
     shown, against = median(cell.throughput()), median(other.throughput())
-    ratio = served(cell, other, THROUGHPUT)
-    if ratio is None or not shown or not against:
-        return None
-    return shown / against if contradicts(ratio.ratio, shown / against) else None
+    return shown / against if shown and against and contradicts(ratio.ratio, shown / against) else None
 
 
 def leaders(cells: Sequence[MeasuredCell]) -> dict[str, dict[str, Call]]:
@@ -203,61 +205,67 @@ class Comparisons:
     names: cell id -> what distinguishes it from the baseline at its load
     pair, pairs: names of the paged and the contiguous configuration that are compared, and both by load
     not_varied: titles of the settings that every reader asks about and that no configuration at ``load`` varies
-    served, engine: (cell id, metric) -> against the baseline at its load, as served and in engine time
+    served, engine: cell id -> metric -> against the baseline at its load, as served and in engine time
     decisive: the same from the clock that decides it: engine time before served
+    to_reference: cell id -> its throughput against the reference at its load, as served
     """
 
     clock: str
     cells: tuple[MeasuredCell, ...]
     loads: tuple[MeasuredLoad, ...]
     load: MeasuredLoad | None
-    baselines: Mapping[MeasuredLoad, MeasuredCell]
-    references: Mapping[MeasuredLoad, MeasuredCell]
+    baselines: Mapping[MeasuredLoad, MeasuredCell | None]
+    references: Mapping[MeasuredLoad, MeasuredCell | None]
     names: Mapping[str, str]
     pair: tuple[str, str] | None
     pairs: Mapping[MeasuredLoad, tuple[MeasuredCell, MeasuredCell]]
     not_varied: tuple[str, ...]
-    served: Mapping[tuple[str, str], Comparison]
-    engine: Mapping[tuple[str, str], Comparison]
-    decisive: Mapping[tuple[str, str], Comparison]
+    served: Mapping[str, Mapping[str, Comparison]]
+    engine: Mapping[str, Mapping[str, Comparison]]
+    decisive: Mapping[str, Mapping[str, Comparison]]
+    to_reference: Mapping[str, Comparison]
 
     @classmethod
     def of(cls, run: Run) -> Comparisons:
         """Compares all cells of a run."""
-        baselines = {cell.load: cell for cell in reversed(run.cells) if cell.is_baseline}
-        varied = [(cell, base) for cell in run.cells if (base := baselines.get(cell.load)) and base is not cell]
-        every = {
-            (c.cell_id, metric): served(c, base, metric) for c, base in varied for metric in (*JUDGED, *compared())
-        }
-        by_clock = {key: one for key, one in every.items() if one}
-        engine, decisive = {}, {}
-        for key in [(cell.cell_id, metric) for cell, _ in varied for metric in JUDGED]:
-            if run.engine_time and (one := run.engine_time.of(*key)):
-                engine[key] = one
-            if known := [comparisons[key] for comparisons in (engine, by_clock) if key in comparisons]:
-                decisive[key] = _decisive(known)
+        baselines = {load: next((c for c in run.at(load) if c.is_baseline), None) for load in run.loads}
+        by_clock, engine, decisive = {}, {}, {}
+        for cell in run.cells:
+            base, cell_id = baselines[cell.load], cell.cell_id
+            varied = base is not None and base is not cell
+            every = {metric: served(cell, base, metric) for metric in (*JUDGED, *compared())} if varied else {}
+            by_clock[cell_id] = {metric: one for metric, one in every.items() if one}
+            turns = {metric: run.engine_time.of(cell_id, metric) for metric in JUDGED} if run.engine_time else {}
+            engine[cell_id] = {metric: one for metric, one in turns.items() if one and varied}
+            both = {metric: [known[metric] for known in (engine[cell_id], by_clock[cell_id]) if metric in known]
+                    for metric in JUDGED}  # fmt: skip
+            decisive[cell_id] = {metric: _decisive(known) for metric, known in both.items() if known}
         load, pair = _decided_load(run, decisive), paging_pair(run)
         pairs = {at: (run.cell(pair[0], at), run.cell(pair[1], at)) for at in run.loads} if pair else {}
+        base = baselines[load] if load else None
+        references = baselines | {at: contiguous for at, (_, contiguous) in pairs.items() if contiguous}
+        to_reference = {c.cell_id: served(c, ref, THROUGHPUT) for c in run.cells if (ref := references[c.load])}
         return cls(
             run.clock,
             run.cells,
             tuple(run.loads),
             load,
             baselines,
-            baselines | {at: contiguous for at, (_, contiguous) in pairs.items() if contiguous},
-            {cell.cell_id: short_name(cell, baselines.get(cell.load)) for cell in run.cells},
+            references,
+            {cell.cell_id: short_name(cell, baselines[cell.load]) for cell in run.cells},
             pair,
             {at: both for at, both in pairs.items() if None not in both},
-            _not_varied(run, load, baselines[load]) if load in baselines else (),
+            _not_varied(run, base) if base else (),
             by_clock,
             engine,
             decisive,
+            {cell_id: ratio for cell_id, ratio in to_reference.items() if ratio},
         )
 
     @property
     def base(self) -> MeasuredCell | None:
         """The baseline at the load that the report speaks of."""
-        return self.baselines.get(self.load) if self.load else None
+        return self.baselines[self.load] if self.load else None
 
     @property
     def reported(self) -> list[MeasuredCell]:
@@ -273,8 +281,8 @@ class Comparisons:
     def changes(self) -> list[tuple[MeasuredCell, Comparison]]:
         """Every cell at that load against the baseline, all in one clock: engine time where it has any, else served."""
         for by_clock in (self.engine, self.served):
-            every = [(cell, by_clock.get((cell.cell_id, metric))) for cell in self.reported for metric in JUDGED]
-            if known := [(cell, one) for cell, one in every if one]:
+            judged = [(cell, by_clock[cell.cell_id], metric) for cell in self.reported for metric in JUDGED]
+            if known := [(cell, one[metric]) for cell, one, metric in judged if metric in one]:
                 return known
         return []
 
@@ -283,7 +291,7 @@ class Comparisons:
         """Configurations that differ from the baseline in one setting; in the layout only where no pair is compared."""
         effects = []
         for cell in self.cells:
-            base = self.baselines.get(cell.load)
+            base = self.baselines[cell.load]
             changed = differing(cell, base) if base is not None and cell is not base else set()
             if base is None or len(changed) != 1 or (self.pairs and changed == {"layout"}):
                 continue
@@ -302,16 +310,19 @@ class Comparisons:
         """A configuration against any other at its load: by the clock that decides where one is the baseline."""
         if not (cell.is_baseline or other.is_baseline):
             return served(cell, other, metric)
-        return against(self.decisive, cell, other, metric)
+        return against(lambda cell_id, metric: self.decisive[cell_id].get(metric), cell, other, metric)
 
 
 def against(
-    by_cell: Mapping[tuple[str, str], Comparison], cell: MeasuredCell, other: MeasuredCell, metric: str
+    known: Callable[[str, str], Comparison | None], cell: MeasuredCell, other: MeasuredCell, metric: str
 ) -> Comparison | None:
-    """A configuration against the baseline, or the baseline against it; None where neither is the baseline."""
+    """A configuration against the baseline, or the baseline against it; None where neither is the baseline.
+
+    ``known``: a cell's id and a metric -> against the baseline.
+    """
     if other.is_baseline:
-        return by_cell.get((cell.cell_id, metric))
-    one = by_cell.get((other.cell_id, metric)) if cell.is_baseline else None
+        return known(cell.cell_id, metric)
+    one = known(other.cell_id, metric) if cell.is_baseline else None
     return one.inverse() if one else None
 
 
@@ -321,19 +332,19 @@ def _decisive(known: Sequence[Comparison]) -> Comparison:
     return next((one for one in known if one.decided and low <= one.ratio <= high), known[0])
 
 
-def _decided_load(run: Run, decisive: Mapping[tuple[str, str], Comparison]) -> MeasuredLoad | None:
+def _decided_load(run: Run, decisive: Mapping[str, Mapping[str, Comparison]]) -> MeasuredLoad | None:
     """In closed loop a throughput decides a load; in open loop the arrivals set it, so a p95 decides as well."""
     for load in reversed(run.loads):
         metrics = JUDGED if load.mode == "open" else (THROUGHPUT,)
-        known = (decisive.get((cell.cell_id, metric)) for cell in run.at(load) for metric in metrics)
-        if any(one and one.decided for one in known):
+        known = [decisive[cell.cell_id] for cell in run.at(load)]
+        if any(one[metric].decided for one in known for metric in metrics if metric in one):
             return load
     return run.loads[-1] if run.loads else None
 
 
-def _not_varied(run: Run, load: MeasuredLoad, base: MeasuredCell) -> tuple[str, ...]:
+def _not_varied(run: Run, base: MeasuredCell) -> tuple[str, ...]:
     known = {*base.settings, *(_ASKED if run.is_built_in else ())}
-    varied = {name for cell in run.at(load) for name in differing(cell, base)}
+    varied = {name for cell in run.at(base.load) for name in differing(cell, base)}
     return tuple(setting_title(name) for name in _ASKED if name in known - varied)
 
 

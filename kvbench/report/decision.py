@@ -88,7 +88,11 @@ class Candidate:
         """What is decided to worsen, and most: a p95, or something at another load or in the other clock."""
         every = [*((self.cell.load, one) for one in self.p95.values()), *self.elsewhere]
         losses = [(load, one) for load, one in every if one.call == Call.WORSE]
-        return max(losses, key=lambda loss: _loss_factor(loss[1]), default=None)
+
+        def factor(loss: tuple[MeasuredLoad, Comparison]) -> float:
+            return 1 / loss[1].ratio if loss[1].metric == THROUGHPUT else loss[1].ratio
+
+        return max(losses, key=factor, default=None)
 
     @property
     def verdict(self) -> str:
@@ -118,24 +122,24 @@ class Candidate:
         return replace(self, elsewhere=tuple((load, one) for load, one in self.elsewhere if load == self.cell.load))
 
     @property
-    def best_p95(self) -> Comparison:
-        """The p95 that is furthest ahead, of a configuration that has one ahead."""
-        return min((one for one in self.p95.values() if one.call == Call.BETTER), key=lambda one: one.ratio)
+    def best_p95(self) -> Comparison | None:
+        """The p95 that is furthest ahead; None where none is."""
+        better = (one for one in self.p95.values() if one.call == Call.BETTER)
+        return min(better, key=lambda one: one.ratio, default=None)
 
     @property
-    def best(self) -> Comparison:
+    def best(self) -> Comparison | None:
         """What the configuration wins by: its throughput, or the p95 that is furthest ahead."""
-        if self.verdict == FASTER_P95 or self.throughput is None:
-            return self.best_p95
-        return self.throughput
+        return self.best_p95 if self.verdict == FASTER_P95 else self.throughput or self.best_p95
 
-    def gain(self, one: Comparison, load: MeasuredLoad | None = None) -> str:
+    def gain(self, one: Comparison | None, load: MeasuredLoad | None = None) -> str:
         """+16 % tokens/s (13 to 20) in engine time at 32 at once"""
+        assert one is not None
         return f"{_amount(one)}{_IN_CLOCK[one.clock]} {(load or self.cell.load).where}"
 
-    def loss(self, beside: Comparison) -> str:
+    def loss(self, beside: Comparison | None) -> str:
         """p95 TTFT +61 %; −20 % tokens/s served at 3 at once: the worst, with clock and load where they are others."""
-        assert self.worst is not None
+        assert self.worst is not None and beside is not None
         load, one = self.worst
         size = amount(one.ratio)
         what = f"{size} tokens/s" if one.metric == THROUGHPUT else f"{figure(one.metric).title} {size}"
@@ -163,10 +167,6 @@ class Candidate:
         return f"{words.significant(more, 2)}x the tokens" if more >= 1.1 else ""
 
 
-def _loss_factor(one: Comparison) -> float:
-    return one.ratio if one.metric != THROUGHPUT else 1 / one.ratio
-
-
 def _amount(one: Comparison) -> str:
     """+16 % tokens/s (13 to 20); p95 TTFT −24 % (−36 to −8.8)"""
     if one.metric != THROUGHPUT:
@@ -181,15 +181,13 @@ def count_words(text: str) -> int:
 
 def _candidate(cell: MeasuredCell, base: MeasuredCell, comparisons: Comparisons, quality: Quality) -> Candidate:
     """What is known of one configuration against the baseline at its load."""
-    decisive = {metric: one for metric in JUDGED if (one := comparisons.decisive.get((cell.cell_id, metric)))}
-    elsewhere = []
+    decisive, elsewhere = dict(comparisons.decisive[cell.cell_id]), []
     for metric, decided in decisive.items():
-        here = (by_clock.get((cell.cell_id, metric)) for by_clock in (comparisons.engine, comparisons.served))
-        elsewhere += [(cell.load, one) for one in here if one and one.call != decided.call]
+        here = [known[cell.cell_id] for known in (comparisons.engine, comparisons.served)]
+        elsewhere += [(cell.load, one[metric]) for one in here if metric in one and one[metric].call != decided.call]
     for other in comparisons.cells:
         if other.name == cell.name and other.load != cell.load:
-            there = (comparisons.decisive.get((other.cell_id, metric)) for metric in JUDGED)
-            elsewhere += [(other.load, one) for one in there if one]
+            elsewhere += [(other.load, one) for one in comparisons.decisive[other.cell_id].values()]
     decided_elsewhere = tuple((load, one) for load, one in elsewhere if one.decided)
     return Candidate(cell, base, decisive.pop(THROUGHPUT, None), decisive, quality, decided_elsewhere)
 
@@ -203,11 +201,7 @@ def wins(every: Sequence[Candidate]) -> list[Candidate]:
     if pays and pays[0].cell.load.mode != "open":
         return pays
     faster = [one for one in every if one.verdict == FASTER_P95]
-
-    def best_ratio(one: Candidate) -> float:
-        return min((p95.ratio for p95 in one.p95.values() if p95.call == Call.BETTER), default=1.0)
-
-    return sorted(pays or faster, key=best_ratio)
+    return sorted(pays or faster, key=lambda one: one.best_p95.ratio if one.best_p95 else 1.0)
 
 
 def safe_ones(every: Sequence[Candidate]) -> list[Candidate]:
@@ -262,7 +256,7 @@ class Decision:
         known = limits(comparisons)
         by_load = {}
         for load, base in comparisons.baselines.items():
-            others = [cell for cell in comparisons.at(load) if cell is not base]
+            others = [cell for cell in comparisons.at(load) if base and cell is not base]
             candidates = [_candidate(cell, base, comparisons, by_id[cell.config_id]) for cell in others]
             candidates.sort(key=lambda one: -(one.throughput.ratio if one.throughput else 0.0))
             by_load[load] = tuple(candidates)
@@ -281,7 +275,7 @@ class Decision:
     @property
     def candidates(self) -> tuple[Candidate, ...]:
         """Every configuration beside the baseline at that load."""
-        return self.by_load.get(self.load, ()) if self.load else ()
+        return self.by_load[self.load] if self.load else ()
 
     @property
     def pair(self) -> tuple[str, str] | None:
@@ -293,13 +287,11 @@ class Decision:
         """The clock of the answers that name no other."""
         return next((one.clock for _, one in self.comparisons.changes), self.run.clock)
 
-    def paged_against_contiguous(self, load: MeasuredLoad) -> Candidate | None:
-        """The pair at a load, as served only where neither is the baseline; None where the load lacks one of them."""
-        if load not in self.comparisons.pairs:
-            return None
+    def paged_against_contiguous(self, load: MeasuredLoad) -> Candidate:
+        """The pair at a load that has both, as served only where neither is the baseline."""
         paged, contiguous = self.comparisons.pairs[load]
-        base = self.comparisons.baselines.get(load)
-        for one in self.by_load.get(load, ()):
+        base = self.comparisons.baselines[load]
+        for one in self.by_load[load]:
             if contiguous is base and one.cell is paged:
                 return one
             if paged is base and one.cell is contiguous:
@@ -455,8 +447,6 @@ class Decision:
         said, decided = [], None
         for load in reversed(self.comparisons.pairs):
             everywhere = self.paged_against_contiguous(load)
-            if everywhere is None:
-                continue
             here = everywhere.here  # the other loads have words of their own
             where = f" {load.where}" if load != self.load else ""
             if here.verdict == UNDECIDED and where:
@@ -475,11 +465,11 @@ class Decision:
         said = []
         for one in every:
             verdict, _ = self._with_quality(one, one.verdict_words)
-            said.append(f"{one.cell.settings.get('page_size')}: {verdict.lower()}, {self.numbers(one)}")
+            said.append(f"{one.cell.page_size}: {verdict.lower()}, {self.numbers(one)}")
         if best is None:
             unknown = ", others not decided" if all(one.verdict == UNDECIDED for one in every) else ""
-            return ReportAnswer("Page size", f"Keep {base.settings.get('page_size')}{unknown}", "; ".join(said))
-        size, (verdict, mark) = best.cell.settings.get("page_size"), self._with_quality(best, best.verdict_words)
+            return ReportAnswer("Page size", f"Keep {base.page_size}{unknown}", "; ".join(said))
+        size, (verdict, mark) = best.cell.page_size, self._with_quality(best, best.verdict_words)
         use = f"Use {size}" if best.quality.safe else f"{size} {verdict.lower()}"
         return ReportAnswer("Page size", use, "; ".join(said), mark)
 

@@ -45,7 +45,7 @@ _BANNERS = {
 class Document:
     """The report's parts, from the first sentence to the manifest.
 
-    ``decision``: on the run, which the parts are made of; ``cells``: the table of all cells
+    ``decision``: on the run, which the parts are made of; ``cells``, ``engine_time``: the tables of both clocks
     ``counted``: how much is valid, on the line that names the ``status``; ``details``: why, and what limits the
     numbers; ``baseline``: what the answers are against, where and in which clock; ``first``: the figures of the first
     screen; ``looks``: configuration -> how it is drawn.
@@ -53,6 +53,7 @@ class Document:
 
     decision: Decision
     cells: ReportTable
+    engine_time: ReportTable
     title: str
     verdict: str
     brief: tuple[str, ...]
@@ -94,19 +95,21 @@ def document(run: Run, price_per_hour: float | None = None) -> Document:
     cells = tables.main_table(comparisons, slo, run.cache_state if run.load_section else "")
     points, look = frontier.frontier_frame(comparisons, price_per_hour), looks(run.cells)
     first = (effects.drawing(comparisons, run.engine_time), frontier.drawing(points, comparisons, look))
-    chapters = _chapters(decision, cells, outputs, points, look, slo)
+    in_turns = engine_time.engine_time_table(comparisons, run.engine_time)
+    chapters = _chapters(decision, cells, in_turns, outputs, points, look, slo)
     stored = run.folder / MANIFEST
     return Document(
         decision,
         cells,
+        in_turns,
+        counted=_counted(run),
+        baseline=_baseline(decision),
         title=provenance.title(run),
         verdict=decision.headline,
         brief=tuple(filter(None, (run.folder.name, *provenance.brief(run), provenance.made_from(run)))),
         status=state.status,
         banner=f"Simulated: {banner.lower()}" if run.simulated else banner,
-        counted=_counted(run),
         details=(*provenance.simulated_details(run), *state.reasons, *provenance.warnings(run)),
-        baseline=_baseline(decision),
         answers=tuple(decision.answers()),
         limits=tuple(limits.limit_lines(decision.limits, comparisons.names)),
         first=tuple(_marked(drawing, device) for drawing in first if drawing),
@@ -129,6 +132,7 @@ def document(run: Run, price_per_hour: float | None = None) -> Document:
 def _chapters(
     decision: Decision,
     cells: ReportTable,
+    in_turns: ReportTable,
     outputs: samples.OutputSamples | None,
     points: pd.DataFrame,
     look: Mapping[str, LineStyle],
@@ -154,7 +158,7 @@ def _chapters(
             *tables.cell_parts(cells, comparisons, slo, missing, run.problems),
             limits.limit_section(decision.limits),
             frontier.section(points),
-            engine_time.section(comparisons, run.engine_time),
+            engine_time.section(in_turns, run.engine_time),
             *tables.setting_parts(comparisons),
             client_quality.section(run, by_load),
         ),

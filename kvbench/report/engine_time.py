@@ -11,10 +11,9 @@ from kvbench.runs.engine_time import EngineTime
 _HEADS = ("output tok/s (whole run)", *(figure(metric).title for metric in (TTFT, ITL)), "served output tok/s")
 
 
-def section(comparisons: Comparisons, known: EngineTime | None) -> Section:
+def section(table: ReportTable, known: EngineTime | None) -> Section:
     """The table of engine time with its note."""
-    note = engine_time_note(known) if known else ""
-    return Section("engine_time", "Engine time", engine_time_table(comparisons, known), note)
+    return Section("engine_time", "Engine time", table, engine_time_note(known) if known else "")
 
 
 def engine_time_table(comparisons: Comparisons, known: EngineTime | None) -> ReportTable:
@@ -32,8 +31,8 @@ def engine_time_table(comparisons: Comparisons, known: EngineTime | None) -> Rep
         if cell is None:
             rows.append(Row(None, (*texts(cell_id), Value("–"), *map(_value, effects), Value("–")), "not served"))
             continue
-        base = comparisons.baselines.get(cell.load)
-        ratio = ratio_value(cell, base, THROUGHPUT) if base else Value("–")
+        base = comparisons.baselines[cell.load]
+        ratio = ratio_value(comparisons.served[cell_id].get(THROUGHPUT), cell, base) if base else Value("–")
         load = Value(cell.load.short, cell.load.value)
         rows.append(Row(cell, (*texts(cell.name), load, *map(_value, effects), ratio), cell.load))
     return listed_table(("configuration", "load", *_HEADS), rows)

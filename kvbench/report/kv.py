@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from textwrap import wrap
 
@@ -105,6 +105,7 @@ _LINE = 19  # characters of a column's title
 _KV_HEIGHT, _SEQUENCES_HEIGHT, _EVENT_HEIGHT = 200, 96, 60  # px
 
 Bars = list[tuple[MeasuredCell, Ledger]]
+Ledgers = Mapping[str, Ledger]  # by cell id
 
 
 # --- Tables and sentences ---
@@ -114,10 +115,11 @@ def kv_parts(decision: Decision) -> Iterator[Part]:
     """The chapter on the KV's bytes: sentences, figures and tables."""
     comparisons = decision.comparisons
     known = [(cell, one) for cell in comparisons.by_load if (one := ledger(cell)) is not None]
-    yield ledger_sentence(comparisons)
+    ledgers = {cell.cell_id: one for cell, one in known}
+    yield ledger_sentence(comparisons, ledgers)
     yield from (reservation(contiguous) for _, contiguous in list(comparisons.pairs.values())[-1:])
     yield ledger_figure(known)
-    yield from (timeline_drawing(decision, load) for load in reversed(comparisons.loads))
+    yield from (timeline_drawing(decision, load, ledgers) for load in reversed(comparisons.loads))
     table = ledger_table(known)
     note = " ".join([_NOTE, *(_NOTES[column.key] for column in table.columns if column.key in _NOTES)])
     yield Section("ledger", "Use by use", table, note)
@@ -127,11 +129,26 @@ def kv_parts(decision: Decision) -> Iterator[Part]:
 
 def ledger_table(known: Bars) -> ReportTable:
     """Configuration, load, the uses that have any bytes, the budget, and what is no part of the budget."""
+    ledgers = {cell.cell_id: one for cell, one in known}
+
+    def part(use: KvUse) -> Column:
+        def value(cell: MeasuredCell) -> Value:
+            one = ledgers[cell.cell_id]
+            if not one.parts[use.key]:
+                return Value("0", 0.0)
+            note = words.data_size(one.parts[use.key])
+            if use.key == "tokens" and one.scales:
+                note += f", {words.data_size(one.scales)} of it scales"
+            return Value(words.percent(one.share(use.key)), one.share(use.key), note)
+
+        return Column(f"kv_{use.key}", use.title, use.hint, value)
+
+    budget, saved = "bytes of KV, scales and page table", "bytes needed on top if nothing were shared"
     every = [
         *identity_columns(),
-        *(_part(use) for use in USES if any(one.parts[use.key] > 0 for _, one in known)),
-        _of_ledger("kv_budget", "budget", "bytes of KV, scales and page table", lambda one: one.budget),
-        _of_ledger("kv_saved", "saved by sharing", "bytes needed on top if nothing were shared", lambda one: one.saved),
+        *(part(use) for use in USES if any(one.parts[use.key] > 0 for _, one in known)),
+        number_column("kv_budget", "budget", budget, lambda c: ledgers[c.cell_id].budget, _size),
+        number_column("kv_saved", "saved by sharing", saved, lambda c: ledgers[c.cell_id].saved, _size),
         Column("swapped", "swapped out", "bytes moved to the host, all repeats; small: back, and lost there", _swapped),
         RECOMPUTED,
     ]
@@ -179,27 +196,6 @@ def _page_table(cell: MeasuredCell) -> Value:
     return Value(_size(size), size, f"{size / budget * 100:.2g} %" if size and budget else "")
 
 
-def _of_ledger(key: str, title: str, hint: str, value_of: Callable[[Ledger], float | None]) -> Column:
-    def size(cell: MeasuredCell) -> float | None:
-        one = ledger(cell)
-        return value_of(one) if one else None
-
-    return number_column(key, title, hint, size, _size)
-
-
-def _part(use: KvUse) -> Column:
-    def value(cell: MeasuredCell) -> Value:
-        one = ledger(cell)
-        if one is None or not one.parts[use.key]:
-            return Value("0", 0.0)
-        note = words.data_size(one.parts[use.key])
-        if use.key == "tokens" and one.scales:
-            note += f", {words.data_size(one.scales)} of it scales"
-        return Value(words.percent(one.share(use.key)), one.share(use.key), note)
-
-    return Column(f"kv_{use.key}", use.title, use.hint, value)
-
-
 def _swapped(cell: MeasuredCell) -> Value:
     out, back = swapped_bytes(cell), swapped_bytes(cell, "in")
     if not out:
@@ -222,17 +218,17 @@ def reservation(contiguous: MeasuredCell) -> str:
     )
 
 
-def ledger_sentence(comparisons: Comparisons) -> str:
+def ledger_sentence(comparisons: Comparisons, ledgers: Ledgers) -> str:
     """Where the bytes of the headline's pair went, else those of the baseline or the best; "" without data."""
     for paged, contiguous in reversed(comparisons.pairs.values()):
-        if (ours := ledger(paged)) and (theirs := ledger(contiguous)):
+        if paged.cell_id in ledgers and contiguous.cell_id in ledgers:
             doubt = min(filter(None, (paged.doubt, contiguous.doubt)), key=DOUBTS.index, default="")
-            other = _filled(contiguous, theirs, " of the KV budget")
-            return f"At {paged.load.label} {other}; {_filled(paged, ours)}.{_DOUBT[doubt]}"
+            other = _filled(contiguous, ledgers[contiguous.cell_id], " of the KV budget")
+            return f"At {paged.load.label} {other}; {_filled(paged, ledgers[paged.cell_id])}.{_DOUBT[doubt]}"
     for load in reversed(comparisons.loads):
-        cell = comparisons.baselines.get(load) or best(comparisons.at(load))
-        if cell is not None and (one := ledger(cell)):
-            return f"At {load.label} {_filled(cell, one, ' of the KV budget')}."
+        cell = comparisons.baselines[load] or best(comparisons.at(load))
+        if cell is not None and cell.cell_id in ledgers:
+            return f"At {load.label} {_filled(cell, ledgers[cell.cell_id], ' of the KV budget')}."
     return ""
 
 
@@ -313,7 +309,7 @@ def _stack(use: KvUse, panel: Bars, divisor: float, legend: bool) -> go.Bar:
 # --- Over time ---
 
 
-def shown_cells(decision: Decision, load: MeasuredLoad) -> tuple[list[MeasuredCell], int]:
+def shown_cells(decision: Decision, load: MeasuredLoad, ledgers: Ledgers) -> tuple[list[MeasuredCell], int]:
     """Those of a load that tell how full their KV was, at most MOST_SHOWN, and how many there are.
 
     Of more these: the baseline, the two layouts that are compared, the fastest, and those whose KV use differs most
@@ -322,18 +318,18 @@ def shown_cells(decision: Decision, load: MeasuredLoad) -> tuple[list[MeasuredCe
     known = [cell for cell in decision.comparisons.at(load) if cell.observed("usage_mean")]
     if len(known) <= MOST_SHOWN:
         return known, len(known)
-    base = decision.comparisons.baselines.get(load, known[0])
-    fastest = decision.by_load.get(load, ())[:1]
+    base = decision.comparisons.baselines[load] or known[0]
+    fastest = decision.by_load[load][:1]
     first = {base.name, *(decision.pair or ()), *(one.cell.name for one in fastest)}
-    ranked = sorted(known, key=lambda cell: (cell.name not in first, -_difference(cell, base)))
+    ranked = sorted(known, key=lambda cell: (cell.name not in first, -_difference(cell, base, ledgers)))
     chosen = {cell.name for cell in ranked[:MOST_SHOWN]}
     return [cell for cell in known if cell.name in chosen], len(known)
 
 
-def _difference(a: MeasuredCell, b: MeasuredCell) -> float:
+def _difference(a: MeasuredCell, b: MeasuredCell, ledgers: Ledgers) -> float:
     """How differently two cells used their KV over the steady window: 0 (alike) to 2."""
-    x, y = ledger(a), ledger(b)
-    if x is not None and y is not None:
+    if a.cell_id in ledgers and b.cell_id in ledgers:
+        x, y = ledgers[a.cell_id], ledgers[b.cell_id]
         return sum(abs(x.share(use) - y.share(use)) for use in SLOT_USES)
     usage = [np.mean(list(cell.observed("usage_mean").values() or [0.0])) for cell in (a, b)]
     return float(abs(usage[0] - usage[1]))
@@ -449,9 +445,12 @@ def _trace(
     figure.add_scatter(x=x, y=y, mode="lines", name=title, hovertemplate=hover, row=row, col=column, **look)
 
 
-def timeline_drawing(decision: Decision, load: MeasuredLoad) -> Drawing | None:
-    """One load's KV over time; None where no server says how full its KV was."""
-    cells, every = shown_cells(decision, load)
+def timeline_drawing(decision: Decision, load: MeasuredLoad, ledgers: Ledgers) -> Drawing | None:
+    """One load's KV over time; None where no server says how full its KV was.
+
+    The title says how much of the KV held tokens in the two layouts, else in the baseline.
+    """
+    cells, every = shown_cells(decision, load, ledgers)
     frame = timeline(cells)
     if frame.empty:
         return None
@@ -461,17 +460,11 @@ def timeline_drawing(decision: Decision, load: MeasuredLoad) -> Drawing | None:
             f" {len(cells)} of {every} configurations: the baseline, both layouts, and those that used the KV most "
             "differently."
         )
-    layouts = [cell for cell in decision.comparisons.at(load) if cell.name in (decision.pair or ())]
-    base = decision.comparisons.baselines.get(load)
-    title = _timeline_title(layouts or ([base] if base else []), load)
+    at_load = decision.comparisons.at(load)
+    named = [cell for cell in at_load if cell.name in (decision.pair or ())]
+    named = named or [cell for cell in at_load if cell.is_baseline][:1]
+    filled = {cell.name: ledgers[cell.cell_id].share("tokens") for cell in named if cell.cell_id in ledgers}
+    shares = ", ".join(f"{name} {words.percent(share)}" for name, share in filled.items())
+    title = f"KV holding tokens {under(load)}: {shares}" if filled else f"KV over time {under(load)}"
     key = f"kv-timeline-{load.mode}-{load.value:g}"
     return Drawing(key, title, caption, timeline_figure(frame), _width(len(cells)))
-
-
-def _timeline_title(cells: Sequence[MeasuredCell], load: MeasuredLoad) -> str:
-    """How much of the KV held tokens in the two layouts, else in the baseline."""
-    filled = [(cell, one) for cell in cells if (one := ledger(cell))]
-    if not filled:
-        return f"KV over time {under(load)}"
-    shares = ", ".join(f"{cell.name} {words.percent(one.share('tokens'))}" for cell, one in filled)
-    return f"KV holding tokens {under(load)}: {shares}"

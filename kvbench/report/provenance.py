@@ -59,11 +59,12 @@ _Lenient = Annotated[float | None, BeforeValidator(number)]  # None where it is 
 
 
 class RequestNotes(Record):
-    """What the notes of a cell tell of how its requests were made; None where they do not."""
+    """What a cell's notes tell of how its requests were made, and how much of a trace; None where they do not."""
 
     length_scale: Annotated[
         tuple[_Lenient, ...], BeforeValidator(lambda value: value if isinstance(value, list | tuple) else (value,))
     ] = ()
+    duration_s: _Lenient = None
     rate_scale: _Lenient = None
     trace: Any = None
     trace_requests: _Lenient = None
@@ -276,23 +277,23 @@ def _launches(run: Run) -> list[tuple[str, str]]:
 def made_from(run: Run) -> str:
     """How the requests came about, where the workload scaled lengths or played a trace; empty elsewhere."""
     ways: dict[str, list[str]] = {}
-    seconds = number((run.load_section.get("prompts") or {}).get("duration_s"))
+    prompts = run.load_section.get("prompts") or {}
     for cell in run.cells:
-        if text := _made_from(cell, seconds):
+        if text := _made_from(cell, prompts.get("duration_s")):
             ways.setdefault(text, []).append(cell.load.short)
     if len(ways) < 2:
         return "".join(ways)
     return "; ".join(f"at {words.listing(list(dict.fromkeys(where)))}: {text}" for text, where in ways.items())
 
 
-def _made_from(cell: MeasuredCell, trace_seconds: float | None) -> str:
-    notes, parts = RequestNotes.model_validate(cell.notes), []
+def _made_from(cell: MeasuredCell, duration_s: Any) -> str:
+    notes, parts = RequestNotes.model_validate({**cell.notes, "duration_s": duration_s}), []
     if scales := [scale for scale in notes.length_scale if scale]:
         parts.append("lengths x " + words.listing([f"{scale:.3g}" for scale in scales]))
     if notes.trace is not None:
         speed = notes.rate_scale
         pace = "" if speed is None else " at its own speed" if speed == 1 else f" at {speed:g} of its speed"
-        parts.append((f"{trace_seconds:g} s of the trace" if trace_seconds else "the trace") + pace)
+        parts.append((f"{notes.duration_s:g} s of the trace" if notes.duration_s else "the trace") + pace)
         if notes.trace_requests:
             parts.append(words.plural(notes.trace_requests, "request"))
         if notes.page_size_of_prompts and notes.trace_page_size:

@@ -207,7 +207,7 @@ def prices(comparisons: Comparisons, by_id: Mapping[str, Quality]) -> Iterator[s
         if not (is_quantised(cell) and known.figures):
             continue
         more = tokens_held(cell, comparisons.base) if comparisons.base else None
-        speed = comparisons.decisive.get((cell.cell_id, THROUGHPUT))
+        speed = comparisons.decisive[cell.cell_id].get(THROUGHPUT)
         text = f"{comparisons.names[cell.cell_id]}: {known}"
         if more and more >= 1.1:
             text += f", for {words.significant(more, 2)}x the tokens in the same memory"
@@ -349,7 +349,7 @@ def _speed_and_room(cell: MeasuredCell, comparisons: Comparisons) -> tuple[Value
     """Output tokens/s with their change, and the tokens that the memory holds."""
     speed, room = _NONE, _NONE
     if rates := spread(cell.throughput()):
-        more = comparisons.decisive.get((cell.cell_id, THROUGHPUT))
+        more = comparisons.decisive[cell.cell_id].get(THROUGHPUT)
         note = f"{sized(more)} {more.clock}" if more else ""
         speed = Value(words.tokens_per_s(rates.median), rates.median, note)
     if held := cell.capacity.capacity_tokens:
@@ -413,7 +413,7 @@ def price_frame(comparisons: Comparisons, by_id: Mapping[str, Quality]) -> pd.Da
     for cell in comparisons.reported:
         known = by_id[cell.config_id]
         kld = [figure(known.figures, name) for name in ("mean", "mean_low", "mean_high")]
-        more = comparisons.decisive.get((cell.cell_id, THROUGHPUT))
+        more = comparisons.decisive[cell.cell_id].get(THROUGHPUT)
         if kld[0] is None or not (more or cell.is_baseline):
             continue
         ratios = (more.ratio, more.low, more.high) if more else (1.0, None, None)

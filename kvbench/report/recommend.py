@@ -143,19 +143,28 @@ class _Advice:
         """The whole recommendation."""
         chosen, quality = self.chosen, self.decision.qualities[self.chosen.config_id]
         settable = not quality.outside  # of a baseline: nothing to paste then
+        settings = {name: value for name, value in chosen.settings.items() if name not in {*MODEL_SECTION, "target"}}
         changed = sorted(differing(chosen, self.base))
         return replace(
             said,
             configuration=chosen.marked_name,
             in_doubt=chosen.doubt,
-            settings=_engine_section(chosen) if settable else {},
+            settings=settings if settable else {},
             changed={name: effective(self.base.settings, name) for name in changed},
             flags=_flags(self.run, chosen) if settable else "",
             baseline=f"{self.base.name}, {self.decision.clock} unless it says another",
             effects=tuple(self._effects()),
             evidence=(*self._evidence(), *self._by_load()),
             answers=_answers(quality),
-            quality=_figures(self.run, quality),
+            quality={  # figures that were not measured are None
+                "model": self.run.quality.model if quality.figures and self.run.quality else "",
+                "safe": quality.safe,
+                "kld": quality_figure(quality.figures, "mean"),
+                "perplexity_change": quality_figure(quality.figures, "perplexity_change"),
+                "passkeys": quality_figure(quality.figures, "passkey.share"),
+                "canaries_right": quality.canaries,
+                "outside": quality.outside,
+            },
             held_back=() if self.best else tuple(map(_briefly, self.unknown)),
             alone=tuple(map(_briefly, self.alone)),
             together=next(self.decision.combine(), None) if self.alone else None,
@@ -176,7 +185,7 @@ class _Advice:
 
     def _at(self, load: MeasuredLoad, cell: MeasuredCell) -> Candidate | None:
         """The configuration of ``cell`` at a load; None for the baseline, or where it was not measured there."""
-        return next((one for one in self.decision.by_load.get(load, ()) if one.cell.name == cell.name), None)
+        return next((one for one in self.decision.by_load[load] if one.cell.name == cell.name), None)
 
     def _evidence(self) -> Iterator[str]:
         """What the best does at each load, the reported one first; where the baseline stays, why not the others."""
@@ -203,7 +212,7 @@ class _Advice:
     def _by_load(self) -> Iterator[str]:
         """What pays at one load and not at another: not the best everywhere, or worse elsewhere."""
         for load in reversed(self.loads):
-            every = self.decision.by_load.get(load, ())
+            every = self.decision.by_load[load]
             here = self._at(load, self.best.cell) if self.best else None
             top = next(iter(safe_ones(wins(every))), None)
             if load != self.decision.load and top and top.verdict == PAYS and (here is None or here.verdict != PAYS):
@@ -262,12 +271,14 @@ class _Advice:
 
     def _back_to_contiguous(self) -> str:
         """contiguous where p95 ITL has to stay under 119 ms: it served 7.4 ms; empty unless paging costs such a p95."""
-        pair = self.decision.paged_against_contiguous(self.base.load) if self.chosen.is_paged else None
-        worse = _latency(pair) if pair else None
-        if pair is None or worse is None:
+        load = self.base.load
+        if not self.chosen.is_paged or load not in self.decision.comparisons.pairs:
+            return ""
+        pair = self.decision.paged_against_contiguous(load)
+        if not (worse := _latency(pair)):
             return ""
         title, here, there = worse
-        return f"{pair.base.name} where {title} has to stay under {here}: it served {there} {pair.base.load.where}"
+        return f"{pair.base.name} where {title} has to stay under {here}: it served {there} {load.where}"
 
     # --- What was not measured ---
 
@@ -276,10 +287,12 @@ class _Advice:
         run, best, engine_time = self.run, self.best, self.run.engine_time
         if self.unknown:
             names = [one.name if best else self._line(one) for one in self.unknown]
-            yield _step_for(f"the quality of {words.listing(names)}", self.decision.quality_step())
+            step = next(self.decision.quality_step(), None)
+            yield NextStep(f"the quality of {words.listing(names)}", step.command if step else "")
         if undecided := [one for one in self.candidates if one.verdict == UNDECIDED]:
             names = [f"{one.name} ({self.decision.numbers(one)})" for one in undecided]
-            yield _step_for(f"not decided: {words.and_more(names)}", self.decision.decide())
+            step = next(self.decision.decide(), None)
+            yield NextStep(f"not decided: {words.and_more(names)}", step.command if step else "")
         if best and best.throughput and best.throughput.clock == ENGINE:
             as_served = served(best.cell, self.base, THROUGHPUT)
             if not (as_served and as_served.decided):
@@ -309,10 +322,10 @@ class _Advice:
             yield self._no_pair()
             return
         for load in self.loads:
-            pair = self.decision.paged_against_contiguous(load)
-            if pair is None:
+            if load not in self.decision.comparisons.pairs:
                 yield f"{load.where}: not measured"
                 continue
+            pair = self.decision.paged_against_contiguous(load)
             last, here = pair.base, pair.here
             ran = [words.decimal(median(cell.observed("running_mean"))) for cell in (pair.cell, pair.base)]
             at_once = f"; {ran[0]} sequences ran at once, against {ran[1]}" if "–" not in ran else ""
@@ -336,11 +349,6 @@ class _Advice:
         return f"not measured: the run has no {other} configuration{f': `{command}`' if command else ''}"
 
 
-def _engine_section(cell: MeasuredCell) -> dict[str, Any]:
-    """Empty for a server that ran already: nobody told its settings."""
-    return {name: value for name, value in cell.settings.items() if name not in MODEL_SECTION and name != "target"}
-
-
 def _flags(run: Run, cell: MeasuredCell) -> str:
     """The words that the settings become on the command line of another engine."""
     preset = PRESETS.get(str(run.manifest.backend))
@@ -356,19 +364,6 @@ def _answers(quality: Quality) -> str:
         return f"its answers: {quality.brief}"
     measured = f"; measured with {quality.model}" if quality.model else ""
     return f"its answers: {quality}, {quality.verdict or 'within the limits'}{measured}"
-
-
-def _figures(run: Run, quality: Quality) -> dict[str, Any]:
-    """What is known of the answers, for a program; figures that were not measured are None."""
-    return {
-        "model": run.quality.model if quality.figures and run.quality else "",
-        "safe": quality.safe,
-        "kld": quality_figure(quality.figures, "mean"),
-        "perplexity_change": quality_figure(quality.figures, "perplexity_change"),
-        "passkeys": quality_figure(quality.figures, "passkey.share"),
-        "canaries_right": quality.canaries,
-        "outside": quality.outside,
-    }
 
 
 def _briefly(one: Candidate) -> str:
@@ -399,12 +394,6 @@ def _how(run: Run, cell: MeasuredCell) -> str:
         options += ["-o", value] if option in ("-o", "--override") and value.startswith("load.") else []
     load_id = cell.cell_id.removeprefix(f"{cell.config_id}-")
     return f" (`{shlex.join(['kvbench', 'load', file, *options, '--at', load_id, '--url', 'URL'])}`)"
-
-
-def _step_for(why: str, steps: Iterator[NextStep]) -> NextStep:
-    """What was not measured, with the command of the next experiment that would measure it."""
-    step = next(steps, None)
-    return NextStep(why, step.command if step else "")
 
 
 def _paging_advice(one: Candidate) -> str:
@@ -439,16 +428,12 @@ def lines(said: Recommendation, width: int = 100) -> list[str]:
     if not said.configuration:
         return found
     found += ["", *_what_to_set(said, width)]
-    evidence = [*said.evidence, said.answers, *([f"not taken: {', '.join(said.rejected)}"] if said.rejected else [])]
-    if evidence:
-        found += ["", f"Why (against {said.baseline}):", *_items(evidence, width)]
+    rejected = [f"not taken: {', '.join(said.rejected)}"] if said.rejected else []
+    found += ["", f"Why (against {said.baseline}):", *_items([*said.evidence, said.answers, *rejected], width)]
     if said.fallback:
         back, *when = said.fallback
-        found += [
-            "",
-            *_wrapped(f"Go back to {back} when" if when else f"Fallback: {back}", width),
-            *_items(when, width),
-        ]
+        first = f"Go back to {back} when" if when else f"Fallback: {back}"
+        found += ["", *_wrapped(first, width), *_items(when, width)]
     pair = f" ({' against '.join(said.pair)})" if said.pair else ""
     found += ["", f"When not to page{pair}:", *_items(said.paging, width)]
     if said.alone or said.unmeasured:

@@ -108,7 +108,7 @@ def output_samples(comparisons: Comparisons, random_weights: bool = False) -> Ou
     Shown are requests whose outputs differ, those that differ in most configurations first, then others.
     """
     for load in reversed(comparisons.loads):
-        base = comparisons.baselines.get(load)
+        base = comparisons.baselines[load]
         rows = base.requests() if base is not None else pd.DataFrame()
         mine = _outputs(rows)
         if base is None or not mine:

@@ -21,14 +21,13 @@ from kvbench.common.files import write_text
 from kvbench.effects.comparison import FEWEST, MARGINS, Call, Comparison, contradicts, independent, paired
 from kvbench.metrics.definitions import SERVED, compared, figure
 from kvbench.report import kv
-from kvbench.report.comparisons import JUDGED, THROUGHPUT, against, is_steady, marked, median, sized, values
+from kvbench.report.comparisons import JUDGED, NOT_TOLD, THROUGHPUT, against, is_steady, marked, median, sized, values
 from kvbench.report.figures import distributions, effects
 from kvbench.report.page import escape, render
 from kvbench.report.provenance import brief, kv_capacity, model_of, server_facts, target
 from kvbench.report.style import CONTIGUOUS, DASHES, OTHERS, PAGED, Drawing, LineStyle
 from kvbench.report.tables import MEDIANS, UNCERTAIN, UNCERTAIN_NOTE, Value, mark_of
 from kvbench.runs.model import NOT_OF_REQUESTS, WRONG, MeasuredCell, Run
-from kvbench.runs.results import Manifest
 from kvbench.runs.server_info import ServerInfo
 from kvbench.workload.settings import applies, effective, setting_title, value_words
 
@@ -39,6 +38,7 @@ _SAID_ELSEWHERE = ("model", "seed", "kv_budget")  # settings that have a fact of
 _MUST_BE_EQUAL = (("clock", "times"), ("machine", "processor", "GPUs"), ("device", "device"), ("model", "model"))
 _MOST_DRAWN = 3  # groups whose latencies and KV are drawn
 _CALLS = {Call.UNDECIDED: "not decided, ", Call.LEVEL: "level, "}
+_CALLED = {Call.BETTER: "higher", Call.WORSE: "lower", Call.LEVEL: "level", Call.UNDECIDED: NOT_TOLD}
 _SIDE_HEADS = ("", "run", "cell", "measured")
 _RATIO_NOTE = (
     "Ratio to A and its 95 % interval: cells of one run are paired by repeat (t interval of the log ratios); of two "
@@ -175,35 +175,29 @@ def facts(side: CellSide, settings: Iterable[str] = ()) -> dict[str, str]:
 def run_facts(run: Run, server: ServerInfo | None = None) -> dict[str, str]:
     """What a run was measured with, as text by name. ``server``: what one of its servers reported."""
     manifest = run.manifest
-    git, model = manifest.git, manifest.model or {}
+    git, cpu, model = manifest.git, manifest.cpu, manifest.model or {}
     versions = {**manifest.versions, **(server.versions if server else {})}
     changes = " with uncommitted changes" if git.dirty else ""
-    return _known(
-        {
-            "workload": run.workload,
-            "target": target(run) or BUILT_IN,
-            "times": f"{run.clock} ({run.simulated.cost_model})" if run.simulated else run.clock,
-            "model": model_of(model or run.spec.get("model") or {}),
-            "weights": model.get("weights_fingerprint"),
-            "device": manifest.device,
-            **({} if run.simulated else _machine(manifest)),
-            "profile": manifest.profile,
-            "commit": git.short_sha and f"{git.short_sha}{changes}",
-            **{f"version of {name}": version for name, version in versions.items()},
-        }
-    )
-
-
-def _machine(manifest: Manifest) -> dict[str, Any]:
-    cpu, gpus = manifest.cpu, manifest.gpus
     cores = f", {words.plural(cpu.cores, 'core')}" if cpu.cores else ""
-    return {
+    machine = {
         "processor": f"{cpu.model}{cores}" if cpu.model or cores else None,
         "memory": words.data_size(manifest.memory_bytes),
-        "GPUs": " + ".join(str(gpu.name) for gpu in gpus),
-        "GPU driver": ", ".join(sorted({str(gpu.driver_version) for gpu in gpus})),
+        "GPUs": " + ".join(str(gpu.name) for gpu in manifest.gpus),
+        "GPU driver": ", ".join(sorted({str(gpu.driver_version) for gpu in manifest.gpus})),
         "operating system": manifest.os,
     }
+    return _known({
+        "workload": run.workload,
+        "target": target(run) or BUILT_IN,
+        "times": f"{run.clock} ({run.simulated.cost_model})" if run.simulated else run.clock,
+        "model": model_of(model or run.spec.get("model") or {}),
+        "weights": model.get("weights_fingerprint"),
+        "device": manifest.device,
+        **({} if run.simulated else machine),
+        "profile": manifest.profile,
+        "commit": git.short_sha and f"{git.short_sha}{changes}",
+        **{f"version of {name}": text for name, text in versions.items()},
+    })  # fmt: skip
 
 
 def _known(named_values: Mapping[str, Any]) -> dict[str, str]:
@@ -213,18 +207,16 @@ def _known(named_values: Mapping[str, Any]) -> dict[str, str]:
 
 def _requests(run: Run) -> dict[str, str]:
     """What the requests are drawn from: dotted keys of the workload's load, and the seed."""
-    seed = run.manifest.seeds.get("workload", run.spec.get("seed"))
-    load = {key: value for key, value in run.load_section.items() if key not in NOT_OF_REQUESTS}
-    return {"seed": str(seed), **_flat(load, "load.")}
+    flat = {"seed": str(run.manifest.seeds.get("workload", run.spec.get("seed")))}
 
+    def add(section: Mapping[str, Any], prefix: str) -> None:
+        for key, value in section.items():
+            if isinstance(value, Mapping):
+                add(value, f"{prefix}{key}.")
+            elif value is not None:
+                flat[f"{prefix}{key}"] = value if isinstance(value, str) else json.dumps(value, default=str)
 
-def _flat(section: Mapping[str, Any], prefix: str) -> dict[str, str]:
-    flat: dict[str, str] = {}
-    for key, value in section.items():
-        if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{key}.")
-        elif value is not None:
-            flat[f"{prefix}{key}"] = value if isinstance(value, str) else json.dumps(value, default=str)
+    add({key: value for key, value in run.load_section.items() if key not in NOT_OF_REQUESTS}, "load.")
     return flat
 
 
@@ -267,7 +259,9 @@ def obstacles(first: CellSide, other: CellSide) -> list[str]:
         return [*reasons, f"another load: {first.cell.load.label} and {other.cell.load.label}"]
     ours, theirs = _requests(first.run), _requests(other.run)
     keys = [key for key in dict.fromkeys([*ours, *theirs]) if ours.get(key) != theirs.get(key)]
-    keys += ["the requests sent (their hashes)"] if _other_hashes(first.cell, other.cell) else []
+    hashes = [{r.repeat: r.requests_sha256 for r in side.cell.repeats if r.requests_sha256} for side in (first, other)]
+    if any(hashes[0][repeat] != hashes[1][repeat] for repeat in hashes[0].keys() & hashes[1].keys()):
+        keys += ["the requests sent (their hashes)"]
     keys += ["requests a repeat"] if _requests_sent(first.cell) != _requests_sent(other.cell) else []
     return [*reasons, f"other requests: {words.and_more(keys, 4)}"] if keys else reasons
 
@@ -281,12 +275,6 @@ def _in_doubt(side: CellSide) -> str:
     if cell.doubt == WRONG:
         return f"{side.letter} answered canaries wrongly ({cell.wrong_answers[0]})"
     return f"the server of {side.letter} refused requests, so it did less work" if cell.doubt else ""
-
-
-def _other_hashes(a: MeasuredCell, b: MeasuredCell) -> bool:
-    """Tests whether both know the requests of some repeat, and they are not the same."""
-    ours, theirs = ({r.repeat: r.requests_sha256 for r in cell.repeats if r.requests_sha256} for cell in (a, b))
-    return any(ours[repeat] != theirs[repeat] for repeat in ours.keys() & theirs.keys())
 
 
 def not_compared(groups: Sequence[Group]) -> list[str]:
@@ -367,8 +355,7 @@ def _called(every: Sequence[Comparison | None]) -> str:
     """higher in 2, not told apart in 1 (0.98x to 1.32x), no ratio in 1."""
     known = [ratio for ratio in every if ratio]
     calls = [ratio.call for ratio in known]
-    names = {Call.BETTER: "higher", Call.WORSE: "lower", Call.LEVEL: "level", Call.UNDECIDED: "not told apart"}
-    text = ", ".join(f"{name} in {count}" for call, name in names.items() if (count := calls.count(call)))
+    text = ", ".join(f"{name} in {count}" for call, name in _CALLED.items() if (count := calls.count(call)))
     if len(known) > 1:
         low, high = (words.ratio(pick(ratio.ratio for ratio in known)) for pick in (min, max))
         text += f" ({low} to {high})"
@@ -383,7 +370,7 @@ def _throughput(first: CellSide, side: CellSide) -> Comparison | None:
 def _ratio_words(ratio: Comparison) -> str:
     if ratio.low is None:
         return words.ratio(ratio.ratio)
-    called = {Call.LEVEL: "level, ", Call.UNDECIDED: "not told apart, "}.get(ratio.call, "")
+    called = f"{_CALLED[ratio.call]}, " if ratio.call in (Call.LEVEL, Call.UNDECIDED) else ""
     return f"{called}{words.ratio(ratio.ratio)} ({_bounds(ratio)})"
 
 
@@ -395,10 +382,6 @@ def _side_rows(groups: Sequence[Group]) -> list[tuple[str, ...]]:
         measured = ", ".join(brief(side.run)) + (f"; {side.cell.doubt}" if side.cell.doubt and len(groups) == 1 else "")
         rows.append((side.letter, f"{side.run.workload} {side.run.folder.name}", cells, measured))
     return rows
-
-
-def _difference_heads(groups: Sequence[Group]) -> tuple[str, ...]:
-    return ("what differs", *(side.letter for side in groups[0]))
 
 
 def _not_shared(groups: Sequence[Group]) -> list[str]:
@@ -420,9 +403,8 @@ def engine_time(groups: Sequence[Group]) -> list[str]:
         first = group[0]
         if first.run.folder != side.run.folder or first.cell.load != side.cell.load:
             continue
-        effects = side.run.engine_time.effects if side.run.engine_time else ()
-        in_turns = {(effect.cell, effect.metric): effect.comparison for effect in effects}
-        every = (against(in_turns, side.cell, first.cell, metric) for metric in JUDGED)
+        known = side.run.engine_time
+        every = (against(known.of, side.cell, first.cell, metric) for metric in JUDGED) if known else ()
         if said := [f"{figure(one.metric).title} {_CALLS.get(one.call, '')}{sized(one)}" for one in every if one]:
             sentences.append(f"{side.letter} against {first.letter}: {', '.join(said)}.")
     return sentences
@@ -441,13 +423,11 @@ def _effect_rows(groups: Sequence[Group]) -> list[list[tuple[Value, ...]]]:
 def _effect_row(group: Group, side: CellSide, again: bool) -> tuple[Value, ...]:
     """``again``: all sides of the group are the same cell, which is named once."""
     first, cell = group[0], side.cell
-    known = {ratio.metric: ratio for ratio in ratios(first, side)} if side is not first else {}
-    bases = [ratio.basis for ratio in known.values()]
-    basis = bases[0] if bases else "" if side is first else "no ratio"
-    entries = [_effect(metric, cell, first.cell, known.get(metric)) for metric in compared()]
-    title = "" if again and side is not first else side.title
-    doubt = Value(title, None, cell.doubt, "worse" if cell.doubt else "")
-    return (doubt, Value(named(side, group)), *entries, Value(basis))
+    by_metric = {ratio.metric: ratio for ratio in ratios(first, side)} if side is not first else {}
+    basis = next((ratio.basis for ratio in by_metric.values()), "" if side is first else "no ratio")
+    entries = [_effect(metric, cell, first.cell, by_metric.get(metric)) for metric in compared()]
+    title = Value("" if again and side is not first else side.title, None, cell.doubt, "worse" if cell.doubt else "")
+    return (title, Value(named(side, group)), *entries, Value(basis))
 
 
 def _effect(metric: str, cell: MeasuredCell, first: MeasuredCell, ratio: Comparison | None) -> Value:
@@ -466,9 +446,9 @@ def _effect(metric: str, cell: MeasuredCell, first: MeasuredCell, ratio: Compari
 def _shown(metric: str, cell: MeasuredCell) -> tuple[float | None, bool]:
     """Median over the repeats of a throughput; a latency's percentile over all samples, and whether they are few."""
     shown = figure(metric)
-    return (
-        cell.percentile(shown.metric.path, shown.statistic) if shown.statistic else (median(cell.throughput()), False)
-    )
+    if not shown.statistic:
+        return median(cell.throughput()), False
+    return cell.percentile(shown.metric.path, shown.statistic)
 
 
 # --- The figures ---
@@ -543,7 +523,7 @@ def page(groups: Sequence[Group]) -> str:
         headline=headline(groups),
         side_heads=_SIDE_HEADS,
         side_rows=_side_rows(groups),
-        difference_heads=_difference_heads(groups),
+        difference_heads=("what differs", *(side.letter for side in groups[0])),
         difference_rows=[(name, *told) for name, told in differences(groups)],
         not_compared=not_compared(groups),
         not_shared=_not_shared(groups),
@@ -562,16 +542,15 @@ def markdown(groups: Sequence[Group]) -> str:
     lines = [f"# {escape(headline(groups))}", "", *words.markdown_table(_SIDE_HEADS, rows, 4), ""]
     different = [[escape(text) for text in (name, *told)] for name, told in differences(groups)]
     lines += ["## What differs", ""]
-    heads = _difference_heads(groups)
+    heads = ("what differs", *(side.letter for side in groups[0]))
     lines += words.markdown_table(heads, different, len(heads)) if different else ["Nothing that a manifest tells."]
     lines += [""]
     if limits := [*not_compared(groups), *_not_shared(groups)]:
         lines += ["## What cannot be compared", "", *(f"- {escape(text)}" for text in limits), ""]
     if known := engine_time(groups):
         lines += ["## Engine time", "", *(f"- {escape(text)}" for text in known), ""]
-    rated = [
-        [escape(f"{value.text} {value.note}".strip()) for value in row] for rows in _effect_rows(groups) for row in rows
-    ]
+    effect_rows = [row for rows in _effect_rows(groups) for row in rows]
+    rated = [[escape(f"{value.text} {value.note}".strip()) for value in row] for row in effect_rows]
     return "\n".join([*lines, "## Effects", "", *words.markdown_table(_effect_heads(), rated, 2), "", _RATIO_NOTE, ""])
 
 

@@ -14,12 +14,11 @@ from kvbench.metrics.model import GroupLatencies, failure_words
 from kvbench.report.comparisons import (
     RATIO_MARKS,
     THROUGHPUT,
+    WHOLE_RUN,
     Comparisons,
-    is_steady,
     marked,
     median,
     median_ratio,
-    served,
     spread,
 )
 from kvbench.report.style import Drawing
@@ -29,7 +28,6 @@ from kvbench.runs.model import MeasuredCell
 from kvbench.workload.settings import setting_title, value_words
 
 Render = Callable[[float | None], str]
-WHOLE_RUN = "whole run"  # beside a throughput or latency that is not of the steady window
 TOKENS_A_CHUNK = "tokens a chunk"  # beside an ITL
 CHUNKS_NOTE = "ITL is between chunks: where they carry several tokens, TPOT is the time of a token."
 MEDIANS = "medians give"  # before the ratio of two medians that contradicts the paired one
@@ -184,12 +182,12 @@ def main_table(comparisons: Comparisons, slo: str = "", cache_state: str = "") -
 
     ``slo``: of the workload in words; ``cache_state``: that its loads began with.
     """
-    ref = comparisons.references.get(comparisons.loads[-1]) if comparisons.loads else None
+    ref = comparisons.references[comparisons.loads[-1]] if comparisons.loads else None
     ratio = Column(
         "ratio",
         f"ratio to {ref.name if ref else 'baseline'}",
         f"paired by repeat; {RATIO_MARKS}",
-        lambda c: _ratio_to(comparisons.references.get(c.load), c),
+        lambda c: _ratio_to(comparisons.references[c.load], c, comparisons.to_reference.get(c.cell_id)),
     )
 
     def gauge(key: str, title: str, hint: str, name: str, render: Render) -> Column:
@@ -250,8 +248,8 @@ def flat_rows(table: ReportTable, comparisons: Comparisons) -> list[dict[str, An
         if s := spread(cell.throughput()):
             bounds = {"min": s.low, "max": s.high, "window": _WINDOWS[cell.has_steady]}
             flat |= {f"output_tokens_per_s_{end}": value for end, value in bounds.items()}
-        ref = comparisons.references.get(cell.load)
-        if ref is not None and (ratio := served(cell, ref, THROUGHPUT)) is not None:
+        ref, ratio = comparisons.references[cell.load], comparisons.to_reference.get(cell.cell_id)
+        if ref is not None and ratio is not None:
             low, high = ratio.spread
             flat |= {"ratio_to": ref.name, "ratio_min": low, "ratio_max": high, "ratio_verdict": str(ratio.call)}
             flat |= {"ratio_ci95_low": ratio.low, "ratio_ci95_high": ratio.high}
@@ -281,22 +279,21 @@ def _identity(cell: MeasuredCell) -> dict[str, Any]:
     }
 
 
-def ratio_value(cell: MeasuredCell, other: MeasuredCell, metric: str) -> Value:
-    """The entry of a ratio with its spread, marked where it is better or worse.
+def ratio_value(ratio: Comparison | None, cell: MeasuredCell, other: MeasuredCell) -> Value:
+    """The entry of a ratio of two cells with its spread, marked where it is better or worse.
 
     Small: the smallest effect that its repeats could have shown, where it is not told apart from 1; that it is of the
     whole run; and the ratio of the medians shown, where that is visibly another one.
     """
-    ratio = served(cell, other, metric)
     if ratio is None:
         return Value("–")
     low, high = ratio.spread
     notes = [f"{words.ratio(low)[:-1]}–{words.ratio(high)[:-1]}" if ratio.n > 1 else "one repeat"]
     if not ratio.decided and ratio.smallest is not None:
         notes.append(f"{words.percent(ratio.smallest)} would show")
-    if not is_steady(metric, cell, other):
-        notes.append(WHOLE_RUN)
-    if metric == THROUGHPUT and (of_medians := median_ratio(cell, other)):
+    if ratio.basis:
+        notes.append(ratio.basis)
+    if ratio.metric == THROUGHPUT and (of_medians := median_ratio(cell, other, ratio)):
         notes.append(f"{MEDIANS} {words.ratio(of_medians)}")
     return Value(marked(ratio), ratio.ratio, "\n".join(notes), mark_of(ratio.call))
 
@@ -306,10 +303,10 @@ def mark_of(call: Call) -> str:
     return str(call) if call in (Call.BETTER, Call.WORSE) else ""
 
 
-def _ratio_to(ref: MeasuredCell | None, cell: MeasuredCell) -> Value:
+def _ratio_to(ref: MeasuredCell | None, cell: MeasuredCell, ratio: Comparison | None) -> Value:
     if ref is None or (cell is ref and not cell.valid):
         return Value("–")
-    return Value("1", 1.0) if cell is ref else ratio_value(cell, ref, THROUGHPUT)
+    return Value("1", 1.0) if cell is ref else ratio_value(ratio, cell, ref)
 
 
 def _latency_column(shown: Figure) -> Column:
@@ -458,7 +455,8 @@ def effect_table(comparisons: Comparisons) -> ReportTable:
     rows = []
     for e in listed:
         change = " → ".join(value_words(e.setting, value) for value in (e.baseline_value, e.value))
-        ratios = (ratio_value(e.cell, e.base, metric) for metric in compared())
+        served = comparisons.served[e.cell.cell_id]
+        ratios = (ratio_value(served.get(metric), e.cell, e.base) for metric in compared())
         shown = (*texts(setting_title(e.setting), change, e.cell.load.short), *ratios)
         rows.append(Row(e.cell if e.base.valid else e.base, shown, change))
     return listed_table(("setting", "change", "load", *compared_heads()), rows, numbers_from=3)
@@ -467,7 +465,7 @@ def effect_table(comparisons: Comparisons) -> ReportTable:
 def effects_note(comparisons: Comparisons) -> str:
     """What stands under the table of effects."""
     ids = [effect.cell.cell_id for effect in comparisons.alone]
-    ratios = [[comparisons.served.get((cell_id, metric)) for cell_id in ids] for metric in compared()]
+    ratios = [[comparisons.served[cell_id].get(metric) for cell_id in ids] for metric in compared()]
     seen = _smallest_effects(dict(zip(compared_heads(), ratios, strict=True)))
     return f"Ratio to the baseline, paired by repeat: median and, small, lowest to highest. {RATIO_MARKS}. {seen}"
 
@@ -555,8 +553,8 @@ def served_words(cell: MeasuredCell) -> str:
 
 def cells_note(table: ReportTable, comparisons: Comparisons, slo: str) -> str:
     """What stands under the table of all cells, about the marks that it has."""
-    against = [(cell, comparisons.references.get(cell.load)) for cell in comparisons.cells]
-    ratios = [served(cell, ref, THROUGHPUT) for cell, ref in against if ref is not None and ref is not cell]
+    cells = [cell for cell in comparisons.cells if cell is not comparisons.references[cell.load]]
+    ratios = [comparisons.to_reference.get(cell.cell_id) for cell in cells]
     entries = [value.text + value.note for row in table.rows for value in row.values]
     sentences = {
         f"Medians over repeats, small: lowest to highest; of the steady window, else marked {WHOLE_RUN}. Ratios are "

@@ -9,12 +9,10 @@ from rich.text import Text
 
 from kvbench.common.console import make_table
 from kvbench.effects.comparison import Call, Comparison
-from kvbench.report.comparisons import CALLS, NOT_TOLD, THROUGHPUT, TTFT, Comparisons, interval, leaders
+from kvbench.report.comparisons import CALLS, NOT_TOLD, THROUGHPUT, TTFT, WHOLE_RUN, interval, leaders
 from kvbench.report.document import Document
-from kvbench.report.engine_time import engine_time_table
 from kvbench.report.provenance import on_what
-from kvbench.report.tables import MEDIANS, WHOLE_RUN, Value, served_words
-from kvbench.runs.engine_time import EngineTime
+from kvbench.report.tables import MEDIANS, Value, served_words
 from kvbench.runs.model import MeasuredCell
 
 _HEADS = {
@@ -61,18 +59,14 @@ def console_table(report: Document) -> Table:
             load = cell.load
             made.add_row(Text(load.short, style="bold"))
         entries = {key: _entry(key, row.values[i], cell) for i, key in shown}
-        for key in marked & entries.keys():
-            _mark(entries[key], best[load][key].get(cell.name))
+        for key in marked & entries.keys():  # others get a blank, so that digits stay below each other
+            call = best[load][key].get(cell.name)
+            entries[key].append({Call.LEVEL: _BEST, Call.UNDECIDED: _NOT_TOLD}.get(call, " "))
+            if call == Call.LEVEL:
+                entries[key].stylize("bold")
         made.add_row(*entries.values())
     made.caption, made.caption_justify = _caption(made, by_load), "left"
     return made
-
-
-def _mark(entry: Text, call: Call | None) -> None:
-    """Marks an entry by its ``leaders``; others get a blank, so that the digits of a column stay below each other."""
-    entry.append({Call.LEVEL: _BEST, Call.UNDECIDED: _NOT_TOLD}.get(call or "", " "))
-    if call == Call.LEVEL:
-        entry.stylize("bold")
 
 
 def _caption(table: Table, cells: Sequence[MeasuredCell]) -> Text | None:
@@ -101,9 +95,9 @@ def _entry(key: str, value: Value, cell: MeasuredCell) -> Text:
     return Text(text, style=_STYLES.get(value.mark, ""))
 
 
-def engine_time_console(comparisons: Comparisons, known: EngineTime | None) -> Table | None:
+def engine_time_console(report: Document) -> Table | None:
     """The change of output tokens/s and p95 TTFT for a terminal of 80 columns; None without it."""
-    table = engine_time_table(comparisons, known)
+    table, known = report.engine_time, report.decision.run.engine_time
     if not table.rows or known is None:
         return None
     title = f"against the baseline, engine time{'' if known.finished else ' (unfinished)'} · change in %"

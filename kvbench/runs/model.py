@@ -272,6 +272,11 @@ class MeasuredCell:
         return self.settings.get("layout") == "contiguous"
 
     @property
+    def page_size(self) -> int | None:
+        """The page size that was set; None where the setting was left out."""
+        return self.settings.get("page_size")
+
+    @property
     def is_paged(self) -> bool:
         return self.settings.get("layout") == "paged"
 

@@ -16,7 +16,7 @@ from kvbench.common.files import check_output_dir, write_json, write_text
 from kvbench.report.page import PAGE_JS, PLOTLY_JS, template_file
 from kvbench.report.side_by_side import groups_of
 from kvbench.view import pages
-from kvbench.view.workspace import DAMAGED, RunRow, Workspace
+from kvbench.view.workspace import DAMAGED, Workspace
 
 LISTING = "kvbench-view.json"
 
@@ -68,7 +68,13 @@ def export(workspace: Workspace, folder: Path, progress: Callable[[str], None] =
         write(script, template_file(script))
     for row in (row for row in rows if row.state != DAMAGED):
         write_page(f"runs/{row.slug}.html", lambda links, row=row: pages.run(workspace.run(row), links))
-    for before, after in _newest_pairs(rows):
+    before_of, followed = pages.runs_before(rows), set()
+    newest_pairs = []
+    for row in rows:  # newest first
+        if earlier := before_of.get(row.slug):
+            newest_pairs += [(earlier, row)] if row.slug not in followed else []
+            followed.add(earlier.slug)
+    for before, after in newest_pairs:
         with suppress(UsageError):  # they share no cell
             groups = groups_of(workspace.run(before), workspace.run(after))
             pairs[before.slug, after.slug] = name = f"compare/{before.slug}--{after.slug}.html"
@@ -76,19 +82,6 @@ def export(workspace: Workspace, folder: Path, progress: Callable[[str], None] =
     write_page("history.html", lambda links: pages.history(workspace, links))
     write_page("index.html", lambda links: pages.runs(workspace, links))
     return [folder / name for name in (*written, LISTING)]
-
-
-def _newest_pairs(rows: list[RunRow]) -> list[tuple[RunRow, RunRow]]:
-    """The newest run and the one before it, of each workload, model and machine."""
-    before, followed = pages.runs_before(rows), set()
-    pairs = []
-    for row in rows:  # newest first
-        earlier = before.get(row.slug)
-        if earlier and row.slug not in followed:
-            pairs.append((earlier, row))
-        if earlier:
-            followed.add(earlier.slug)
-    return pairs
 
 
 def _remove_earlier(folder: Path) -> None:

@@ -110,17 +110,14 @@ def runs_before(rows: Sequence[RunRow]) -> dict[str, RunRow]:
 
 
 def run(measured: Run, links: Links) -> str:
-    """The report of a run."""
     return framed(run_page.page(document(measured)), links)
 
 
 def compared(groups: Sequence[Group], links: Links) -> str:
-    """Cells side by side."""
     return framed(side_by_side.page(groups), links)
 
 
 def history(workspace: Workspace, links: Links) -> str:
-    """The history of every metric."""
     readable = [row.folder for row in workspace.rows() if row.state != DAMAGED]  # links that lead out are damaged
     trends = view(readable, Selection())
     if not trends.groups:
@@ -129,7 +126,6 @@ def history(workspace: Workspace, links: Links) -> str:
 
 
 def capacity(form: Form, links: Links) -> str:
-    """The form of the capacity arithmetic with its answer."""
     return framed(render("view_capacity.html.j2", [], title="Capacity", form=form, links=links), links)
 
 

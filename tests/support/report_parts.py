@@ -31,7 +31,7 @@ from kvbench.runs.model import MeasuredCell, MeasuredLoad, Run
 
 
 def change(run: Run, cell: MeasuredCell, metric: str) -> Comparison | None:
-    return Comparisons.of(run).decisive.get((cell.cell_id, metric))
+    return Comparisons.of(run).decisive[cell.cell_id].get(metric)
 
 
 def leaders(run: Run, load: MeasuredLoad) -> dict:
@@ -71,7 +71,7 @@ def console_table(run: Run) -> object:
 
 
 def engine_time_console(run: Run) -> object:
-    return terminal.engine_time_console(Comparisons.of(run), run.engine_time)
+    return terminal.engine_time_console(document.document(run))
 
 
 def engine_time_table(run: Run) -> ReportTable:
@@ -79,7 +79,7 @@ def engine_time_table(run: Run) -> ReportTable:
 
 
 def engine_time_note(run: Run) -> str:
-    return engine_time.section(Comparisons.of(run), run.engine_time).note
+    return engine_time.engine_time_note(run.engine_time) if run.engine_time else ""
 
 
 def facts_of(run: Run, cell: MeasuredCell) -> limits.LoadFacts:
@@ -143,11 +143,11 @@ def passkey_table(run: Run) -> ReportTable:
 
 
 def shown_cells(run: Run, load: MeasuredLoad) -> list[MeasuredCell]:
-    return kv.shown_cells(Decision.of(run), load)[0]
+    return kv.shown_cells(Decision.of(run), load, _ledgers(run))[0]
 
 
 def timeline_drawing(run: Run, load: MeasuredLoad) -> Drawing | None:
-    return kv.timeline_drawing(Decision.of(run), load)
+    return kv.timeline_drawing(Decision.of(run), load, _ledgers(run))
 
 
 def memory_table(run: Run) -> ReportTable:
@@ -204,6 +204,10 @@ def frontier_drawing(run: Run, frame: pd.DataFrame) -> Drawing | None:
 
 def frontier_table(frame: pd.DataFrame) -> ReportTable:
     return frontier.section(frame).table
+
+
+def _ledgers(run: Run) -> kv.Ledgers:
+    return {cell.cell_id: one for cell, one in ledgers(run)}
 
 
 def ledgers(run: Run) -> kv.Bars:

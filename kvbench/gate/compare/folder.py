@@ -109,7 +109,7 @@ class LockstepFacts(Record):
     @model_validator(mode="before")
     @classmethod
     def _whole(cls, stored: Any) -> Any:
-        """What pairs add to later is stored with the rest."""
+        """Adds what pairs fill later, so that it is stored with the rest."""
         return {"turn_lengths": {}, "times": {}} | stored if isinstance(stored, dict) else stored
 
 

@@ -43,6 +43,7 @@ from kvbench.lockstep.turns import Seat, choose_turn, cold_facts, mean_step, war
 from kvbench.measure.instrument import Job
 from kvbench.requests.request import RequestList
 from kvbench.runs.results import FailedLoad
+from kvbench.runs.server_info import ServerInfo
 from kvbench.workload.design import Cell
 from kvbench.workload.load_section import LoadPoint
 
@@ -51,12 +52,12 @@ _WARM_UP_LIMIT_S = 600.0  # a few hundred decode steps
 _LEAST_S = 3.0  # of one side in one cell
 _PREFILL_SHARE = 1.3  # a load's time over that of its decode steps, for the guess of its length
 
-OnEngine = Callable[[PairedWorkload, str, Match, Mapping[str, Any]], None]
+OnEngine = Callable[[str, Match, ServerInfo], None]
 
 
 def lockstep_command(side: OpenSide) -> tuple[tuple[str, ...], Mapping[str, str | None]] | None:
     """The command and environment of a side's engine process; None where the engine is not the built-in one."""
-    if not side.has_own_engine:
+    if side.stored or side.choice.runs_already or not side.choice.manifest.is_built_in:
         return None
     if side.build is None:
         return LOCKSTEP_COMMAND, {}
@@ -93,13 +94,11 @@ def _requests(workload: PairedWorkload, side: str, cell: Cell, pair: int, times:
         raise MeasurementError(f"{cell.cell_id}, pair {pair}: {error}") from error
 
 
-def _same_cores(
-    settings: Sequence[Mapping[str, Any]], infos: Iterable[Mapping[str, Any]], rng: random.Random
-) -> list[int]:
+def _same_cores(settings: Sequence[Mapping[str, Any]], infos: Iterable[ServerInfo], rng: random.Random) -> list[int]:
     """Draws as many cores as either engine has threads; none for engines that use them all, or a GPU."""
     threads = max(engine.get("num_threads") or sys.maxsize for engine in settings)
     cores = sorted(os.sched_getaffinity(0))
-    if threads >= len(cores) or any(info["resolved"]["device"] != "cpu" for info in infos):
+    if threads >= len(cores) or any(info.resolved.device != "cpu" for info in infos):
         return []
     return rng.sample(cores, threads)
 
@@ -155,14 +154,15 @@ class LockstepPairs:
         for process, _, _ in opened:
             process.greet()
         try:
-            infos = dict(zip(sides, open_all(opened, self.open_limit_s), strict=True))
+            answers = open_all(opened, self.open_limit_s)
         except UsageError as error:
             if pair == 1 or not isinstance(refused := error.__cause__, RefusedError):
                 raise
             raise refused from None  # it opened before: its memory is missing, its settings are not wrong
         start_s = time.monotonic() - started
-        for side in sides:
-            self.on_engine(workload, side, match, infos[side])
+        infos = dict(zip(sides, map(ServerInfo.read, answers), strict=True))
+        for side, info in infos.items():
+            self.on_engine(side, match, info)
         if cores := _same_cores([match.of(side).settings for side in sides], infos.values(), rng):
             for process, _, _ in opened:
                 process.stay_on(cores)

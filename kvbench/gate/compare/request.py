@@ -70,7 +70,7 @@ class CompareRequest(Record):
 
     def words(self, subcommand: str, sides: Sequence[str]) -> list[str]:
         words = ["kvbench", subcommand, *sides]
-        for name in _REPEATED:
+        for name in (name for name in CompareRequest.model_fields if name not in _NOT_REPEATED):
             value, flag = getattr(self, name), _FLAGS.get(name, f"--{name.replace('_', '-')}")
             if value is True:
                 words.append(flag)
@@ -93,8 +93,6 @@ class StoredRequest(CompareRequest):
 
 _PATHS = ("policy", "repo", "noise", "store", "tokenizer", "tls_ca_file")
 _FLAGS = {"overrides": "-o", "workloads": "--workload"}
-_REPEATED = (  # as the command that repeats a comparison has them
-    "workloads", "profile", "overrides", "seed", "only", "policy", "repo", "build_cmd", "target", "exact",
-    "target_python", "target_args", "serve_cmd", "preset", "model", "vocab_size", "max_model_len", "tokenizer",
-    "api_key_env", "tls_ca_file", "no_tls_verify", "start_timeout", "max_minutes", "method", "no_calibration", "force",
-)  # fmt: skip
+_NOT_REPEATED = {  # by the command that repeats a comparison
+    "base", "candidate", "rebuild", "order_seed", "output_dir", "runner_class", "resume", "noise", "pairs", "store",
+}  # fmt: skip

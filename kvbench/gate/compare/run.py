@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from time import monotonic
-from typing import Any
 
 from rich.console import Console
 
@@ -494,9 +493,8 @@ class ComparisonRun:
         info, force = info.model_copy(update={"served_model": served}), self.request.force
         record_server(self.manifest, match, side, info, alone=block.alone, force=force)
 
-    def _on_engine(self, workload: PairedWorkload, side: str, match: Match, info: Mapping[str, Any]) -> None:
+    def _on_engine(self, side: str, match: Match, engine: ServerInfo) -> None:
         """Does what ``_on_server`` does, for an engine without a server."""
-        engine = ServerInfo.read(info)
         served = ModelInfo(**{name: engine.fact("model", name) for name in ("name", "vocab_size", "max_model_len")})
         engine = engine.model_copy(update={"served_model": served})
         record_server(self.manifest, match, side, engine, alone=False, force=self.request.force)

@@ -207,12 +207,6 @@ class OpenSide:
         return self.build is not None and self.build.commit.changes is None
 
     @property
-    def has_own_engine(self) -> bool:
-        """Tests whether it is kvbench's own engine, launched by its own command."""
-        launched = not self.stored and not self.choice.runs_already
-        return launched and self.choice.manifest.is_built_in
-
-    @property
     def name(self) -> str:
         """A short name for a table; of a ref with its commit."""
         if self.build is None:

@@ -40,15 +40,15 @@ def heat_map(run: Run, comparisons: Comparisons, load: MeasuredLoad) -> pd.DataF
     interval: of the ratio; empty where it is not known
     time: "engine time (whole run)", "served" or "simulated"
     """
-    cells, base = comparisons.at(load), comparisons.baselines.get(load)
+    cells, base = comparisons.at(load), comparisons.baselines[load]
     values = _values(cells, list(run.spec.get("sweep") or {}))
     full = run.spec.get("design", "full") == "full" and any(len(cell.varied) > 1 for cell in cells)
     if base is None or len(values) < 2 or not full:
         return pd.DataFrame()
     measured = {tuple(_value(cell, key) for key in values): cell for cell in cells}
-    keys = [(cell.cell_id, THROUGHPUT) for cell in cells if cell is not base]
     # The two kinds of time are never mixed in one figure.
-    engine = run.engine_time if all(key in comparisons.engine for key in keys) else None
+    in_turns = all(THROUGHPUT in comparisons.engine[cell.cell_id] for cell in cells if cell is not base)
+    engine = run.engine_time if in_turns else None
     ratios = comparisons.served if engine is None else comparisons.engine
     rows = []
     for combination in itertools.product(*(listed.items() for listed in values.values())):
@@ -61,7 +61,7 @@ def heat_map(run: Run, comparisons: Comparisons, load: MeasuredLoad) -> pd.DataF
         elif cell is base:
             rows.append(chosen | _NO_ENTRY | {"configuration": cell.name, "ratio": 1.0, "text": "baseline"})
         else:
-            rows.append(chosen | _entry(cell, base, ratios.get((cell.cell_id, THROUGHPUT))))
+            rows.append(chosen | _entry(cell, base, ratios[cell.cell_id].get(THROUGHPUT)))
     return pd.DataFrame(rows).assign(time=run.clock if engine is None else engine.label)
 
 

@@ -34,7 +34,7 @@ _ROW = 42  # px
 def slowest_of(comparisons: Comparisons) -> MeasuredCell | None:
     """The cell whose requests are shown: the baseline at the highest load, else the best one there; valid only."""
     for load in reversed(comparisons.loads):
-        for cell in (comparisons.baselines.get(load), best(comparisons.at(load))):
+        for cell in (comparisons.baselines[load], best(comparisons.at(load))):
             if cell is not None and cell.valid and len(cell.requests()):
                 return cell
     return None

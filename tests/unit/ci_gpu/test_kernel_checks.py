@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from ci.gpu import check_kernels, check_moves
-from ci.gpu.kernel_problems import CONTIGUOUS, Case, draw
+from ci.gpu.kernel_problems import CONTIGUOUS, KernelProblem, draw
 from ci.gpu.part import Report
 from engine.kv.mover import KVMover
 from kernels.quantized import QuantizedKV
 from kernels.reference import TorchBackend
 from kernels.tune.problems import FAR_OUTSIDE, as_float64
 
-CASE = Case(dtype=torch.float32, dim=16, v_dim=24, group=2, page_size=8, tiny=True)
+CASE = KernelProblem(dtype=torch.float32, dim=16, v_dim=24, group=2, page_size=8, tiny=True)
 
 
 class Faulty(TorchBackend):
@@ -119,7 +119,7 @@ def test_kernels_come_first_and_what_reaches_far_comes_last_and_alone(quick):
     part = check_kernels.KernelChecks(Namespace(device="cuda", tiny=False, quick=quick))
     plan = part.plan()
     names = [case.name for case in plan]
-    assert names[0] == Case().name and len(set(names)) == len(names) and part.workers >= 2
+    assert names[0] == KernelProblem().name and len(set(names)) == len(names) and part.workers >= 2
     assert len(names) == 4 + (check_kernels.QUICK_CASES if quick else len(check_kernels.all_cases()))
     far = [case for case in plan if "beyond 2^31" in case.name]
     assert far == plan[-2:] and [case.group for case in far] == [None, None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ci.gpu.nano_shape import Job, ModelCost, draw_job, floor_seconds, model_cost
+from ci.gpu.nano_shape import ModelCost, NanoJob, draw_job, floor_seconds, model_cost
 from engine.model.spec import find_model
 
 H200_READ, H200_FLOPS = 4.3e12, 790e12  # bytes/s and FLOP/s for which the floors below were published
@@ -21,7 +21,7 @@ def test_the_job_is_exactly_the_published_one():
 
 
 def test_kv_tokens_read_are_what_a_decode_loop_counts():
-    job = Job(((1,) * 5, (2,) * 3), (4, 1))
+    job = NanoJob(((1,) * 5, (2,) * 3), (4, 1))
     counted = sum(len(prompt) + step for prompt, out in zip(job.prompts, job.output_lengths, strict=True)
                   for step in range(out))  # fmt: skip
     assert job.kv_tokens_read == counted == (5 + 6 + 7 + 8) + 3
@@ -52,7 +52,7 @@ def test_an_untied_input_embedding_is_looked_up_and_not_read():
 
 
 def test_the_floor_falls_with_faster_hardware_term_by_term():
-    job, cost = Job(((1,) * 10,), (5,)), ModelCost(weight_bytes=1000, matrix_parameters=500, kv_bytes=4)
+    job, cost = NanoJob(((1,) * 10,), (5,)), ModelCost(weight_bytes=1000, matrix_parameters=500, kv_bytes=4)
     floor = floor_seconds(job, cost, read_bytes_per_s=100.0, flop_per_s=1000.0)
     assert floor == {"kv": 60 * 4 / 100, "weights": 5 * 1000 / 100, "prefill": 2 * 500 * 10 / 1000,
                      "total": 2.4 + 50.0 + 10.0}  # fmt: skip

@@ -13,9 +13,9 @@ import pytest
 
 from ci.gpu import __main__ as runner_module
 from ci.gpu import against, record, summary
-from ci.gpu.environment import Environment
+from ci.gpu.environment import PartEnvironment
 from ci.gpu.parts import Part
-from ci.gpu.summary import FAILED, PASSED, SKIPPED, Outcome
+from ci.gpu.summary import FAILED, PASSED, SKIPPED, PartEnd
 from tests.support.sweep_parts import alive, wait_until
 
 WRITE = """
@@ -47,18 +47,18 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setattr(runner_module, "LEAST_S", 0.2)
     monkeypatch.setattr("ci.gpu.children.STOP_GRACE_S", 0.5)
 
-    def of(*parts: Part, seconds: float = 60.0) -> tuple[dict[str, Outcome], str]:
+    def of(*parts: Part, seconds: float = 60.0) -> tuple[dict[str, PartEnd], str]:
         args, _ = runner_module.parse([str(tmp_path / "out"), "--device", "cpu", "--tiny"])
         args.outdir.mkdir(exist_ok=True)
         scratch = tmp_path / "scratch"
         scratch.mkdir()
         manifest = record.begin(vars(args))
         runner = runner_module.Runner(
-            args, scratch, Environment(), time.monotonic() + seconds + runner_module.SUMMARY_S
+            args, scratch, PartEnvironment(), time.monotonic() + seconds + runner_module.SUMMARY_S
         )
         monkeypatch.setattr(Part, "needed", lambda self, device: self.needs)
         runner.run(list(parts))
-        record.finish(manifest, Environment(), runner.outcomes, 1.0)
+        record.finish(manifest, PartEnvironment(), runner.outcomes, 1.0)
         summary.write_results(args.outdir, scratch, manifest, runner.outcomes)
         return {o.name: o for o in runner.outcomes}, (args.outdir / "summary.md").read_text()
 
@@ -161,8 +161,8 @@ def test_runs_on_one_host_are_compared_and_others_are_not(tmp_path, host):
         {"case": "shape", "kernel": "ours", "us": 20.0},
     ]
     now = [
-        Outcome("kernels", "x", PASSED, data={"rows": newer}),
-        Outcome("job", "x", PASSED, data={"rows": [{"run": "run 0", "output_tokens_per_s": 5e4}]}),
+        PartEnd("kernels", "x", PASSED, data={"rows": newer}),
+        PartEnd("job", "x", PASSED, data={"rows": [{"run": "run 0", "output_tokens_per_s": 5e4}]}),
     ]
     lines = against.lines(against.read_run(tmp_path), {"device": {"host": "same"}}, now)
     shown = [line for line in lines if any(name in line for name in ("decode", "run 0", "ours", "theirs"))]
@@ -180,8 +180,8 @@ def test_a_part_does_not_outlive_a_runner_that_is_killed(tmp_path):
     pid = tmp_path / "pid"
     part = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
     runner = (
-        "import os, sys; from pathlib import Path; from ci.gpu.children import Child; "
-        f"Child().run([sys.executable, '-c', {part!r}], Path({str(tmp_path / 'log')!r}), 600, '.', os.environ)"
+        "import os, sys; from pathlib import Path; from ci.gpu.children import OnlyChild; "
+        f"OnlyChild().run([sys.executable, '-c', {part!r}], Path({str(tmp_path / 'log')!r}), 600, '.', os.environ)"
     )
     process = subprocess.Popen([sys.executable, "-c", runner])
     wait_until(lambda: pid.is_file() and pid.read_text())
@@ -193,7 +193,7 @@ def test_a_part_does_not_outlive_a_runner_that_is_killed(tmp_path):
 def test_results_name_no_folder_of_this_machine(folders):
     out, scratch = folders
     reason = f"File {scratch}/tiny.json, {summary.REPOSITORY}/engine/x.py"
-    outcome = Outcome(
+    outcome = PartEnd(
         "job", "x", FAILED, reason, result="engine.json", data={"rows": [{"model": f"{scratch}/tiny.json"}]}
     )
     (scratch / "job.log").write_text(reason)
@@ -209,14 +209,14 @@ def test_without_time_a_part_is_not_begun(run):
 
 
 def test_an_interruption_ends_in_a_summary(run, monkeypatch):
-    real = runner_module.Child.run
+    real = runner_module.OnlyChild.run
 
     def interrupted(self, command, *rest):
         if any("# stop here" in word for word in command):
             raise KeyboardInterrupt
         return real(self, command, *rest)
 
-    monkeypatch.setattr(runner_module.Child, "run", interrupted)
+    monkeypatch.setattr(runner_module.OnlyChild, "run", interrupted)
     outcomes, text = run(
         scripted("first", "write()"), scripted("second", "write()  # stop here"), scripted("third", "write()")
     )
@@ -249,9 +249,9 @@ def test_files_are_few_and_small(folders, monkeypatch):
     (scratch / "big.log").write_text("y" * 3000 + "the end")
     rows = [{"case": str(i), "value": i} for i in range(500)]
     outcomes = [
-        Outcome("big", "much", PASSED, result="kernels.json", data={"rows": rows}),
-        Outcome("small", "little", PASSED, result="engine.json", data={"rows": rows[:1]}),
-        Outcome("tune", "x", PASSED, result="tuned.json"),
+        PartEnd("big", "much", PASSED, result="kernels.json", data={"rows": rows}),
+        PartEnd("small", "little", PASSED, result="engine.json", data={"rows": rows[:1]}),
+        PartEnd("tune", "x", PASSED, result="tuned.json"),
     ]
     summary.write_results(out, scratch, manifest_of(), outcomes)
     assert {path.name for path in out.iterdir()} == {
@@ -268,8 +268,8 @@ def test_files_are_few_and_small(folders, monkeypatch):
 def test_tables_of_one_kind_are_put_together_and_pipes_do_not_break_them():
     table = {"title": "Speed", "columns": ["model", "tok/s"]}
     outcomes = [
-        Outcome("a", "x", PASSED, data={"tables": [table | {"rows": [["m|1", "5"]]}]}),
-        Outcome("b", "x", PASSED, data={"tables": [table | {"rows": [["m2", "6"]]}]}),
+        PartEnd("a", "x", PASSED, data={"tables": [table | {"rows": [["m|1", "5"]]}]}),
+        PartEnd("b", "x", PASSED, data={"tables": [table | {"rows": [["m2", "6"]]}]}),
     ]
     text = summary.render(manifest_of(), outcomes, [])
     assert text.count("## Speed") == 1 and "| m\\|1 | 5 |\n| m2 | 6 |" in text

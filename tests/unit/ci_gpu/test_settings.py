@@ -13,6 +13,7 @@ from ci.gpu.part import PartReport
 from kvbench.common.errors import MeasurementError
 from kvbench.common.files import write_json
 from kvbench.lockstep.process import EngineFailedError
+from kvbench.runs.engine_time import EngineTime
 from kvbench.targets.builtin import check_configuration
 from kvbench.workload.design import capacities
 
@@ -102,7 +103,7 @@ class FakeSitting:
             assert self.is_enough(number) is (number >= settings.LAUNCHES)
         if isinstance(end, Exception):
             raise end
-        return {"notes": end}
+        return EngineTime(notes=tuple(end))
 
 
 @pytest.fixture

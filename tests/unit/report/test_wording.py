@@ -14,7 +14,7 @@ from kvbench.runs.kv_ledger import SLOT_USES
 from kvbench.runs.model import MeasuredCell
 from tests.support.records import put, take
 from tests.support.report_cells import cell, run
-from tests.support.report_parts import flat_rows, main_table
+from tests.support.report_parts import flat_rows, ledgers, main_table
 
 FAST = {"throughput": (200.0,) * 3}
 
@@ -55,7 +55,7 @@ def test_reservation_stands_beside_the_requests_own_lengths(tmp_path: Path) -> N
 
 def ledger_sentence_of(*cells: MeasuredCell) -> str:
     measured = run(*cells)
-    return ledger_sentence(Comparisons.of(measured))
+    return ledger_sentence(Comparisons.of(measured), {cell.cell_id: one for cell, one in ledgers(measured)})
 
 
 def uses(**slots: float) -> dict[str, float]:
