@@ -41,51 +41,38 @@ class Claim:
 
     @property
     def rule(self) -> str:
-        """When it held."""
         return self._judge.__doc__ or ""
 
-    def verdict(self, found: Mapping[str, Finding]) -> ClaimVerdict:
+    def verdict(self, findings: Mapping[str, Finding]) -> ClaimVerdict:
         """Judges it by what was found in each measurement; undecided where a configuration took no part."""
         try:
-            return self._judge(*self.published, *(found[name] for name in self.measured))
+            return self._judge(*self.published, *(findings[name] for name in self.measured))
         except MeasurementError as error:
             return ClaimVerdict(UNDECIDED, "", str(error))
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """One workload to measure. ``workload``: its file, where that has another name; ``overrides``: over its values."""
-
-    name: str
-    workload: str = ""
-    overrides: Sequence[str] = ()
-
-    def load(self, profile: str | None) -> Workload:
-        """Raises UsageError."""
-        file = WORKLOADS / f"{self.workload or self.name}.yaml"
-        return load_workload(file, profile=profile, overrides=tuple(self.overrides))
-
-
 _FILE = read_yaml(Path(__file__).with_name("claims.yaml"))
 CLAIMS = tuple(Claim(name, **row) for name, row in _FILE["claims"].items())
-MEASUREMENTS = {
-    name: Measurement(name, **_FILE["measurements"].get(name, {}))
-    for claim in CLAIMS
-    for name in claim.measured
-    if name not in OTHERS
-}
+_USED = [name for claim in CLAIMS for name in claim.measured if name not in OTHERS]
+MEASUREMENTS = {name: {"workload": name, "overrides": [], **_FILE["measurements"].get(name, {})} for name in _USED}
+"""Name -> the workload's file, and what is set over its values."""
 
 
 def chosen(names: Sequence[str]) -> tuple[Claim, ...]:
     """The claims of these names, all without any. Raises UsageError for a name that is not known."""
     every = [claim.name for claim in CLAIMS]
-    for name in names:
-        if name not in every:
-            raise UsageError(f"no claim is called {name!r}: there are {', '.join(every)}")
+    if unknown := [name for name in names if name not in every]:
+        raise UsageError(f"no claim is called {unknown[0]!r}: there are {', '.join(every)}")
     return tuple(claim for claim in CLAIMS if not names or claim.name in names)
+
+
+def workload_of(measurement: str, profile: str | None) -> Workload:
+    """Raises UsageError."""
+    row = MEASUREMENTS[measurement]
+    return load_workload(WORKLOADS / f"{row['workload']}.yaml", profile=profile, overrides=tuple(row["overrides"]))
 
 
 def workloads_of(claims: Sequence[Claim], profile: str | None) -> dict[str, Workload]:
     """Measurement -> its workload. Raises UsageError."""
     names = (name for claim in claims for name in claim.measured if name in MEASUREMENTS)
-    return {name: MEASUREMENTS[name].load(profile) for name in dict.fromkeys(names)}
+    return {name: workload_of(name, profile) for name in dict.fromkeys(names)}

@@ -1,4 +1,4 @@
-"""Whether a claim held, from what was measured: one function a claim, each with the rule in its docstring.
+"""The rules of the claims: one function a claim judges what was measured, with its rule in the docstring.
 
 A judge gets what was measured in the order that claims.yaml has. A verdict rests on a 95 % interval that lies wholly on
 one side of the rule's limit, or on exact counts. An interval that straddles a limit leaves the claim undecided.

@@ -1,4 +1,4 @@
-"""What a page table costs the attention kernel: one decode step of one layer, timed on pages and on reservations.
+"""The cost of a page table to attention: one decode step of one layer, timed on pages and on reservations.
 
 All are the same kernel on the same bytes: a reservation is one page as long as its context. The pages of a sequence lie
 one behind the other, as a fresh pool hands them out to prompts, or scattered, as one that served for a while does.

@@ -27,7 +27,7 @@ from kvbench.lockstep.intervals import (
     pooled_effects,
     with_confidence,
 )
-from kvbench.lockstep.sitting import VALUES_OF_REQUESTS, Sitting, throughput_ratios
+from kvbench.lockstep.sitting import Sitting, throughput_ratios, values_of_requests
 from kvbench.metrics.latency import QUANTILES, request_latencies
 from kvbench.runs.folder import DONE, RunFolder
 from kvbench.runs.results import Capacity
@@ -43,7 +43,7 @@ _OPEN_LIMIT_S = 120.0
 
 @dataclass
 class WorkloadFacts:
-    """What is known of one workload after ``launches`` launches. Its load is closed loop, of one concurrency.
+    """The facts of one workload after ``launches`` launches. Its load is closed loop, of one concurrency.
 
     A configuration is named by the settings in which it differs from the baseline; none: the baseline.
     early: whether intervals are of ``EARLY_CONFIDENCE`` where launches are too few to stop at 95 %.
@@ -66,24 +66,21 @@ class WorkloadFacts:
         )
 
     def capacity_of(self, **settings: Any) -> Capacity:
-        """What its KV budget holds."""
+        """The capacity of a configuration's KV budget."""
         return self.capacity[self.find(**settings).config_id]
-
-    def _folders(self, configuration: Configuration) -> list[Path]:
-        cell = next(each for each in self.design.cells if each.configuration is configuration)
-        return self.sitting.loads_of(cell.cell_id, self.launches)
 
     def took_part(self) -> list[Configuration]:
         """The configurations beside the baseline that have a load of every launch."""
-        return [each for each in self.design.configurations[1:] if self._took_part(each)]
+        return [each for each in self.design.configurations[1:] if self._stored(each) is not None]
 
-    def _took_part(self, configuration: Configuration) -> bool:
-        return all((each / DONE).is_file() for each in self._folders(configuration))
+    def _stored(self, configuration: Configuration) -> list[Path] | None:
+        cell = next(each for each in self.design.cells if each.configuration is configuration)
+        folders = self.sitting.loads_of(cell.cell_id, self.launches)
+        return folders if all((each / DONE).is_file() for each in folders) else None
 
     def loads(self, configuration: Configuration) -> list[Path]:
         """The folders of its loads, one a launch. Raises MeasurementError where it took no part to the end."""
-        folders = self._folders(configuration)
-        if not self._took_part(configuration):
+        if (folders := self._stored(configuration)) is None:
             reasons = [note for note in self.sitting.notes if note.startswith(configuration.label)]
             raise MeasurementError(reasons[0] if reasons else f"{configuration.label} was not measured")
         return folders
@@ -100,11 +97,12 @@ class WorkloadFacts:
         """The ratio of output tokens/s to the baseline's, with the noise that all configurations have in common."""
         if self.launches < 2:
             return self.ratio(to)
-        self.loads(self.find(**to))  # raises where it took no part
+        subject = self.find(**to)
+        self.loads(subject)  # raises where it took no part
         kin = {each.config_id: self.launch_ratios(each.varied) for each in self.took_part()}
-        y = {name: [each.log_ratio for each in ratios] for name, ratios in kin.items()}
+        y = {name: [launch.log_ratio for launch in ratios] for name, ratios in kin.items()}
         effects = pooled_effects({name: effect(ratios) for name, ratios in kin.items()}, y)
-        return self._careful(effects[self.find(**to).config_id])
+        return self._careful(effects[subject.config_id])
 
     def ratio(self, to: Settings, of: Settings | None = None) -> Comparison:
         """The ratio of output tokens/s of ``to`` to those of ``of`` (None: the baseline), from its own noise alone."""
@@ -123,7 +121,7 @@ class WorkloadFacts:
         """The ratio of a p95 (``ttft`` or ``itl``) to the baseline's, for other requests of the same kind, too."""
         name, quantile = f"p95_{metric}_ms", QUANTILES["p95"]
         pair = (self.find(), self.find(**to))
-        values = [[VALUES_OF_REQUESTS[name](load) for load in self.loads(each)] for each in pair]
+        values = [[values_of_requests(name, load) for load in self.loads(each)] for each in pair]
         p95s = [[float(np.quantile(np.concatenate(launch), quantile)) for launch in launches] for launches in values]
         ratio = effect_of_values(*p95s, name)
         if self.launches < 2:
@@ -131,7 +129,7 @@ class WorkloadFacts:
         return self._careful(for_other_requests(ratio, values[0][0], values[1][0], quantile))
 
     def counters(self, **settings: Any) -> Mapping[str, float]:
-        """What the engine counted, the same in every launch."""
+        """The counters of the engine, the same in every launch."""
         return read_json(self.loads(self.find(**settings))[0] / "counters.json")
 
     def slots(self, **settings: Any) -> Mapping[str, float]:
@@ -157,7 +155,6 @@ class WorkloadFacts:
         return float(steps["decode_tokens"][steps["seconds"].cumsum() <= last].mean())
 
     def tokens_held(self, **settings: Any) -> int:
-        """Tokens that its KV budget holds."""
         return int(self.capacity_of(**settings).capacity_tokens)
 
 
@@ -197,8 +194,3 @@ def measure(
         raise MeasurementError(f"{name}: {reason}")
     measured.launches = sitting.execute().launches or 0
     return measured
-
-
-def all_narrow(measured: WorkloadFacts) -> bool:
-    """Tests whether the interval of every configuration's speed is narrow enough."""
-    return all(measured.speed(**each.varied).half_width <= NARROW for each in measured.took_part())

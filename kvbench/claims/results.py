@@ -77,15 +77,10 @@ def about(result: ClaimsResult) -> list[str]:
 
 def markdown(result: ClaimsResult) -> str:
     """The whole text, as in docs/claims.md."""
-    rows = [
-        (
-            f"{claim.says} ({claim.name})",
-            claim.verdict + (f": {claim.reason}" if claim.reason else ""),
-            claim.evidence,
-            claim.source,
-        )
-        for claim in result.claims
-    ]
+    rows = []
+    for claim in result.claims:
+        verdict = f"{claim.verdict}: {claim.reason}" if claim.reason else claim.verdict
+        rows.append((f"{claim.says} ({claim.name})", verdict, claim.evidence, claim.source))
     table = markdown_table(_HEADS, rows, numbers_from=len(_HEADS))
     lines = ["# The folklore, measured", "", *(text + "\n" for text in about(result)), *table]
     lines += ["", "Measure it yourself: `kvbench claims`, or one: `kvbench claims --only page-16`."]
@@ -94,6 +89,6 @@ def markdown(result: ClaimsResult) -> str:
 
 def page(result: ClaimsResult) -> str:
     """The whole page, the claims by verdict."""
-    by_verdict = [(upper_first(word), [c for c in result.claims if c.verdict == word]) for word in VERDICTS]
-    claims = [(word, group) for word, group in by_verdict if group]
+    by_verdict = {word: [claim for claim in result.claims if claim.verdict == word] for word in VERDICTS}
+    claims = [(upper_first(word), group) for word, group in by_verdict.items() if group]
     return render("claims.html.j2", (), title="The folklore, measured", about=about(result), claims=claims)

@@ -11,14 +11,15 @@ A claim that cannot be measured is undecided, and says why; the others go on.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from kvbench.claims.catalogue import OTHERS, Claim, Finding
 from kvbench.claims.judges import UNDECIDED, ClaimVerdict
-from kvbench.claims.measure import WorkloadFacts, all_narrow, measure
+from kvbench.claims.measure import NARROW, WorkloadFacts, measure
 from kvbench.claims.results import FILE, ClaimResult, ClaimsResult, Engines
 from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.common.files import utc_now
@@ -56,6 +57,9 @@ class ClaimsRun:
         began, started = time.monotonic(), utc_now()
         names = list(dict.fromkeys(name for claim in self.claims for name in claim.measured))
         machine = environment()
+        settings = [workload.engine for workload in self.workloads.values()]
+        values = {name: {str(each[name]) for each in settings if name in each} for name in Engines.model_fields}
+        engines = Engines(**{name: tuple(sorted(texts - {"None"})) for name, texts in values.items()})
         for number, name in enumerate(names, 1):
             left_s = 60 * self.minutes - (time.monotonic() - began)
             if left_s > _LEAST_S:  # the first launches may take three times the limit
@@ -65,8 +69,8 @@ class ClaimsRun:
                 self._failed[name] = f"the {self.minutes:g} minutes were over before it was measured (--minutes)"
             self._judge(name)
             self.result = ClaimsResult(
-                claims=self._results(),
-                engines=self._engines(),
+                claims=tuple(self._results()),
+                engines=engines,
                 finished=number == len(names),
                 started=started,
                 profile=self.profile,
@@ -94,7 +98,7 @@ class ClaimsRun:
                 folder,
                 limit_s=limit_s,
                 exact=all(claim.counted for claim in self._claims_on(name)),
-                is_enough=lambda measured: self._is_enough(name, measured),
+                is_enough=partial(self._is_enough, name),
                 show=show,
                 check=self.check,
             )
@@ -102,7 +106,7 @@ class ClaimsRun:
             self._failed[name] = str(error)
 
     def _is_enough(self, name: str, measured: WorkloadFacts) -> bool:
-        """Whether no claim is undecided that needs nothing else, and for the others all intervals are narrow."""
+        """Tests whether each claim is decided that needs nothing else, and all intervals are narrow for the others."""
         measurements = {**self._measured, name: measured}
         for claim in self._claims_on(name):
             if claim.counted:
@@ -110,7 +114,7 @@ class ClaimsRun:
             if all(each in measurements for each in claim.measured):
                 if claim.verdict(measurements).word == UNDECIDED:
                     return False
-            elif not all_narrow(measured):
+            elif any(measured.speed(**each.varied).half_width > NARROW for each in measured.took_part()):
                 return False
         return True
 
@@ -127,9 +131,11 @@ class ClaimsRun:
                 reason = f" ({verdict.reason})" if verdict.reason else ""
                 self.say(f"{claim.name}: {verdict.word}{reason}. {verdict.evidence}")
 
-    def _results(self) -> list[ClaimResult]:
-        return [
-            ClaimResult(
+    def _results(self) -> Iterator[ClaimResult]:
+        for claim in self.claims:
+            if (verdict := self._verdicts.get(claim.name)) is None:
+                continue
+            yield ClaimResult(
                 name=claim.name,
                 says=claim.says,
                 source=claim.source,
@@ -139,15 +145,3 @@ class ClaimsRun:
                 reason=verdict.reason,
                 measured={name: getattr(self._measured.get(name), "launches", None) for name in claim.measured},
             )
-            for claim in self.claims
-            if (verdict := self._verdicts.get(claim.name)) is not None
-        ]
-
-    def _engines(self) -> Engines:
-        engines = [workload.engine for workload in self.workloads.values()]
-        return Engines(
-            **{
-                name: sorted({str(engine[name]) for engine in engines if engine.get(name) is not None})
-                for name in Engines.model_fields
-            }
-        )

@@ -41,7 +41,7 @@ _VARIANTS = {
 
 @dataclass(frozen=True)
 class Abandoned:
-    """What a server kept of streams that were left after their first token.
+    """The memory that a server kept of streams that were left after their first token.
 
     owned_before: pages; freed_after_s: None if some were still owned after ``_FREED_WITHIN_S``; next_served: whether a
     request for the whole memory then was served.
@@ -72,7 +72,7 @@ class Malformed:
 
 @dataclass(frozen=True)
 class ServedFacts:
-    """What the two claims are judged by. ``abandoned``: by the variant of the server."""
+    """The facts that the two claims are judged by. ``abandoned``: by the variant of the server."""
 
     abandoned: dict[str, Abandoned]
     malformed: Malformed | None
@@ -106,20 +106,30 @@ def _server(settings: Settings, log: Path) -> Iterator[BuiltinTarget]:
 
 
 def _abandon(target: BuiltinTarget) -> Abandoned:
-    """Leaves streams after their first token."""
-    lines = []  # kept, since a stream is closed once nobody can read it
+    """Leaves streams after their first token.
+
+    All are sent at once: while one waits for the next, its answer would grow into the memory of the other prompts.
+    """
+
+    kept: list[Iterator[str]] = []  # since a stream is closed once nobody can read it
+
+    def begin(number: int) -> Iterator[str]:
+        body = _body(target, [16 + number] * _PROMPT, _LENGTH - _PROMPT)
+        response = client.send(client.build_request("POST", _PATH, json=body | {"stream": True}), stream=True)
+        stack.callback(response.close)
+        lines = response.iter_lines()
+        next(lines)  # the first token
+        return lines
+
     with ExitStack() as stack:
         client = stack.enter_context(httpx.Client(base_url=target.http.base_url, **_CLIENT))
-        for number in range(STREAMS):
-            body = _body(target, [16 + number] * _PROMPT, _LENGTH - _PROMPT)
-            response = stack.enter_context(client.stream("POST", _PATH, json=body | {"stream": True}))
-            lines.append(response.iter_lines())
-            next(lines[-1])  # the first token
-        if not (before := _owned(target)):
+        threads = stack.enter_context(ThreadPoolExecutor(STREAMS))
+        kept.extend(threads.map(begin, range(STREAMS)))
+        if not (before := target.metrics().owned_pages):
             raise MeasurementError("the server owned no page while its streams ran")
     left, freed = time.monotonic(), None
     while freed is None and time.monotonic() < left + _FREED_WITHIN_S:
-        if _owned(target) == 0:
+        if target.metrics().owned_pages == 0:
             freed = time.monotonic() - left
     answer = _post(target, _body(target, [20] * (_LENGTH - 8), 8))
     return Abandoned(STREAMS, before, freed, answer.status == 200)
@@ -172,7 +182,7 @@ def _tokens(answer: HttpAnswer) -> list[int] | None:
 
 
 def _is_refused(answer: HttpAnswer) -> bool:
-    """Whether the request is blamed, with a reason."""
+    """Tests whether the request is blamed, with a reason."""
     with suppress(KeyError, TypeError):
         return 400 <= answer.status < 500 and bool(answer.json()["error"]["message"])
     return False
@@ -187,8 +197,3 @@ def _body(target: BuiltinTarget, prompt: list[int], max_tokens: int) -> dict[str
         "ignore_eos": True,
         "return_token_ids": True,
     }
-
-
-def _owned(target: BuiltinTarget) -> float | None:
-    sample = target.metrics()
-    return None if sample is None else sample.owned_pages

@@ -56,14 +56,14 @@ def canaries(model: str, output: Path, passkeys: int, copies: int, seed: int, dt
         if uses_random_weights(find_model(model), "auto"):
             raise ValueError(f"model {model!r} has no weights to answer with: give a folder with *.safetensors")
         with status_line(console, "loading") as status:
-            made = make_canaries(config, passkeys=passkeys, copies=copies, seed=seed, say=status)
-        if not made.canaries.canaries:
+            made, dropped = make_canaries(config, passkeys=passkeys, copies=copies, seed=seed, say=status)
+        if not made.canaries:
             raise ValueError(f"model {model!r} surely knows none of the answers: it is too weak for canaries")
     except ValueError as error:
         raise UsageError(str(error)) from None
-    write_canaries(output, made.canaries)
+    write_canaries(output, made)
     for kind, asked in (("passkey", passkeys), ("copy", copies)):
-        kept = sum(canary.kind == kind for canary in made.canaries.canaries)
-        print_plain(console, f"{kind}: {kept} of {asked}; {made.dropped.get(kind, 0)} drawn and dropped")
+        kept = sum(canary.kind == kind for canary in made.canaries)
+        print_plain(console, f"{kind}: {kept} of {asked}; {dropped.get(kind, 0)} drawn and dropped")
     print_plain(console, f"written: {output}")
     return 0

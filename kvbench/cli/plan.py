@@ -114,8 +114,7 @@ def _plan_workload(workload: str | None, answers: dict[str, Any], **how: Any) ->
     from rich.console import Console
 
     from kvbench.common.console import print_table
-    from kvbench.sweep.capacity import DROP_FIRST, capacity_table, memory_notes
-    from kvbench.sweep.plan import preflight
+    from kvbench.sweep.plan import DROP_FIRST, capacity_table, memory_notes, preflight
     from kvbench.targets.builtin import check_configuration
     from kvbench.workload.design import plan_sweep
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -132,7 +132,7 @@ def _measure(workload: Workload, only: Sequence[str], console: Console, model: s
 
 
 def _measure_server(
-    url: str, console: Console, model: str | None, output: Path | None, options: Mapping[str, Any]
+    url: str, console: Console, model: str | None, output: Path | None, options: dict[str, Any]
 ) -> None:
     """``options``: those about the server that were given."""
     from engine.startup import set_spin_count
@@ -143,19 +143,27 @@ def _measure_server(
     from kvbench.quality.measure import BESIDE
     from kvbench.quality.served import measure_served
 
-    others = dict(options)
-    access = Access(api_key_env=others.pop("api_key_env", None))
+    access = Access(api_key_env=options.pop("api_key_env", None))
     with status_line(console, "loading") as status:
-        result = measure_served(url, model=model or BESIDE, access=access, say=status, **others)
+        result = measure_served(url, model=model or BESIDE, access=access, say=status, **options)
     _show(result, console, output)
 
 
 def _show(result: QualityResult, console: Console, output: Path | None) -> None:
+    """Prints the table, what each configuration breaks, what answered and what was left out; writes ``output``."""
     from kvbench.common.console import print_plain, print_table
     from kvbench.common.records import write_record
 
     print_table(console, _table(result), drop_first=("RMS Δp", "KLD p99"))
-    for line in _sentences(result, output):
+    broken = ((config_id, figures.outside) for config_id, figures in result.configurations.items())
+    lines = [f"{config_id}: {sentence}" for config_id, sentences in broken for sentence in sentences]
+    facts = result.facts
+    whose = f"measured with {result.model}, beside the workload" if result.beside else "measured with its own model"
+    lines.append(f"{whose}: weights {result.weights}; {facts.seconds:.0f} s")
+    if facts.left_out:
+        lines.append(f"{facts.left_out} of {facts.prompts + facts.left_out} prompts are longer than the context")
+    lines += [f"not measured: {missing}" for missing in facts.not_measured]
+    for line in filter(None, (*lines, result.note, f"written: {output}" if output else "")):
         print_plain(console, line)
     if output is not None:
         write_record(output, result)
@@ -166,9 +174,9 @@ def _of_run(folder: Path) -> tuple[Workload, tuple[str, ...]]:
     from kvbench.common.git import git_state
     from kvbench.common.machine import versions
     from kvbench.runs.folder import open_run
+    from kvbench.runs.manifest import stored_workload
     from kvbench.runs.quality import code_differences
     from kvbench.runs.results import GitState
-    from kvbench.runs.resume import stored_workload
 
     manifest = open_run(folder).manifest()
     if manifest.simulated:
@@ -184,24 +192,6 @@ def _of_run(folder: Path) -> tuple[Workload, tuple[str, ...]]:
     if different := code_differences(GitState(**git_state()), versions(), manifest):  # before the minutes that it takes
         say(f"warning: {'; '.join(different)}: `kvbench gate` takes these figures only with --force")
     return stored_workload(manifest), manifest.only or ()
-
-
-def _sentences(result: QualityResult, output: Path | None) -> Iterator[str]:
-    """What each configuration breaks, what answered, what was left out, and where the file is."""
-    for config_id, figures in result.configurations.items():
-        for sentence in figures.outside:
-            yield f"{config_id}: {sentence}"
-    facts = result.facts
-    of_whom = f"measured with {result.model}, beside the workload" if result.beside else "measured with its own model"
-    yield f"{of_whom}: weights {result.weights}; {facts.seconds:.0f} s"
-    if facts.left_out:
-        yield f"{facts.left_out} of {facts.prompts + facts.left_out} prompts are longer than the context"
-    for missing in facts.not_measured:
-        yield f"not measured: {missing}"
-    if result.note:
-        yield result.note
-    if output is not None:
-        yield f"written: {output}"
 
 
 def _table(result: QualityResult) -> Table:

@@ -148,8 +148,8 @@ def sweep(*, workload: str | None, resume: str | None, dry_run: bool, **options:
 
     from kvbench.cli.quality import measure_run
     from kvbench.lockstep.process import OPEN_LIMIT_S
+    from kvbench.runs.manifest import planned_cells
     from kvbench.runs.results import Manifest
-    from kvbench.runs.resume import planned_cells
     from kvbench.sweep.run import Sweep
 
     given, options = given_options(options), with_form(options)
@@ -248,7 +248,7 @@ def workload_and_run(
 ) -> tuple[Workload, RunFolder | None]:
     """The workload, and the run to go on with. Without a file, --resume FOLDER takes the stored workload."""
     from kvbench.runs.folder import latest_incomplete, open_run
-    from kvbench.runs.resume import stored_workload
+    from kvbench.runs.manifest import stored_workload
     from kvbench.workload.from_options import Answers, answers_in
 
     changes = {key: options[key] for key in ("profile", "seed", "repeats", "overrides")}

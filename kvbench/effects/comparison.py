@@ -28,7 +28,7 @@ MARGINS = {ENGINE: 0.02, SERVED: 0.05, SIMULATED: 0.05}
 
 
 class Call(StrEnum):
-    """What a comparison says of the configuration."""
+    """The words of a comparison on the configuration."""
 
     BETTER = "better"
     WORSE = "worse"
@@ -107,10 +107,7 @@ def _side(metric: str, above: bool) -> Call:
 
 
 def paired(metric: str, clock: str, values: Mapping[int, float], base: Mapping[int, float]) -> Comparison | None:
-    """The median ratio over the repeats that both have with positive values; None where there is none.
-
-    Its interval is Student's t of the mean log ratio.
-    """
+    """The median ratio over repeats of both, with Student's t interval of the mean log ratio; None without a pair."""
     both = sorted(values.keys() & base.keys())
     ratios = tuple(values[r] / base[r] for r in both if values[r] > 0 and base[r] > 0)
     if not ratios:

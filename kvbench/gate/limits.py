@@ -30,6 +30,7 @@ from kvbench.gate.policy import WITHIN, GateLimit, Policy, matches
 from kvbench.gate.verdict.outputs import Benchmark
 from kvbench.gate.verdict.verdict import EMPTY, FAIL, INVALID, PASS, Finding, Verdict, worst
 from kvbench.gate.verdict.wording import number, quantity
+from kvbench.measure.words import repeat_notes
 from kvbench.metrics.canaries import ALPHA, WRONG_ANSWERS, chance_of_so_many, wrong_words
 from kvbench.metrics.definitions import THROUGHPUT, figure
 from kvbench.metrics.model import failure_words
@@ -93,7 +94,7 @@ def judge_sweep(results: Path, policy: Policy, *, force: bool = False) -> Verdic
         sentence = f"{len(wrong)} of {limits} of {run.workload} {how}: {wrong[0].sentence}"
     if quality is not None and quality.note:
         notes.append(quality.note)
-    notes += run.repeat_notes
+    notes += repeat_notes(run.manifest, run.cells)
     judged = " ".join(finding.id for finding in findings)
     if unjudged := [cell.cell_id for cell in run.cells if not cell.valid and f"/{cell.cell_id}" not in judged]:
         notes.append(

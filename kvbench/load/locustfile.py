@@ -38,7 +38,7 @@ from kvbench.load.multi.shards import make_shards
 from kvbench.load.samples import Sample
 from kvbench.load.session import ClosedLoopUser, LoadSession, OpenLoopUser
 from kvbench.load.spec import LoadSpec, read_spec, requests_of
-from kvbench.metrics.sequences import gaps_within, times_per_output_token
+from kvbench.metrics.rows import gaps_within, sequence_tpots
 from kvbench.requests.request import RequestList
 from kvbench.workload.load_section import LoadPoint
 
@@ -244,7 +244,7 @@ def _add_rows(stats: RequestStats, sample: Sample) -> None:
     done, times, cls = sample.completion, sample.completion.chunk_times, sample.request.cls
     if not done.ok or done.first is None:
         return
-    tpots = times_per_output_token(times, done.chunk_choices, done.chunk_tokens, done.streamed_tokens)
+    tpots = sequence_tpots(times, done.chunk_choices, done.chunk_tokens, done.streamed_tokens)
     rows = [("TTFT", done.first - sample.t0), *(("TPOT", tpot) for tpot in tpots[~np.isnan(tpots)].tolist())]
     rows += [("ITL", gap) for gap in gaps_within(times, done.chunk_choices).tolist()]
     for kind, seconds in rows:

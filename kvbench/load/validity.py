@@ -12,7 +12,7 @@ import numpy as np
 from kvbench.load.endpoints import Dialect
 from kvbench.load.samples import Sample
 from kvbench.metrics.model import ClientFigures, LoadOutcome
-from kvbench.metrics.sequences import gaps_within
+from kvbench.metrics.rows import gaps_within
 
 MAX_SLIP_MS = 5.0
 MAX_CPU_FRACTION = 0.70

@@ -13,6 +13,7 @@ at the same step each time stays.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +30,7 @@ from kvbench.common.files import utc_now, write_atomically, write_json
 from kvbench.common.records import write_record
 from kvbench.load.completion import Completion
 from kvbench.load.samples import SCHEMA, Sample
-from kvbench.lockstep.turns import STEP_COLUMNS, Seat, take_turns
+from kvbench.lockstep.turns import STEP_COLUMNS, TurnTaker, take_turns
 from kvbench.measure.instrument import Instrument, Job
 from kvbench.metrics.definitions import ENGINE
 from kvbench.metrics.latency import summarise
@@ -44,54 +45,33 @@ from kvbench.workload.load_section import LoadConfig
 _WARM_UP_USERS = 8  # of a load by arrivals
 
 
-def why_not(load: LoadConfig, requests: Sequence[RequestSpec]) -> str | None:
-    """Why this load cannot be measured in engine time, None if it can."""
-    if any(request.turn for request in requests):
-        return "later turns of its conversations wait for the answers before them"
-    if any(request.prompt_token_ids is None for request in requests):
-        return "its prompts are texts, which the server turns into tokens"
-    if load.max_concurrency is not None:
-        return "max_concurrency makes requests wait in the load client"
-    return None
-
-
 def is_repeatable(load: LoadConfig, point: LoadPoint) -> bool:
-    """Whether an engine that gets the load's requests again computes the same steps again, however fast it is."""
+    """Tests whether an engine that gets these requests again computes the same steps again, however fast it is."""
     return point.mode == "closed" and load.ignore_eos and load.cache_state != "steady"
 
 
 def users_of(point: LoadPoint) -> int:
-    """How many requests a warm-up for this load holds at once."""
+    """The number of requests that a warm-up for this load holds at once."""
     return point.concurrency or _WARM_UP_USERS
 
 
 def requests_of(
     load: LoadConfig, point: LoadPoint, *, vocab_size: int, max_model_len: int, seed: int, repeat: int, times: int = 1
 ) -> RequestList:
-    """The requests of repeat ``repeat`` (from 1): ``times`` draws one after another, each with the load's own mix.
-
-    No two repeats share a draw. Raises ValueError.
-    """
-    drawn: list[RequestSpec] = []
-    notes: dict[str, Any] = {}
-    for part in range(times):
-        of = (repeat - 1) * times + part + 1
-        made = build_requests(LoadDraw(
-            load, vocab_size=vocab_size, max_model_len=max_model_len, seed=seed, repeat=of,
+    """The requests of ``repeat`` (from 1): ``times`` draws, which no other repeat shares. Raises ValueError."""
+    draws = [
+        build_requests(LoadDraw(
+            load, vocab_size=vocab_size, max_model_len=max_model_len, seed=seed, repeat=(repeat - 1) * times + part,
             concurrency=point.concurrency, rate=point.request_rate,
-        ))  # fmt: skip
-        notes = made.notes
-        drawn += [dataclasses.replace(each, index=len(drawn) + i) for i, each in enumerate(made)]
-    return RequestList(drawn, notes)
+        ))
+        for part in range(1, times + 1)
+    ]  # fmt: skip
+    drawn = (dataclasses.replace(each, index=i) for i, each in enumerate(itertools.chain(*draws)))
+    return RequestList(drawn, draws[-1].notes)
 
 
-def begin(
-    seats: Sequence[Seat], load: LoadConfig, point: LoadPoint, requests: Sequence[RequestSpec], until: float
-) -> list[str]:
-    """Gives every engine the requests, its cache in the load's declared state; their metrics before.
-
-    ``until``: as for ``take_turns``.
-    """
+def begin(engine: TurnTaker, load: LoadConfig, point: LoadPoint, requests: Sequence[RequestSpec], until: float) -> str:
+    """Gives an engine the requests, its cache in the declared state; returns its metrics before, as Prometheus text."""
     sampling = {"temperature": load.temperature, "ignore_eos": load.ignore_eos}
     rows = [
         [r.prompt_token_ids, r.max_tokens, r.arrival_s, r.priority, *([r.answers] if r.answers else [])]
@@ -99,17 +79,15 @@ def begin(
     ]
     keep = load.cache_state == "steady"
     if load.cache_state == "primed" and (prefixes := distinct_prefixes(requests)):
-        for seat in seats:
-            seat.load(requests=[[p, 1, None, 0] for p in prefixes], concurrency=1, keep_cache=False, **sampling)
-            take_turns([seat], random.Random(0), 1, until)
+        engine.load(requests=[[p, 1, None, 0] for p in prefixes], concurrency=1, keep_cache=False, **sampling)
+        take_turns([engine], random.Random(0), 1, until)
         keep = True
-    users = point.concurrency if point.mode == "closed" else None
-    return [seat.load(requests=rows, concurrency=users, keep_cache=keep, **sampling) for seat in seats]
+    return engine.load(requests=rows, concurrency=point.concurrency, keep_cache=keep, **sampling)
 
 
 @dataclass(frozen=True)
 class Repetition:
-    """What an engine did with a load, once.
+    """A load as an engine computed it once.
 
     steps: float64 [steps, 4], see ``STEP_COLUMNS``; turns: how many of them each turn had; clock: engine time [s]
     rows: of each request, as the engine's ``result`` has them; metrics: after the load, as Prometheus text
@@ -121,11 +99,10 @@ class Repetition:
     rows: Sequence[Sequence[Any]]
     metrics: str
 
-
-def computed(seat: Seat) -> Repetition:
-    """Of the load that the engine has just ended."""
-    result = seat.result()
-    return Repetition(seat.table(), seat.turns, seat.clock, result["requests"], result["metrics"])
+    @classmethod
+    def of(cls, engine: TurnTaker) -> Repetition:
+        result = engine.process.ask(do="result", name=engine.name)
+        return cls(engine.table(), engine.turns, engine.clock, result["requests"], result["metrics"])
 
 
 def typical(repetitions: Sequence[Repetition]) -> Sequence[Sequence[Any]]:
@@ -156,9 +133,12 @@ def store(
     rows = [result_row(spec, *row) for spec, row in zip(requests, kept, strict=True)]
     with write_atomically(out / "requests.parquet") as scratch:
         pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), scratch)
-    steps = pd.concat([_steps(each, number) for number, each in enumerate(repetitions)])
+    steps = []
+    for number, each in enumerate(repetitions):
+        turn = np.repeat(np.arange(len(each.turns)), each.turns)
+        steps.append(pd.DataFrame(each.steps, columns=STEP_COLUMNS).assign(turn=turn, repetition=number))
     with write_atomically(out / "steps.parquet") as scratch:
-        steps.to_parquet(scratch, index=False)
+        pd.concat(steps).to_parquet(scratch, index=False)
     clock = sum(each.clock for each in repetitions)
     outcome = LoadOutcome(
         clock=ENGINE,
@@ -172,8 +152,7 @@ def store(
         client=ClientFigures(),
     )
     write_record(out / "load.json", outcome)
-    texts = ((metrics_before, 0.0), (repetitions[-1].metrics, clock))
-    before, after = (parse_metrics(text, at) for text, at in texts)
+    before, after = parse_metrics(metrics_before, 0.0), parse_metrics(repetitions[-1].metrics, clock)
     owned = after.owned_pages
     write_json(out / "counters.json", {**counter_changes(before, after), "pages_owned_after": owned})
     table = pd.DataFrame(rows)
@@ -199,10 +178,10 @@ class SteppedInstrument(Instrument):
     disturbed_by_machine = False
 
     def __init__(
-        self, job: Job, seat: Seat, draw: Callable[[LoadPoint, int], RequestList], *, keeps_requests: bool = False
+        self, job: Job, engine: TurnTaker, draw: Callable[[LoadPoint, int], RequestList], keeps_requests: bool = False
     ) -> None:
         super().__init__(job)
-        self.seat, self.draw, self.keeps_requests = seat, draw, keeps_requests
+        self.engine, self.draw, self.keeps_requests = engine, draw, keeps_requests
         self.facts: dict[str, Any] = {}
         self.requests = RequestList(())
         self.repetitions: list[Repetition] = []
@@ -211,7 +190,12 @@ class SteppedInstrument(Instrument):
 
     @classmethod
     def why_not(cls, load: LoadConfig, requests: Sequence[RequestSpec]) -> str | None:
-        return why_not(load, requests)
+        """Returns why this load cannot be measured in engine time, None if it can."""
+        if any(request.turn for request in requests):
+            return "later turns of its conversations wait for the answers before them"
+        if any(request.prompt_token_ids is None for request in requests):
+            return "its prompts are texts, which the server turns into tokens"
+        return "max_concurrency makes requests wait in the load client" if load.max_concurrency is not None else None
 
     def begin(self, point: LoadPoint, repeat: int) -> None:
         """Draws the requests of the load that is computed next."""
@@ -240,22 +224,17 @@ def compute(
 ) -> None:
     """Lets every engine compute the load that it has begun, in turns of up to ``steps`` steps.
 
-    ``until``: when it is given up [s, time.monotonic]; ``on_begun``: called once all engines have their requests.
+    ``until``: the end of its time [s, time.monotonic]; ``on_begun``: called once all engines have their requests.
     """
     for instrument in instruments:
         load, requests = instrument.job.workload.load, instrument.requests
-        [metrics] = begin([instrument.seat], load, point, requests, until)
-        instrument.metrics_before = metrics if not instrument.repetitions else instrument.metrics_before
+        metrics = begin(instrument.engine, load, point, requests, until)
+        if not instrument.repetitions:
+            instrument.metrics_before = metrics
     on_begun()
-    take_turns([instrument.seat for instrument in instruments], rng, steps, until)
+    take_turns([instrument.engine for instrument in instruments], rng, steps, until)
     for instrument in instruments:
-        instrument.repetitions.append(computed(instrument.seat))
-
-
-def _steps(computed: Repetition, number: int) -> pd.DataFrame:
-    """Rows of steps.parquet."""
-    turn = np.repeat(np.arange(len(computed.turns)), computed.turns)
-    return pd.DataFrame(computed.steps, columns=STEP_COLUMNS).assign(turn=turn, repetition=number)
+        instrument.repetitions.append(Repetition.of(instrument.engine))
 
 
 def result_row(

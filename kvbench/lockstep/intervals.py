@@ -114,7 +114,7 @@ def is_decided(comparison: Comparison) -> bool:
 
 
 def as_it_recurs(seconds: np.ndarray) -> np.ndarray:
-    """``seconds`` [launches, ..., steps] of the same steps, each limited by its median and its neighbours.
+    """Limits each of ``seconds`` [launches, ..., steps] of the same steps by its median and its neighbours.
 
     The limit is ``RECURS`` times its median over the launches, times how much longer than theirs its neighbours took.
     """
@@ -125,10 +125,7 @@ def as_it_recurs(seconds: np.ndarray) -> np.ndarray:
 
 
 def launch_ratios(bases: Sequence[Steps], others: Sequence[Steps], same_work: bool = False) -> list[LaunchRatio]:
-    """The ratio of throughputs of ``others`` to ``bases`` in each launch, in which they took turns.
-
-    ``same_work``: every launch computed the same steps.
-    """
+    """The ratio of throughputs in each launch. ``same_work``: every launch computed the same steps."""
     steps = [*bases, *others]
     tokens = [math.log(np.sum(other.tokens) / np.sum(base.tokens)) for base, other in zip(bases, others, strict=True)]
     shortest = min(np.count_nonzero(each.tokens) for each in steps)
@@ -218,7 +215,7 @@ def pooled_effects(alone: Mapping[str, Comparison], log_ratios: Mapping[str, Seq
 
 
 def _baseline_scatters_more(y: np.ndarray) -> bool:
-    """Whether the baseline scatters more than ``y`` [launches, configurations], log ratios to it: F test at 1 %.
+    """Tests whether the baseline scatters more than ``y`` [launches, configurations], log ratios to it: F test at 1 %.
 
     Its noise is in all ratios of a launch alike, so it shows in their mean, and not in how they differ.
     """
@@ -271,7 +268,7 @@ def for_other_requests(
 
 
 def _weighted_quantile(values: Sequence[np.ndarray], counts: np.ndarray, quantile: float) -> np.ndarray:
-    """The quantile [draws] of the values of requests of which each draw has so many. ``counts`` [draws, requests]"""
+    """The quantile [draws] of values of which each draw has so many. ``counts`` [draws, requests]"""
     owner = np.repeat(np.arange(len(values)), [len(each) for each in values])
     pooled = np.concatenate(values)
     order = np.argsort(pooled)
@@ -296,13 +293,13 @@ def error_over_launches(log_ratios: np.ndarray, within: np.ndarray) -> np.ndarra
 def _comparison(
     metric: str, log_ratio: float, error: float, freedom: int, launches: int, basis: str = ""
 ) -> Comparison:
-    """``error``: half of the interval over its t quantile; NaN where nothing is known of the scatter."""
-    unknown = Comparison(metric, ENGINE, math.exp(log_ratio), None, None, launches, Call.UNDECIDED, basis=basis)
+    """Makes a comparison; ``error``: half of its interval over the t quantile, NaN where the scatter is not known."""
+    without = Comparison(metric, ENGINE, math.exp(log_ratio), None, None, launches, Call.UNDECIDED, basis=basis)
     if math.isnan(error):
-        return unknown
+        return without
     half = _quantile(freedom) * error
-    known = _with_interval(unknown, math.exp(log_ratio - half), math.exp(log_ratio + half))
-    return replace(known, smallest=math.expm1(detectable_errors(freedom) * error))
+    comparison = _with_interval(without, math.exp(log_ratio - half), math.exp(log_ratio + half))
+    return replace(comparison, smallest=math.expm1(detectable_errors(freedom) * error))
 
 
 def _with_interval(comparison: Comparison, low: float, high: float) -> Comparison:
@@ -334,7 +331,7 @@ def fewest_launches(configurations: int) -> int:
 
 
 def goes_on(effects: Iterable[Comparison]) -> bool:
-    """Whether another launch is needed: a question (one of ``effects``) is undecided, or has too few launches."""
+    """Tests whether another launch is needed: a question is undecided, or has too few launches."""
     questions = list(effects)
     alone = FEWEST_LAUNCHES + (len(questions) == 1)
     return any(

@@ -38,14 +38,14 @@ class EngineFailedError(MeasurementError):
         self.process = process
 
 
-class RefusedError(EngineFailedError):
+class EngineRefusedError(EngineFailedError):
     """An engine answered that it cannot do what it was told."""
 
 
 class EngineProcess:
-    """One process. ``check``: called at each answer and twice a second between them; may raise to end the measurement.
+    """One process, as a context manager whose end stops it. ``env``: added to ours, as ``processes.launch`` does.
 
-    ``env``: added to our environment, as ``processes.launch`` does. Use it as a context manager: the end stops it.
+    ``check``: called at each answer and twice a second between them; may raise to end the measurement.
     """
 
     def __init__(
@@ -70,11 +70,9 @@ class EngineProcess:
 
     def __exit__(self, *exc: object) -> None:
         for pipe in (self._process.stdin, self._process.stdout):
-            try:
+            with contextlib.suppress(BrokenPipeError):
                 if pipe is not None:
                     pipe.close()
-            except BrokenPipeError:
-                pass
         processes.stop(self._process, grace_s=0.0)
 
     @property
@@ -83,10 +81,10 @@ class EngineProcess:
 
     def greet(self) -> None:
         """Waits for its first line. Raises EngineFailedError if it speaks another protocol."""
-        said = self.receive(_SAYS_PROTOCOL_S)
-        if (found := said.get("protocol")) != PROTOCOL:
-            raise EngineFailedError(f"it speaks lockstep protocol {found!r}, and this kvbench {PROTOCOL}", self)
-        self.options = frozenset(said.get("options", ()))
+        greeting = self.receive(_SAYS_PROTOCOL_S)
+        if (protocol := greeting.get("protocol")) != PROTOCOL:
+            raise EngineFailedError(f"it speaks lockstep protocol {protocol!r}, and this kvbench {PROTOCOL}", self)
+        self.options = frozenset(greeting.get("options", ()))
 
     def stay_on(self, cores: Collection[int]) -> None:
         """Keeps all its threads on ``cores``."""
@@ -134,12 +132,12 @@ class EngineProcess:
         except (ValueError, AttributeError):
             raise EngineFailedError(f"the engine's process wrote {line[:80]!r} instead of an answer", self) from None
         if error is not None:
-            raise RefusedError(error, self)
+            raise EngineRefusedError(error, self)
         return answer
 
-    def ask(self, limit_s: float = TURN_LIMIT_S, **command: Any) -> dict[str, Any]:
+    def ask(self, **command: Any) -> dict[str, Any]:
         self.send(**command)
-        return self.receive(limit_s)
+        return self.receive(TURN_LIMIT_S)
 
     def _has_ended(self) -> EngineFailedError:
         try:
@@ -159,13 +157,13 @@ def open_all(
     """
     for process, name, settings in engines:
         process.send(do="open", name=name, settings=dict(settings))
-    found = []
+    answers = []
     for process, name, _ in engines:
         try:
-            found.append(process.receive(limit_s))
-        except RefusedError as error:
+            answers.append(process.receive(limit_s))
+        except EngineRefusedError as error:
             raise UsageError(f"the engine of {name} refused its settings: {error}") from error
-    return found
+    return answers
 
 
 def why_not_stepped(
@@ -174,10 +172,7 @@ def why_not_stepped(
     env: Mapping[str, str | None] | None = None,
     options: Collection[str] = (),
 ) -> str | None:
-    """Why this kvbench cannot step the engine of ``command``, None if it can; starts it for a moment.
-
-    ``options``: those that requests will have.
-    """
+    """Starts an engine; returns why it cannot be stepped with these ``options`` of requests, None if it can."""
     try:
         with EngineProcess(command, log, env=env) as process:
             process.greet()

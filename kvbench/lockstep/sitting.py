@@ -48,7 +48,7 @@ from kvbench.lockstep.intervals import (
     pooled_effects,
 )
 from kvbench.lockstep.process import LOCKSTEP_COMMAND, EngineProcess, open_all
-from kvbench.lockstep.turns import Seat, choose_turn, cold_facts, mean_step, share_done, warm_up
+from kvbench.lockstep.turns import TurnTaker, choose_turn, cold_facts, mean_step, share_done, warm_up
 from kvbench.measure.instrument import Job
 from kvbench.metrics.definitions import figure
 from kvbench.metrics.latency import QUANTILES, request_latencies
@@ -72,7 +72,7 @@ Show = Callable[[str | Callable[[], str]], None]
 
 @dataclass
 class Sitting:
-    """``folder``: of the sweep's run, with /lockstep. ``capacity``: by configuration, as ``preflight`` returns it.
+    """The launches of all configurations. ``capacity``: by configuration; ``run``: of the sweep, with /lockstep.
 
     ``limit_s``: no launch is begun that would not end by then, or by ``_LONGER`` times that while there are too few;
     ``open_limit_s``: until one engine is there. ``check``: called twice a second, may raise. ``is_enough``: whether so
@@ -98,6 +98,7 @@ class Sitting:
 
     def __post_init__(self) -> None:
         self.folder = RunFolder(self.run.path / FOLDER)
+        self.baseline = next((each for each in self.design.configurations if each.is_baseline), None)
 
     @property
     def points(self) -> list[LoadPoint]:
@@ -105,17 +106,13 @@ class Sitting:
         points = {cell.load.load_id: cell.load for cell in self.design.cells}
         return sorted(points.values(), key=lambda p: -(p.concurrency or p.request_rate or 0))
 
-    @property
-    def baseline(self) -> Configuration | None:
-        return next((each for each in self.design.configurations if each.is_baseline), None)
-
     def why_not(self) -> str | None:
-        """Why these configurations cannot be compared in engine time, None if they can."""
+        """Returns why these configurations cannot be compared in engine time, None if they can."""
         alone = len(self.design.configurations) < 2 and self.is_enough is None
         if self.baseline is None or alone:
             return "there is no second configuration to compare the baseline with"
         for point in self.points:
-            if reason := loads.why_not(self.workload.load, self._requests(point)):
+            if reason := loads.SteppedInstrument.why_not(self.workload.load, self._requests(point)):
                 return reason
         return None
 
@@ -153,34 +150,32 @@ class Sitting:
         return self.effects(launch, points, time.monotonic() - began, done=True)
 
     def _launch(self, launch: int, points: Sequence[LoadPoint], began: float) -> list[LoadPoint]:
-        """One process with all engines; the loads that they have computed."""
+        """Measures the loads in one process with all engines; returns those that they have computed."""
         order = random.Random(f"kvbench-sitting/{self._order_seed}/{launch}")
         with EngineProcess(LOCKSTEP_COMMAND, self.folder.server_log(str(launch)), check=self.check) as process:
             process.greet()
             until = began + _LONGER[1] * self.limit_s
-            seats = self._open(process, order, until)
+            engines = self._open(process, order, until)
             if launch > 1:
-                warm_up(seats, loads.users_of(points[0]), self._limit("max_model_len"), until, _WARM_UP_TURNS)
+                warm_up(engines, loads.users_of(points[0]), self._limit("max_model_len"), until, _WARM_UP_TURNS)
             took: list[float] = []
             for point in points:
                 if launch == 1 and took and not self._holds(point, len(points) - len(took), took, began):
                     return list(points[: len(took)])
                 started = time.monotonic()
-                self._measure(launch, point, seats, order, until)
+                self._measure(launch, point, engines, order, until)
                 took.append(time.monotonic() - started)
         return list(points)
 
-    def _open(self, process: EngineProcess, order: random.Random, until: float) -> list[Seat]:
-        """The engines in random order. What has no room beside the baseline, or is refused, takes no more part.
-
-        On a GPU the engine itself says whether the device has room.
-        """
+    def _open(self, process: EngineProcess, order: random.Random, until: float) -> list[TurnTaker]:
+        """The engines that take part, in random order. On a GPU the engine itself says whether the device has room."""
         names = [each for each in self.design.configurations if each.is_baseline or each in self._others]
         order.shuffle(names)
-        room = free_memory() - sum(self._budget(each) for each in names if each.is_baseline)
-        seats = []
+        budgets = {config_id: capacity.kv_budget_bytes or 0 for config_id, capacity in self.capacity.items()}
+        room = free_memory() - sum(budgets[each.config_id] for each in names if each.is_baseline)
+        engines = []
         for each in names:
-            budget = 0 if each.is_baseline else self._budget(each)
+            budget = 0 if each.is_baseline else budgets[each.config_id]
             on_cpu = runs_on_cpu(each.settings.get("device", "auto"))
             try:
                 if on_cpu and budget > room:
@@ -198,11 +193,8 @@ class Sitting:
                 self._leave_out(each, str(error))
                 continue
             room -= budget
-            seats.append(Seat(process, each.config_id))
-        return seats
-
-    def _budget(self, configuration: Configuration) -> int:
-        return self.capacity[configuration.config_id].kv_budget_bytes or 0
+            engines.append(TurnTaker(process, each.config_id))
+        return engines
 
     def _leave_out(self, configuration: Configuration, reason: str) -> None:
         """Raises MeasurementError where nothing is left to compare."""
@@ -212,10 +204,7 @@ class Sitting:
             raise MeasurementError(self.notes[-1])
 
     def _holds(self, point: LoadPoint, left: int, took: Sequence[float], began: float) -> bool:
-        """Whether the time holds enough launches that have this load too, if it takes as long as the longest so far.
-
-        ``left``: how many loads are not measured yet.
-        """
+        """Tests whether the time holds enough launches with this load too; ``left``: loads not measured yet."""
         fewest, elapsed = fewest_launches(len(self._others)), time.monotonic() - began
         if fewest * (elapsed + max(took)) <= self.limit_s:
             return True
@@ -226,31 +215,32 @@ class Sitting:
         return False
 
     def _limit(self, name: str) -> int:
-        """The smallest that any configuration has."""
         return min(getattr(known, name) for known in self.capacity.values())
 
     def _requests(self, point: LoadPoint) -> Any:
-        """Those of the first repeat over HTTP, for the smallest limits that any configuration has."""
+        """The requests of the first repeat over HTTP, for the smallest limits that any configuration has."""
         sizes = {name: self._limit(name) for name in ("vocab_size", "max_model_len")}
         return loads.requests_of(self.workload.load, point, seed=self.workload.seed, repeat=1, **sizes)
 
-    def _measure(self, launch: int, point: LoadPoint, seats: list[Seat], order: random.Random, until: float) -> None:
-        cost, engines = None, tuple(seats)
+    def _measure(
+        self, launch: int, point: LoadPoint, engines: list[TurnTaker], order: random.Random, until: float
+    ) -> None:
+        cost, all_engines = None, tuple(engines)
         job = Job(self.workload, self.folder, check=self.check)
-        instruments = [loads.SteppedInstrument(job, seat, lambda p, _: self._requests(p)) for seat in seats]
+        instruments = [loads.SteppedInstrument(job, engine, lambda p, _: self._requests(p)) for engine in engines]
         for instrument in instruments:
             instrument.begin(point, launch)
         tokens = sum(each.n * each.max_tokens for each in instruments[0].requests)
-        doing = f"engine time, launch {launch}: {point.load_id}, {len(seats)} engines"
+        doing = f"engine time, launch {launch}: {point.load_id}, {len(engines)} engines"
         self.show(doing)
         try:
             if point.load_id not in self._turns:
                 self.show(f"{doing} warm up")
-                cost = warm_up(seats, loads.users_of(point), self._limit("max_model_len"), until)
-                decode_step = mean_step(seats, decodes_only=True)
+                cost = warm_up(engines, loads.users_of(point), self._limit("max_model_len"), until)
+                decode_step = mean_step(engines, decodes_only=True)
                 self._turns[point.load_id] = cold_facts(cost, choose_turn(cost))
             length = self._turns[point.load_id]["turn_steps"]
-            done = partial(self.show, lambda: f"{doing}, {100 * share_done(engines, tokens):.0f} % done")
+            done = partial(self.show, lambda: f"{doing}, {100 * share_done(all_engines, tokens):.0f} % done")
             loads.compute(instruments, point, order, length, until, done)
         except MeasurementError:
             if time.monotonic() <= until:
@@ -260,16 +250,16 @@ class Sitting:
                 f"{self.option}: shorten it, or allow more"
             ) from None
         if cost is not None:  # the load's own steps are longer where they hold prompts, and not by more when cold
-            cost = cost * decode_step / mean_step(seats)
+            cost = cost * decode_step / mean_step(engines)
             self._turns[point.load_id] = {**cold_facts(cost, choose_turn(cost)), "first_turn_steps": length}
         configurations = {each.config_id: each for each in self.design.configurations}
         for instrument in instruments:
-            configuration = configurations[instrument.seat.name]
+            configuration = configurations[instrument.engine.name]
             cell = Cell(f"{configuration.config_id}-{point.load_id}", configuration, point)
             result = instrument.measure(cell, launch)
             if not result.valid:
                 self._leave_out(configuration, "; ".join(result.invalid_reasons))
-                seats.remove(instrument.seat)
+                engines.remove(instrument.engine)
 
     def effects(self, launches: int, points: Sequence[LoadPoint], seconds: float, *, done: bool) -> EngineTime:
         """Writes and returns effects.json, from the launches that are stored."""
@@ -290,7 +280,6 @@ class Sitting:
         return stored
 
     def _effects_at(self, point: LoadPoint, launches: int) -> Iterator[EngineEffect]:
-        """The effects under one load."""
         assert self.baseline is not None
         base, *cells = (f"{each.config_id}-{point.load_id}" for each in (self.baseline, *self._others))
         stored = {cell: self.loads_of(cell, launches) for cell in (base, *cells)}
@@ -304,15 +293,15 @@ class Sitting:
                 alone = {cell: effect(ratios[cell]) for cell in cells}
             else:
                 by_cell = {cell: [each[metric] for each in launch] for cell, launch in values.items()}
-                known = [cell for cell in cells if all(by_cell[cell]) and all(by_cell[base])]
-                y = {c: np.log(np.divide(by_cell[c], by_cell[base])).tolist() for c in known}
-                alone = {cell: effect_of_values(by_cell[base], by_cell[cell], metric) for cell in known}
+                whole = [cell for cell in cells if all(by_cell[cell]) and all(by_cell[base])]
+                y = {c: np.log(np.divide(by_cell[c], by_cell[base])).tolist() for c in whole}
+                alone = {cell: effect_of_values(by_cell[base], by_cell[cell], metric) for cell in whole}
             for cell, comparison in pooled_effects(alone, y).items():
-                if metric in VALUES_OF_REQUESTS:
-                    of_requests = (VALUES_OF_REQUESTS[metric](stored[each][0]) for each in (base, cell))
-                    comparison = for_other_requests(comparison, *of_requests, QUANTILES["p95"])
-                elif metric == THROUGHPUT:
+                if metric == THROUGHPUT:
                     self._questions.append(comparison)
+                else:
+                    first = (values_of_requests(metric, stored[each][0]) for each in (base, cell))
+                    comparison = for_other_requests(comparison, *first, QUANTILES["p95"])
                 yield EngineEffect(
                     cell=cell,
                     metric=metric,
@@ -335,18 +324,12 @@ class Sitting:
         return [self.folder.load(cell, launch + 1) for launch in range(launches)]
 
 
-def _ttfts(load: Path) -> list[np.ndarray]:
-    """[requests] of float64 [1]"""
-    return [np.array([ttft]) for ttft in request_latencies(pd.read_parquet(load / "requests.parquet"))["ttft_ms"]]
-
-
-def _gaps(load: Path) -> list[np.ndarray]:
-    """[requests] of float64 [gaps]"""
-    return request_gaps(pd.read_parquet(load / "requests.parquet"))
-
-
-# metric -> what each request of a load has of it
-VALUES_OF_REQUESTS = {"p95_ttft_ms": _ttfts, "p95_itl_ms": _gaps}
+def values_of_requests(metric: str, load: Path) -> list[np.ndarray]:
+    """The values that each request of a load has of a p95 of TTFT or ITL. [requests] of float64 [values]"""
+    requests = pd.read_parquet(load / "requests.parquet")
+    if metric == "p95_itl_ms":
+        return request_gaps(requests)
+    return [np.array([ttft]) for ttft in request_latencies(requests)["ttft_ms"]]
 
 
 def _values(load: Path) -> dict[str, float | None]:
@@ -375,12 +358,12 @@ def _same_work(launches: Sequence[Steps]) -> bool:
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
+    numbers = [value for value in values if value is not None]
+    return sum(numbers) / len(numbers) if numbers else None
 
 
 def begin_anew(run: RunFolder) -> bool:
-    """Removes an interrupted sitting, whose launches would be hours before the others; whether there was one."""
+    """Removes an interrupted sitting, whose launches would be hours before the others; tests whether there was one."""
     there = (run.path / FOLDER).is_dir()
     shutil.rmtree(run.path / FOLDER, ignore_errors=True)
     return there

@@ -33,7 +33,7 @@ _WARM_FROM = 4  # the late steps of a turn: from here on (from 0)
 
 
 @dataclass
-class Seat:
+class TurnTaker:
     """An engine that takes part, and the steps of its present load.
 
     ``clock``: its engine time [s]; ``steps``: rows of ``STEP_COLUMNS``;
@@ -61,72 +61,68 @@ class Seat:
         self.output_tokens += sum(step[-1] for step in answer["steps"])
         self.clock, self.ended = answer["clock"], answer["ended"]
 
-    def result(self) -> dict[str, Any]:
-        return self.process.ask(do="result", name=self.name)
-
     def table(self) -> np.ndarray:
         """The steps as float64 [steps, 4], see ``STEP_COLUMNS``."""
         return np.asarray(self.steps, dtype=float).reshape(-1, len(STEP_COLUMNS))
 
 
-def take_turns(seats: Sequence[Seat], rng: random.Random, length: int, until: float) -> None:
+def take_turns(engines: Sequence[TurnTaker], rng: random.Random, length: int, until: float) -> None:
     """Lets every engine compute its load to the end, in turns of up to ``length`` steps.
 
     until: when it is given up [s, time.monotonic]. Raises MeasurementError then, of the engine if it alone is left.
     """
-    running = list(seats)
-    while running := [seat for seat in running if not seat.ended]:
+    running = list(engines)
+    while running := [engine for engine in running if not engine.ended]:
         if time.monotonic() > until:
-            names = ", ".join(seat.name for seat in running)
+            names = ", ".join(engine.name for engine in running)
             text = f"the load did not end in the time that it has (of {names})"
             raise EngineFailedError(text, running[0].process) if len(running) == 1 else MeasurementError(text)
-        min(running, key=lambda seat: (seat.clock, rng.random())).take_turn(length)
+        min(running, key=lambda engine: (engine.clock, rng.random())).take_turn(length)
 
 
-def share_done(seats: Sequence[Seat], output_tokens: int) -> float:
-    """How much of their present load of ``output_tokens`` all engines have computed, 0 to 1: the mean over them."""
-    shares = [1.0 if seat.ended else min(1.0, seat.output_tokens / output_tokens) for seat in seats]
+def share_done(engines: Sequence[TurnTaker], output_tokens: int) -> float:
+    """The share (0 to 1) of their load of ``output_tokens`` that engines have computed: the mean over them."""
+    shares = [1.0 if engine.ended else min(1.0, engine.output_tokens / output_tokens) for engine in engines]
     return sum(shares) / len(shares)
 
 
 def warm_up(
-    seats: Sequence[Seat], users: int, max_model_len: int, until: float, turns: int | None = None
+    engines: Sequence[TurnTaker], users: int, max_model_len: int, until: float, turns: int | None = None
 ) -> np.ndarray | None:
     """Decodes ``users`` short prompts in the longest turns on every engine, unmeasured; the ``cold_cost`` of it.
 
     ``turns``: of each engine; None for as many as tell the cold cost. ``max_model_len``: the smallest of the engines.
     ``until``: as for ``take_turns``.
     """
-    tokens = TURNS[-1] * (turns or 1 + math.ceil(_WARM_UP_TURNS / len(seats)))
+    tokens = TURNS[-1] * (turns or 1 + math.ceil(_WARM_UP_TURNS / len(engines)))
     tokens = max(1, min(tokens, max_model_len - _WARM_UP_PROMPT))
     requests = [[[16 + i % 200] * _WARM_UP_PROMPT, tokens, None, 0] for i in range(users)]
-    for seat in seats:
-        seat.load(requests=requests, concurrency=users, temperature=0.0, ignore_eos=True, keep_cache=False)
-    take_turns(seats, random.Random(0), TURNS[-1], until)
-    return cold_cost(seats)
+    for engine in engines:
+        engine.load(requests=requests, concurrency=users, temperature=0.0, ignore_eos=True, keep_cache=False)
+    take_turns(engines, random.Random(0), TURNS[-1], until)
+    return cold_cost(engines)
 
 
-def cold_cost(seats: Sequence[Seat]) -> np.ndarray | None:
-    """By how much longer the first steps of a turn take than its late ones: float64 [longest turn], 0.05 is 5 %.
+def cold_cost(engines: Sequence[TurnTaker]) -> np.ndarray | None:
+    """The share by which the first steps of a turn are longer than its late ones: float64 [longest turn].
 
     Measured in whole turns of the longest length in which every step decodes the same number of tokens and nothing
-    else, so that only their place in the turn differs: for each place the median over the turns of all engines. None
-    where there are fewer than 8 such turns.
+    else: for each place the median over the turns of all engines. None where there are fewer than 8 such turns.
     """
-    longest, found = TURNS[-1], []
-    for seat in seats:
-        ends = np.cumsum(seat.turns)
-        table = seat.table()
-        for end, length in zip(ends, seat.turns, strict=True):
+    longest, relative = TURNS[-1], []
+    for engine in engines:
+        ends = np.cumsum(engine.turns)
+        table = engine.table()
+        for end, length in zip(ends, engine.turns, strict=True):
             steps = table[end - length : end]
             if length == longest and not steps[:, 1].any() and (steps[:, 2] == steps[0, 2]).all() and steps[0, 2]:
-                found.append(steps[:, 0] / np.median(steps[_WARM_FROM:, 0]))
-    return np.median(found, axis=0) - 1.0 if len(found) >= 8 else None
+                relative.append(steps[:, 0] / np.median(steps[_WARM_FROM:, 0]))
+    return np.median(relative, axis=0) - 1.0 if len(relative) >= 8 else None
 
 
-def mean_step(seats: Sequence[Seat], decodes_only: bool = False) -> float:
-    """Of all steps [s] of the engines' present loads; ``decodes_only``: of those without prompts."""
-    steps = np.concatenate([seat.table() for seat in seats])
+def mean_step(engines: Sequence[TurnTaker], decodes_only: bool = False) -> float:
+    """The mean step [s] of the engines' present loads; ``decodes_only``: of the steps without prompts."""
+    steps = np.concatenate([engine.table() for engine in engines])
     return float(steps[(steps[:, 1] == 0) | (not decodes_only), 0].mean())
 
 
@@ -138,5 +134,5 @@ def choose_turn(cost: np.ndarray | None) -> int:
 
 
 def cold_facts(cost: np.ndarray | None, length: int) -> dict[str, Any]:
-    """For a result file: the turn's length, and by how much its steps are slower than those of an engine alone."""
+    """Facts for a result file: a turn's length, and the share by which its steps are slower than an engine's alone."""
     return {"turn_steps": length, "cold_cost": None if cost is None else float(cost[:length].mean())}

@@ -54,7 +54,7 @@ class TargetInstrument(Instrument):
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
-        self.target: Target | None = None
+        self.target = Target("")  # until one is opened
         self.facts: dict[str, Any] = {}
         self.requests = RequestList(())
         self.started = False
@@ -80,36 +80,32 @@ class TargetInstrument(Instrument):
 
     def _check(self) -> None:
         self.job.check()
-        if self.target is not None:
-            self.target.check_alive()
+        self.target.check_alive()
 
     def close(self) -> None:
         """Stops the server, if it was launched here."""
-        if self.target is not None:
-            self.target.stop()
+        self.target.stop()
 
     def needs_new_engine(self) -> bool:
-        """Whether the next load needs an empty prefix cache, and only another server of ours has one."""
-        target = self.target
-        if target is None or not target.starts_cold or self.job.workload.load.cache_state == "steady":
+        """Tests whether the next load needs an empty prefix cache, and only another server of ours has one."""
+        if not self.target.starts_cold or self.job.workload.load.cache_state == "steady":
             return False
         try:
-            return target.reset_prefix_cache() is None
+            return self.target.reset_prefix_cache() is None
         except MeasurementError:
             return False  # the load itself will say why
 
     def is_gone(self) -> bool:
-        """Whether a launched server has ended."""
+        """Tests whether a launched server has ended."""
         try:
-            if self.target is not None:
-                self.target.check_alive()
+            self.target.check_alive()
         except MeasurementError:
             return True
         return False
 
     def reason_of(self, error: MeasurementError) -> str:
-        """How the server ended if it has, else the error itself."""
-        return reason_of(self.target, error) if self.target is not None and self.started else str(error)
+        """Tells how the server ended if it has, else the error itself."""
+        return reason_of(self.target, error) if self.started else str(error)
 
     def run(self, cell: Cell, repeat: int, out: Path) -> LoadResult:
         """Draws the load's requests, stores them and sends them."""
@@ -143,13 +139,8 @@ class HttpInstrument(TargetInstrument):
             self.job.on_server(block, self.server.target.server_info(), self.server.target)
 
     def send(self, point: LoadPoint, requests: RequestList, requests_file: Path, out: Path) -> LoadResult:
-        """From the idle server to the judged result.
-
-        Raises:
-            MeasurementError: the load could not be driven to its end.
-            UnstoredError: it was, and cannot be written to ``out``.
-        """
-        load = _Load(self.job, self.server, point, requests, requests_file, out, first=self.loads == 0)
+        """Raises MeasurementError for a load that does not end, UnstoredError for one that cannot be written."""
+        load = _HttpLoad(self.job, self.server, point, requests, requests_file, out, first=self.loads == 0)
         self.loads += 1
         load.prepare()
         self.job.listener.load_progress(0, len(requests), 0, 0.0)  # a display has shown a calibration until now
@@ -159,7 +150,7 @@ class HttpInstrument(TargetInstrument):
 
 
 @dataclass
-class _Load:
+class _HttpLoad:
     """One load over HTTP. ``first``: nothing was measured on this server before.
 
     ``cache_reasons``: why the state of its cache is not known; ``log_from``: bytes of the server's log before it;
@@ -190,13 +181,12 @@ class _Load:
         self.job.listener.load_phase(PREPARE)
         self.cache_reasons = server_state.prepare_cache(server.target, load, self.requests, first=self.first)
         self.started_at, self.began = utc_now(), time.monotonic()
-        self.log_from, self.before = _size(server.log), server_state.read_metrics(server.target)
+        log = server.log
+        self.log_from = log.stat().st_size if log is not None and log.is_file() else 0
+        self.before = server_state.read_metrics(server.target)
 
     def drive(self, spare: Path) -> tuple[ServerReadings, MachineReport]:
-        """Sends the load to its end; what was seen of server and machine.
-
-        The client writes into ``out``, or into the empty folder ``spare`` where that has no room.
-        """
+        """Sends the load to its end; reads server and machine. ``spare``: where the client writes without room."""
         job, server, target = self.job, self.server, self.server.target
         machine = MachineWatch(target.server())
         spec = LoadSpec.of(
@@ -225,7 +215,7 @@ class _Load:
         return ServerReadings(self.before, poller.samples, after, poller.failures), machine.report()
 
     def judge(self, spare: Path, readings: ServerReadings, machine: MachineReport) -> LoadResult:
-        """The result, from the files that the client left. Raises UnstoredError."""
+        """Returns the result, from the files that the client left. Raises UnstoredError."""
         job, server = self.job, self.server
         left = spare if (spare / "load.json").is_file() else self.out
         outcome = read_record(LoadOutcome, left / "load.json", "measure the load again")
@@ -236,9 +226,11 @@ class _Load:
         calibration = recalibrated(job, server, self.calibration, outcome, metrics)
         client = metrics.client.model_copy(update={"cpu_s_per_1000_output_tokens": client_cost(machine, metrics)})
         metrics = metrics.model_copy(update={"client": client})
-        disturbed = contention_reasons(machine)
-        reasons = [*(calibration.reasons if calibration else ()), *self.cache_reasons, *outcome.invalid_reasons]
+        disturbed, uncalibrated = contention_reasons(machine), tuple(calibration.reasons) if calibration else ()
+        reasons = [*uncalibrated, *self.cache_reasons, *outcome.invalid_reasons]
         reasons += [*disturbed, *self._lost(readings, outcome, metrics)]
+        if calibration and not any(attempt.disturbed for attempt in calibration.attempts):
+            uncalibrated = ()  # undisturbed it would fail again
         result = judge(
             server,
             self.requests,
@@ -246,7 +238,7 @@ class _Load:
             readings,
             reasons=reasons,
             strict=job.failures_invalidate,
-            disturbances=(*_disturbed_calibration(calibration), *client_reasons(outcome), *disturbed),
+            disturbances=(*uncalibrated, *client_reasons(outcome), *disturbed),
             calibration=calibration.to_json() if calibration else None,
             endpoint=server.target.dialect.endpoint,
             template_tokens=server.target.template_tokens,
@@ -260,13 +252,16 @@ class _Load:
             for file in left.iterdir() if left != self.out else ():  # there may be room by now
                 (self.out / file.name).write_bytes(file.read_bytes())
             readings.store(self.out, outcome, metrics)
-            _copy_tail(server.log, self.log_from, self.out / "server.log")
+            if server.log is not None and server.log.is_file():
+                with server.log.open("rb") as file:
+                    file.seek(self.log_from)
+                    (self.out / "server.log").write_bytes(file.read())
         except OSError as error:
             raise UnstoredError(error, result) from error
         return result
 
     def _lost(self, readings: ServerReadings, outcome: LoadOutcome, metrics: LoadMetrics) -> list[str]:
-        """What is not known of the load: its last requests, or what the server did while it ran."""
+        """Says what is not known of the load: its last requests, or what the server did while it ran."""
         lost = ["the load client was stopped before its last request"] if outcome.incomplete else []
         unread = readings.before is not None and readings.failures and not readings.during(outcome, metrics)
         if unread and self.job.failures_invalidate:
@@ -278,7 +273,7 @@ class _Load:
 
 
 def judges_this_machine(sends_here: bool, server_here: bool, workers_here: bool) -> bool:
-    """Whether CPU of other programs on this machine makes the load invalid.
+    """Tests whether CPU of other programs on this machine makes the load invalid.
 
     A master of workers elsewhere disturbs nothing unless the server is here; workers here, which are not its children,
     would count as other programs.
@@ -286,15 +281,8 @@ def judges_this_machine(sends_here: bool, server_here: bool, workers_here: bool)
     return sends_here or (server_here and not workers_here)
 
 
-def _disturbed_calibration(calibration: ClientCalibration | None) -> list[str]:
-    """Why the client failed its calibration, if other work disturbed that: undisturbed it would fail again."""
-    if calibration is None or not any(attempt.disturbed for attempt in calibration.attempts):
-        return []
-    return list(calibration.reasons)
-
-
 def client_load(job: Job, server: MeasuredServer, streams: int, events_per_s: float | None = None) -> ClientLoad:
-    """What is asked of the load client: so many streams, and chunks a second (None: not known)."""
+    """The work of the load client: so many streams, and chunks a second (None: not known)."""
     processes = int(job.clients.spec.get("processes") or server.load.processes)
     return ClientLoad(streams, processes, events_per_s, tls=server.target.base_url.startswith("https:"))
 
@@ -311,17 +299,5 @@ def recalibrated(
 
 
 def read_metrics(folder: Path, load: LoadConfig, outcome: LoadOutcome) -> LoadMetrics:
-    """The metrics of a load that ended."""
     slo = load.slo.model_dump() if load.slo else None
     return summarise(pd.read_parquet(folder / "requests.parquet"), outcome, slo)
-
-
-def _size(log: Path | None) -> int:
-    return log.stat().st_size if log is not None and log.is_file() else 0
-
-
-def _copy_tail(source: Path | None, start: int, to: Path) -> None:
-    if source is not None and source.is_file():
-        with source.open("rb") as file:
-            file.seek(start)
-            to.write_bytes(file.read())

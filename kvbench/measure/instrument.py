@@ -1,4 +1,4 @@
-"""How a load is run. Every load begins in ``Instrument.measure``, which stores what came of it in the run's folder.
+"""The way a load is run. Every load begins in ``Instrument.measure``, which stores what came of it in the run's folder.
 
 A new clock or backend is one subclass with ``run``. Those that ship: ``HttpInstrument`` (kvbench/measure/http.py),
 ``SteppedInstrument`` (kvbench/lockstep/instrument.py), ``SimulatedInstrument`` (kvbench/simulation/instrument.py).
@@ -37,7 +37,7 @@ class Listener:
     def load_started(self, cell: Cell, repeat: int, total: int) -> None: ...
 
     def load_phase(self, phase: str) -> None:
-        """``phase``: one of PREPARE, "begin", DRAIN (all is sent) and "measured" (all is answered)."""
+        """A ``phase`` begins: PREPARE, "begin", DRAIN (all is sent) or "measured" (all is answered)."""
 
     def load_progress(self, done: int, total: int, failed: int, elapsed_s: float) -> None: ...
 
@@ -62,13 +62,13 @@ class Clients:
 
     @property
     def facts(self) -> dict[str, int | None]:
-        """``sharing`` of a manifest: processes of this machine (None: as the workload says), or workers of others."""
+        """The field ``sharing`` of a manifest: processes here (None: as the workload says), or workers elsewhere."""
         return {"processes": self.spec.get("processes"), "workers": self.workers}
 
 
 @dataclass
 class Job:
-    """What a command wants measured, and whom it tells.
+    """The measurement that a command wants, and the listeners to it.
 
     ``folder``: where results go. ``new_target``: makes the target of a server. ``check``: called often; raises when the
     measurement must end. ``on_server``: called with the block, /server_info and target of each server that is up; may
@@ -92,7 +92,7 @@ class Job:
 
 
 class UnstoredError(OSError):
-    """What was measured cannot be written. ``result``: of the load."""
+    """The result of a load cannot be written. ``result``: of the load."""
 
     def __init__(self, error: OSError, result: LoadResult) -> None:
         super().__init__(error.errno, error.strerror, error.filename)
@@ -114,7 +114,7 @@ class Instrument:
 
     @classmethod
     def why_not(cls, load: LoadConfig, requests: Sequence[RequestSpec]) -> str | None:
-        """Why it cannot measure this load, None if it can."""
+        """Returns why it cannot measure this load, None if it can."""
         return None
 
     @classmethod
@@ -132,15 +132,15 @@ class Instrument:
         """Ends what ``open`` brought up."""
 
     def needs_new_engine(self) -> bool:
-        """Whether the next load needs an engine that was opened anew."""
+        """Tests whether the next load needs an engine that was opened anew."""
         return False
 
     def is_gone(self) -> bool:
-        """Whether the engine has ended by itself."""
+        """Tests whether the engine has ended by itself."""
         return False
 
     def reason_of(self, error: MeasurementError) -> str:
-        """Why a load failed."""
+        """Tells why a load failed."""
         return str(error)
 
     def measure(self, cell: Cell, repeat: int) -> LoadResult:

@@ -1,4 +1,4 @@
-"""What came of a load: what its server counted, and whether it may be compared with others."""
+"""The result of a load: the counts of its server, and whether it may be compared with others."""
 
 from __future__ import annotations
 
@@ -22,10 +22,7 @@ from kvbench.targets.prometheus import MetricsSample, counter_changes, gauge_sum
 
 @dataclass(frozen=True)
 class ServerReadings:
-    """What was read of the server's /metrics ``before``, during (``samples``) and ``after`` a load.
-
-    None: there are none; ``failures``: readings that failed.
-    """
+    """The server's /metrics ``before``, during (``samples``) and ``after`` a load; ``failures``: of readings."""
 
     before: MetricsSample | None
     samples: Sequence[MetricsSample]
@@ -33,7 +30,7 @@ class ServerReadings:
     failures: int = 0
 
     def during(self, outcome: LoadOutcome, metrics: LoadMetrics) -> list[MetricsSample]:
-        """Those from the first request's start to the last one's end."""
+        """The samples from the first request's start to the last one's end."""
         # of a process on this machine, where all share this clock; a simulation's begins at 0
         start = (outcome.zero_perf_counter or 0.0) + metrics.first_request_s
         return [s for s in self.samples if 0.0 <= s.at - start <= (metrics.duration_s or outcome.duration_s or 0.0)]
@@ -74,17 +71,16 @@ def judge(
     cache = server_state.cache_use(server, requests, readings.before, readings.after, metrics)
     faults = [*server_state.leak_reasons(readings.after), *cache.reasons]
     refused = refusal(metrics) if strict else None
-    if strict and not refused:
-        faults += failure_reasons(metrics)
-    canaries, wrong = metrics.canaries, None
-    if canaries and canaries.wrong and server.fails_by_one_canary():
-        wrong = wrong_words(canaries)
+    if strict and not refused and metrics.too_many_failed:
+        faults.append(failed_words(metrics.failure_messages, metrics.failed, metrics.sent, kinds=True))
+    canaries = metrics.canaries
+    wrong = wrong_words(canaries) if canaries and canaries.wrong and server.fails_by_one_canary() else None
     return LoadResult(
         valid=not (reasons or faults or refused or wrong),
         invalid_reasons=(*reasons, *faults),
         refused=refused,
         wrong_answers=wrong,
-        server_faults=(*faults, *(finding for finding in (refused, wrong) if finding)),
+        server_faults=(*faults, *filter(None, (refused, wrong))),
         metrics=metrics,
         prefix_cache=cache.counts,
         prefix_cache_bounds=cache.bounds,
@@ -92,15 +88,8 @@ def judge(
     )
 
 
-def failure_reasons(metrics: LoadMetrics) -> list[str]:
-    """Why so many failed requests make a load invalid; empty when they do not."""
-    if not metrics.too_many_failed:
-        return []
-    return [failed_words(metrics.failure_messages, metrics.failed, metrics.sent, kinds=True)]
-
-
 def refusal(metrics: LoadMetrics) -> str | None:
-    """How much of the load the server answered, and with which error it refused the rest; None where it did not."""
+    """Tells how much was served, and with which error the server refused the rest; None where it refused nothing."""
     if not metrics.is_refusal:
         return None
     failures = failure_words(metrics.failure_messages, metrics.sent)

@@ -21,7 +21,7 @@ from kvbench.workload.settings import effective
 
 @dataclass(frozen=True)
 class MeasuredServer:
-    """What the loads on one server have in common.
+    """A server as its loads see it.
 
     ``load``: with the defaults that the server can have. ``settings``: the configuration under test; its URL
     alone where it ran before. ``info``: its /server_info. ``log``: where its output goes, None if it is not
@@ -41,7 +41,7 @@ class MeasuredServer:
         return requests_for(self.load, point, self.target, self.seed if seed is None else seed, repeat)
 
     def fails_by_one_canary(self) -> bool:
-        """Whether one wrong canary fails a load: the KV is in the model's own precision, or the server does not tell.
+        """Tests whether one wrong canary fails a load: its KV is in the model's own precision, or nobody tells.
 
         A quantised KV answers some wrongly also on an idle engine, and the gate compares with how many that are.
         """
@@ -49,10 +49,7 @@ class MeasuredServer:
 
 
 def requests_for(load: LoadConfig, point: LoadPoint, target: Target, seed: int, repeat: int) -> RequestList:
-    """The requests of one load, as ``target`` takes them. Raises MeasurementError when none can be made for it.
-
-    UsageError for canaries that are not of the model that it serves.
-    """
+    """The requests of a load, as ``target`` takes them. MeasurementError; UsageError for another model's canaries."""
     facts, canaries = target.model, canaries_for(load, target)
     if facts.max_model_len is None and getattr(load.prompts, "length_scale", None) == "auto":
         raise MeasurementError(
@@ -99,7 +96,7 @@ def canaries_for(load: LoadConfig, target: Target) -> CanarySet | None:
 
 
 def as_taken(requests: RequestList, canaries: CanarySet, target: Target) -> RequestList:
-    """``requests`` with the canaries as ``target`` takes them.
+    """Returns ``requests`` with the canaries as ``target`` takes them.
 
     Where it takes no token ids they are sent as their own texts, and not as words that stand for the ids. Where it
     refuses several greedy answers, or has no room for them side by side, each is asked for one.

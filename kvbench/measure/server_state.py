@@ -62,7 +62,7 @@ def wait_release(target: Target) -> MetricsSample | None:
 
 
 def leak_reasons(after: MetricsSample | None) -> list[str]:
-    """Why a load is invalid whose server kept KV; ``after``: the reading that ``wait_release`` returned."""
+    """Tells why a load is invalid whose server kept KV; ``after``: the reading that ``wait_release`` returned."""
     if after is None:
         return []
     kept = (
@@ -117,7 +117,7 @@ def prepare_cache(target: Target, load: LoadConfig, requests: Sequence[RequestSp
 
 
 def _reset(target: Target) -> bool:
-    """True when the cache is empty now, False when the server has no way to empty it."""
+    """Empties the cache; False where the server has no way to."""
     deadline = time.monotonic() + RELEASE_BOUND_S
     while (answer := target.reset_prefix_cache()) is False:
         if time.monotonic() > deadline:
@@ -133,9 +133,7 @@ def _reset(target: Target) -> bool:
 
 @dataclass(frozen=True)
 class CacheUse:
-    """What the prefix cache did in a load, the bounds of its hits (None: not known), and why it cannot have been in the
-    declared state.
-    """
+    """The use of the prefix cache, the bounds of its hits (None: not known), why it was not in the declared state."""
 
     counts: CacheCounts
     bounds: CacheBounds | None
@@ -149,10 +147,7 @@ def cache_use(
     after: MetricsSample | None,
     metrics: LoadMetrics,
 ) -> CacheUse:
-    """The hits of a load by every source that tells them, held against what is possible.
-
-    ``before``, ``after``: /metrics around the load.
-    """
+    """The hits of a load by every source, held against what is possible. ``before``, ``after``: /metrics around it."""
     load, complete = server.load, metrics.completed == len(requests)
     bounds = hit_bounds(load, requests, server.info, before, after)
     by_metrics, queries = (_change(before, after, f"prefix_cache_{what}_total") for what in ("hits", "queries"))
@@ -186,7 +181,7 @@ def hit_bounds(
     before: MetricsSample | None,
     after: MetricsSample | None,
 ) -> HitBounds | None:
-    """What the prefix cache may have served; None when that is not known of this server.
+    """The bounds of what the prefix cache may have served; None when that is not known of this server.
 
     Another engine does not tell its page size: then pages of one token bound it from above, unless it preempted (its
     own pages may count as hits when a sequence comes back).
@@ -194,20 +189,15 @@ def hit_bounds(
     page_size, caching = info.engine.page_size, info.engine.enable_prefix_caching is not False
     if page_size is None and caching and _change(before, after, "num_preemptions_total"):
         return None
+    notes = getattr(requests, "notes", {})
     return predict_hits(
         requests,
         cache_state=load.cache_state,
         page_size=int(page_size or 1),
         caching=caching,
         total_pages=before.gauges.get("kv_pages_total") if before and page_size else None,
-        template_tokens=_template_tokens(requests),
+        template_tokens=notes.get("template_tokens") if notes.get("exact_texts") else None,
     )
-
-
-def _template_tokens(requests: Sequence[RequestSpec]) -> int | None:
-    """The tokens that a chat template adds to texts of known tokens; None where either is not known."""
-    notes = getattr(requests, "notes", {})
-    return notes.get("template_tokens") if notes.get("exact_texts") else None
 
 
 def _change(before: MetricsSample | None, after: MetricsSample | None, counter: str) -> float | None:

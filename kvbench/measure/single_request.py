@@ -69,10 +69,7 @@ def send_single(target: Target, request: RequestSpec, timeout_s: float) -> Singl
 def complete(
     target: Target, prompt: str | Sequence[int], tokens: int, timeout_s: float
 ) -> tuple[bool, list[MeasurementError]]:
-    """Whether the prompt was answered within ``timeout_s``, and the error of each failed attempt.
-
-    It is sent ``ATTEMPTS`` times at most, and not again after it was refused.
-    """
+    """Sends a prompt up to ``ATTEMPTS`` times; whether it was answered in time, and the error of each failure."""
     ends_at = time.monotonic() + timeout_s
     failures: list[MeasurementError] = []
     while len(failures) < ATTEMPTS and (left := ends_at - time.monotonic()) > 0:

@@ -10,9 +10,7 @@ import queue
 import random
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from typing import Any
 
 from kvbench.common.errors import MeasurementError, RefusedError
@@ -38,14 +36,11 @@ _FIRST_WORD = "0"  # every tokenizer has it, also one of the words of ids; llama
 _SEED = 0x5EED  # other lengths and contents than any measured request, where they are drawn
 
 
-OnAnswer = Callable[[int, int], None]  # answered, of so many requests
-
-
 def warm_up(
     server: MeasuredServer,
     point: LoadPoint,
     count: int = WARM_UP_REQUESTS,
-    on_answer: OnAnswer = lambda answered, of: None,
+    on_answer: Callable[[int, int], None] = lambda answered, asked: None,
 ) -> WarmUpResult:
     """Sends ``count`` requests of the load's shape but other contents, then short ones at once: kernels compile.
 
@@ -57,16 +52,12 @@ def warm_up(
     """
     if count < 1:
         return WarmUpResult(requests=0, answered=0)
-    requests = sorted(
-        server.requests(point, 0, server.seed ^ _SEED),
-        key=lambda r: len(r.prompt_token_ids or r.prompt or ()),
-    )
-    step = max(1, (len(requests) - 1) // max(1, count - 1))
-    chosen = requests[::step][:count]
-    answered, failures = 0, []
+    drawn = server.requests(point, 0, server.seed ^ _SEED)
+    requests = sorted(drawn, key=lambda request: len(request.prompt_token_ids or request.prompt or ()))
+    chosen = requests[:: max(1, (len(requests) - 1) // max(1, count - 1))][:count]
     at_once = warm_up_concurrency(server, point, requests)
     concurrent = _concurrent_requests(server, requests, at_once) if at_once > 1 else []
-    total = len(chosen) + len(concurrent)
+    answered, failures, total = 0, [], len(chosen) + len(concurrent)
     rounds = (  # the shortest alone: what it shows of a dead server needs no others
         (chosen[:1], 1, _complete),
         (chosen[1:], WARM_UP_REQUESTS, _complete),
@@ -81,9 +72,8 @@ def warm_up(
     if not answered and isinstance(failures[-1], RefusedError):
         raise RefusedError(f"the server takes no request of this load: {failures[-1]}")
     if not answered:
-        raise MeasurementError(
-            f"the server answers no warm-up request ({plural(len(failures), 'attempt')}): {failures[-1]}"
-        )
+        attempts = plural(len(failures), "attempt")
+        raise MeasurementError(f"the server answers no warm-up request ({attempts}): {failures[-1]}")
     return WarmUpResult(
         requests=total,
         answered=answered,
@@ -107,10 +97,7 @@ def captured_sizes(most: int) -> list[int]:
 
 
 def _concurrent_requests(server: MeasuredServer, requests: Sequence[RequestSpec], count: int) -> list[RequestSpec]:
-    """``count`` short requests whose lengths let the number in flight fall through all captured sizes.
-
-    Each size lasts ``_STEPS_A_SIZE`` tokens.
-    """
+    """Makes ``count`` short requests whose number in flight falls through all captured sizes."""
     sizes, room = captured_sizes(count), max(1, server.target.model.most_tokens // 2)
     made = []
     for number in range(count):
@@ -127,8 +114,7 @@ _Send = Callable[[MeasuredServer, Any], tuple[bool, list[MeasurementError]]]
 def _results(
     server: MeasuredServer, requests: Sequence[Any], at_once: int, send: _Send
 ) -> Iterator[tuple[bool, list[MeasurementError]]]:
-    """Yields what ``send`` returns for each. MeasurementError for a server that is gone or does not answer, and
-    what ``server.check`` raises."""
+    """Yields what ``send`` returns for each. Raises MeasurementError for a server that is gone or does not answer."""
     results, left = _begin(server, requests, at_once, send), len(requests)
     limit = (server.load.timeout_s + _MARGIN_S) * -(-len(requests) // at_once)
     due, watch = time.monotonic() + limit, HealthWatch(server.target)
@@ -159,14 +145,14 @@ class HealthWatch:
         """Raises MeasurementError when it says twice that it does not serve, or says nothing for ``_SILENT_S``."""
         self._target.check_alive()
         try:
-            said = self._target.why_unhealthy()
+            reason = self._target.why_unhealthy()
         except MeasurementError as error:
             if time.monotonic() - self._answered > _SILENT_S:
                 raise MeasurementError(f"the server stopped answering: {error}") from None
             return
-        self._answered, self._unhealthy = time.monotonic(), self._unhealthy + 1 if said else 0
+        self._answered, self._unhealthy = time.monotonic(), self._unhealthy + 1 if reason else 0
         if self._unhealthy == _UNHEALTHY_LOOKS:
-            raise MeasurementError(f"the server does not serve: {said}")
+            raise MeasurementError(f"the server does not serve: {reason}")
 
 
 def _begin(server: MeasuredServer, requests: Sequence[Any], at_once: int, send: _Send) -> queue.SimpleQueue[Any]:
@@ -175,16 +161,14 @@ def _begin(server: MeasuredServer, requests: Sequence[Any], at_once: int, send: 
     The threads are daemons, so that an interruption does not wait for a server that does not answer.
     """
     results: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    todo = deque(requests)
+    todo = iter(requests)  # each of which one thread takes
 
     def work() -> None:
-        with suppress(IndexError):
-            while True:
-                request = todo.popleft()
-                try:
-                    results.put(send(server, request))
-                except BaseException as error:
-                    results.put(error)
+        for request in todo:
+            try:
+                results.put(send(server, request))
+            except BaseException as error:
+                results.put(error)
 
     for _ in range(min(at_once, len(requests))):
         threading.Thread(target=work, name="warm-up", daemon=True).start()

@@ -1,4 +1,4 @@
-"""How many canaries of a load were answered wrongly, and whether those are more than its KV dtype explains. Pure."""
+"""The canaries of a load that were answered wrongly, and whether those are more than its KV dtype explains. Pure."""
 
 from __future__ import annotations
 
@@ -19,14 +19,11 @@ def counted(requests: pd.DataFrame) -> CanaryCounts | None:
         return None
     answered = rows[rows["ok"].astype(bool)]
     wrong = answered[answered["canary_wrong"].notna()].sort_values("t0", kind="stable")
-    counts = CanaryCounts(
-        sent=len(rows), answered=len(answered), wrong=len(wrong), distinct=int(answered["canary"].nunique())
-    )
-    if not len(wrong):
-        return counts
-    first = wrong.iloc[0]
-    words = f"{first['canary']} (request {first['index']}), {first['canary_wrong']}"
-    return CanaryCounts(**counts.fields(), first_wrong=words)
+    distinct, first = int(answered["canary"].nunique()), {}
+    if len(wrong):
+        due = wrong.iloc[0]
+        first["first_wrong"] = f"{due['canary']} (request {due['index']}), {due['canary_wrong']}"
+    return CanaryCounts(sent=len(rows), answered=len(answered), wrong=len(wrong), distinct=distinct, **first)
 
 
 def wrong_words(canaries: CanaryCounts) -> str:

@@ -69,7 +69,7 @@ _TEXTS: Mapping[str, Callable[[float | None], str]] = {
 
 
 class InWindow:
-    """What happened in a window [s] of a load: its successful rows, and the share of each request's time within.
+    """The successful rows of a load in a window [s], and the share of each request's time within.
 
     Requests of one length end in waves: counted whole where they end, a window that ends with a wave would lose it. A
     prompt counts when its first token arrives (the server has read it by then).
@@ -274,7 +274,7 @@ def _at(path: str) -> Metric | None:
 
 
 def over_slo(good: pd.DataFrame, slo: Mapping[str, float | None] | None) -> dict[str, np.ndarray]:
-    """Which successful requests are over each limit of ``slo`` [ms], by its path. Bool [requests] each.
+    """Tests which successful requests are over each limit of ``slo`` [ms], by its path. Bool [requests] each.
 
     ``itl_ms`` limits a request's longest gap between chunks. A request of one token or one chunk has no tpot and no
     gap; such a limit does not count against it.
@@ -301,13 +301,13 @@ class Figure:
 
     @property
     def name(self) -> str:
-        """As limits, comparisons and the history call it: ``steady_p95_ttft_ms``, ``output_throughput``."""
+        """The name in limits, comparisons and the history: ``steady_p95_ttft_ms``, ``output_throughput``."""
         latency = f"{self.statistic}_{self.metric.path}" if self.statistic else self.metric.name
         return f"{STEADY if self.steady else ''}{latency}"
 
     @property
     def path(self) -> str:
-        """Where LoadMetrics has it: ``steady_latency.ttft_ms.p95``, ``steady_output_throughput``."""
+        """The place in LoadMetrics: ``steady_latency.ttft_ms.p95``, ``steady_output_throughput``."""
         if self.statistic:
             return f"{'steady_latency.' if self.steady else ''}{self.metric.path}.{self.statistic}"
         return f"{STEADY if self.steady else ''}{self.metric.path}"

@@ -76,7 +76,7 @@ def distribution(values: Sequence[float] | np.ndarray) -> Distribution:
 
 
 def weighted_distribution(values: np.ndarray, counts: np.ndarray) -> Distribution:
-    """``distribution`` of samples of which ``counts`` (int64) are equal to each of ``values`` (float64, ascending)."""
+    """The distribution of samples of which ``counts`` (int64) are equal to each of ``values`` (float64, ascending)."""
     ends = np.cumsum(counts)
     total = int(ends[-1]) if len(ends) else 0
     if total == 0:
@@ -100,19 +100,26 @@ def _distribution(mean: float, std: float, points: np.ndarray, least: float, mos
     )
 
 
-def _multi_token_chunks(requests: pd.DataFrame) -> int:
-    """Chunks with more than one token; where counts are not known, how many more tokens than chunks there are."""
-    several = 0
-    columns = (rows.chunk_times(requests), rows.chunk_tokens(requests), rows.streamed_tokens(requests))
-    for times, tokens, total in zip(*columns, strict=True):
+def _token_counts(good: pd.DataFrame) -> dict[str, float | None]:
+    """The tokens and chunks of successful rows; None where no request, or not each that reasoned, was told them."""
+    streamed, reasoning = rows.streamed_tokens(good), rows.reasoning_tokens(good)
+    cached = good["cached_tokens"].dropna() if "cached_tokens" in good else ()
+    untold = np.isnan(reasoning)
+    knows_reasoning = not untold.all() and not (untold & rows.streams_reasoning(good)).any()
+    several = 0  # chunks of more than one token; where those are not known, tokens beyond one a chunk
+    for times, tokens, total in zip(rows.chunk_times(good), rows.chunk_tokens(good), streamed, strict=True):
         several += max(0, int(total) - len(times)) if tokens is None else int((tokens > 1).sum())
-    return several
-
-
-def _tokens_per_chunk(requests: pd.DataFrame) -> float | None:
-    """The mean number of tokens in a chunk that has any, without tokens that no chunk brought; None without chunks."""
-    _, weights = rows.chunk_weights(requests.assign(output_tokens=rows.streamed_tokens(requests)))
-    return float(weights.mean()) if len(weights) else None
+    _, weights = rows.chunk_weights(good.assign(output_tokens=streamed))
+    return {
+        "total_input_tokens": int(good["prompt_tokens"].sum()),
+        "total_cached_tokens": int(cached.sum()) if len(cached) else None,
+        "total_output_tokens": int(good["output_tokens"].sum()),
+        "total_reasoning_tokens": int(np.nansum(reasoning)) if knows_reasoning else None,
+        "without_output": int((rows.reasoned(good) & np.isnan(rows.stored(good, "first_output"))).sum()),
+        "multi_token_chunks": several,
+        "unstreamed_tokens": int(good["output_tokens"].sum() - streamed.sum()),
+        "tokens_per_chunk": float(weights.mean()) if len(weights) else None,
+    }
 
 
 def _open_after_last(requests: pd.DataFrame) -> dict[str, float | None]:
@@ -137,43 +144,14 @@ def in_steady(requests: pd.DataFrame, window: Window) -> pd.DataFrame:
     return requests[(moments > window[0]) & (moments <= window[1])]
 
 
-def _total_cached(good: pd.DataFrame) -> int | None:
-    """Prompt tokens that requests were told to be cached; None where no request was told."""
-    told = good["cached_tokens"].dropna() if "cached_tokens" in good else ()
-    return int(told.sum()) if len(told) else None
-
-
-def _total_reasoning(good: pd.DataFrame) -> int | None:
-    """Reasoning tokens; None where the usage of no request tells them, or not of one that streamed some."""
-    tokens = rows.reasoning_tokens(good)
-    unknown = np.isnan(tokens)
-    return None if unknown.all() or (unknown & rows.streams_reasoning(good)).any() else int(np.nansum(tokens))
-
-
-def _messages(failed: pd.DataFrame) -> Iterable[str]:
-    return failed["error"].fillna("").astype(str) if "error" in failed else repeat("")
-
-
 def _refused(failed: pd.DataFrame) -> pd.Series:
-    """Which failures are the server's own refusals: errors in the stream, HTTP 429 and 5xx but those of a gateway.
-
-    Other 4xx blame the request, so the load was wrong.
-    """
+    """Tests which failures are the server's own: errors in the stream, HTTP 429 and 5xx but those of a gateway."""
     said_so = failed["error_kind"].isin(_SERVER_SAID_SO)
     return said_so & ~_rejected(failed) & ~failed["http_status"].isin(_GATEWAY_ERRORS)
 
 
 def _rejected(failed: pd.DataFrame) -> pd.Series:
-    """Tests which failures were answered with a status that blames the request."""
     return failed["http_status"].between(400, 499) & (failed["http_status"] != _TOO_MANY)
-
-
-def _first_failure(failed: pd.DataFrame) -> str | None:
-    """Kind and text of the failure of the request that was due first."""
-    if failed.empty or "error" not in failed:
-        return None
-    row = failed.loc[failed["t0"].idxmin()]
-    return f"{row['error_kind']}: {row['error']}"
 
 
 def _bounds(window: Window) -> dict[str, float | None]:
@@ -200,12 +178,11 @@ def throughput(requests: pd.DataFrame, window: Window, slo: Slo = None, prefix: 
 def _latencies(good: pd.DataFrame) -> dict[str, Distribution]:
     """The distribution of each latency of successful rows; of those that need not be there, with a sample."""
     values = {metric: np.asarray(metric.samples(good)) for metric in definitions.latencies() if metric.samples}
-    found = {metric: distribution(samples[~np.isnan(samples)]) for metric, samples in values.items()}
-    return {metric.path: values for metric, values in found.items() if metric.always or values.n}
+    spread = {metric: distribution(samples[~np.isnan(samples)]) for metric, samples in values.items()}
+    return {metric.path: each for metric, each in spread.items() if metric.always or each.n}
 
 
 def _group(good: pd.DataFrame) -> GroupLatencies:
-    """The latencies of a group of requests, with its size, and its priority if all have the same."""
     urgency = set(good["priority"].dropna().astype(int)) if "priority" in good else set()
     priority = {"priority": urgency.pop()} if len(urgency) == 1 else {}
     return GroupLatencies(n=len(good), **priority, **_latencies(good))
@@ -221,10 +198,7 @@ def _pooled_latencies(good: pd.DataFrame) -> dict[str, Any]:
 
 
 def pooled(loads: Sequence[pd.DataFrame], steady: Sequence[pd.DataFrame] | None = None) -> PooledLatencies:
-    """Latencies over the raw samples of several loads (never an average of percentiles).
-
-    ``steady``: the rows of each load that came in its steady window, for ``steady_latency``.
-    """
+    """Latencies over the raw samples of several loads; ``steady``: their rows in steady windows."""
     import pandas as pd
 
     frames = [frame for frame in loads if len(frame)]
@@ -244,6 +218,10 @@ def summarise(requests: pd.DataFrame, load: LoadOutcome | Mapping[str, Any], slo
     failed = requests[~requests["ok"].astype(bool) & ~unsent]
     if "http_status" not in failed:  # samples of an older version
         failed = failed.assign(http_status=np.nan)
+    messages, first = repeat(""), None
+    if "error" in failed and len(failed):
+        messages, due = failed["error"].fillna("").astype(str), failed.loc[failed["t0"].idxmin()]
+        first = f"{due['error_kind']}: {due['error']}"
     ends = rows.ends(requests)
     finish = float(np.nanmax(ends)) if np.isfinite(ends).any() else 0.0
     begin = float(requests["ts"].min()) if len(requests) else 0.0
@@ -257,10 +235,10 @@ def summarise(requests: pd.DataFrame, load: LoadOutcome | Mapping[str, Any], slo
         failed=len(failed),
         not_sent=int(unsent.sum()),
         failure_kinds={str(k): int(v) for k, v in failed["error_kind"].value_counts().items()},
-        failure_messages=most_frequent_failures(zip(failed["error_kind"], _messages(failed), repeat(1))),
+        failure_messages=most_frequent_failures(zip(failed["error_kind"], messages, repeat(1))),
         refused_by_server=int(_refused(failed).sum()),
         rejected_by_server=int(_rejected(failed).sum()),
-        first_failure=_first_failure(failed),
+        first_failure=first,
         incomplete=load.incomplete,
         first_request_s=begin,
         duration_s=duration,
@@ -271,14 +249,7 @@ def summarise(requests: pd.DataFrame, load: LoadOutcome | Mapping[str, Any], slo
         **_pooled_latencies(good),
         steady_latency=PooledLatencies(**_latencies(rows.successful(in_steady(requests, steady.window)))),
         **({"plateaus": plateaus} if plateaus else {}),
-        total_input_tokens=int(good["prompt_tokens"].sum()),
-        total_cached_tokens=_total_cached(good),
-        total_output_tokens=int(good["output_tokens"].sum()),
-        total_reasoning_tokens=_total_reasoning(good),
-        without_output=int((rows.reasoned(good) & np.isnan(rows.stored(good, "first_output"))).sum()),
-        multi_token_chunks=_multi_token_chunks(good),
-        unstreamed_tokens=int(good["output_tokens"].sum() - rows.streamed_tokens(good).sum()),
-        tokens_per_chunk=_tokens_per_chunk(good),
+        **_token_counts(good),
         **_open_after_last(good),
         slo_misses={name: int(over.sum()) for name, over in over_slo(good, slo).items()},
         client=load.client,
@@ -286,8 +257,7 @@ def summarise(requests: pd.DataFrame, load: LoadOutcome | Mapping[str, Any], slo
     )
 
 
-def _plateau(requests: pd.DataFrame, plateau: steady_window.Plateau, slo: Slo) -> Plateau:
-    """What one plateau of a changing rate came to, in its steady part."""
+def _plateau(requests: pd.DataFrame, plateau: steady_window.RatePlateau, slo: Slo) -> Plateau:
     group = _group(rows.successful(in_steady(requests, plateau.window)))
     return Plateau(
         start_s=plateau.start,

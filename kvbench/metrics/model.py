@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, ConfigDict
 
 from kvbench.common.records import Record
 from kvbench.common.text import shorten
-from kvbench.metrics.definitions import ENGINE
+from kvbench.metrics.definitions import ENGINE, METRICS
 
 _MESSAGE_CHARACTERS = 120  # of a server's message
 MIN_STEADY_REQUESTS = 8  # the fewest samples whose extremes enclose the median with 99 % confidence: 2 / 2^n <= 1 %
@@ -34,9 +34,8 @@ class Distribution(Record):
 
 
 _QUANTILES = ("p50", "p90", "p95", "p99")
-EMPTY = Distribution(
-    n=0, uncertain=_QUANTILES, **dict.fromkeys(("mean", "std", *_QUANTILES, "min", "max"))
-)  # its fields are set, so that they are stored
+_UNKNOWN = dict.fromkeys(("mean", "std", *_QUANTILES, "min", "max"))
+EMPTY = Distribution(n=0, uncertain=_QUANTILES, **_UNKNOWN)  # its fields are set, so that they are stored
 
 
 def _added(value: Any) -> Any:
@@ -54,7 +53,7 @@ class Figures(Record):
     __pydantic_extra__: dict[str, _Added]
 
     def at(self, path: str) -> Any:
-        """What is stored at a dotted path such as ``steady_latency.ttft_ms.p95``; None where nothing is."""
+        """Returns what is stored at a dotted path such as ``steady_latency.ttft_ms.p95``; None where nothing is."""
         node: Any = self
         for part in path.split("."):
             node = node.get(part) if isinstance(node, dict) else getattr(node, part, None)
@@ -126,7 +125,7 @@ class Rates(Figures):
 
 
 class Plateau(GroupLatencies, Rates):
-    """What one plateau of a changing rate came to, in its steady part. Times [s] since the load's start."""
+    """The figures of one plateau of a changing rate, in its steady part. Times [s] since the load's start."""
 
     start_s: float | None = None
     end_s: float | None = None
@@ -155,7 +154,7 @@ class CanaryCounts(Record):
 
 
 class ProcessClock(Record):
-    """How well the clock of a load process is known on the master's."""
+    """The accuracy with which the clock of a load process is known on the master's."""
 
     same_clock: bool | None = None
     offset_ms: float | None = None
@@ -165,69 +164,64 @@ class ProcessClock(Record):
     readings: int | None = None
 
 
-class ProcessFigures(Record):
-    """What one of several load processes says of itself, under the names of ``ClientFigures``."""
+class _ClientFigures(Record):
+    """The figures of a load process or the whole client by itself; None where not known. Times [ms], shares 0 to 1.
+
+    cpu_fraction: of a core, of the busiest process; lag: how late its timestamps were, as lag_source shows
+    loop_lag: how late its loop was
+    """
+
+    priority: str | None = None
+    cpu_fraction: float | None = None
+    cpu_us_per_chunk: float | None = None
+    lag_source: str | None = None
+    lag_p50_ms: float | None = None
+    lag_p99_ms: float | None = None
+    loop_lag_p99_ms: float | None = None
+    schedule_slip_p99_ms: float | None = None
+    turnaround_p50_ms: float | None = None
+    turnaround_p99_ms: float | None = None
+    turnaround_share: float | None = None
+    coalesced_share: float | None = None
+
+
+class ProcessFigures(_ClientFigures):
+    """The figures of one of several load processes."""
 
     name: str
     host: str | None = None
     pid: int | None = None
     requests: int | None = None
     completed: int | None = None
-    priority: str | None = None
-    cpu_fraction: float | None = None
-    cpu_us_per_chunk: float | None = None
-    lag_source: str | None = None
-    lag_p50_ms: float | None = None
-    lag_p99_ms: float | None = None
-    loop_lag_p99_ms: float | None = None
-    schedule_slip_p99_ms: float | None = None
-    turnaround_p50_ms: float | None = None
-    turnaround_p99_ms: float | None = None
-    turnaround_share: float | None = None
     chunks: int | None = None
-    coalesced_share: float | None = None
     clock: ProcessClock = ProcessClock()
 
 
-class ClientFigures(Record):
-    """What the load client says of itself; None where it does not. Times [ms] and [s], shares 0 to 1.
+class ClientFigures(_ClientFigures):
+    """The figures of the load client, all its processes together.
 
-    cpu_fraction: of a core, of the busiest process; cpu_fraction_total: of all processes together
-    lag: how late its timestamps were, as lag_source shows; lag_judged: whether this load's were held to the limit
-    loop_lag: how late its loop was; loop_lag_stopped_share: of the time that it stood still
+    lag_judged: whether this load's lag was held to the limit; loop_lag_stopped_share: of the time that it stood still
     """
 
     model_config = ConfigDict(extra="allow")
 
-    cpu_fraction: float | None = None
     cpu_fraction_total: float | None = None
-    cpu_us_per_chunk: float | None = None
     cpu_s: float | None = None
     parse_cpu_s: float | None = None
     cpu_s_per_1000_output_tokens: float | None = None
-    lag_source: str | None = None
-    lag_p50_ms: float | None = None
-    lag_p99_ms: float | None = None
     lag_samples: int = 0
     lag_judged: bool | None = None
     loop_lag_p50_ms: float | None = None
-    loop_lag_p99_ms: float | None = None
     loop_lag_max_ms: float | None = None
     loop_lag_stopped_share: float | None = None
-    schedule_slip_p99_ms: float | None = None
     schedule_slip_beyond_bursts_p99_ms: float | None = None
-    turnaround_p50_ms: float | None = None
-    turnaround_p99_ms: float | None = None
-    turnaround_share: float | None = None
     turnarounds: int = 0
     chunks: int = 0
     chunks_of_busiest_second: int | None = None
     coalesced_chunks: int = 0
-    coalesced_share: float | None = None
     itl_p50_ms: float | None = None
     prompt_token_mismatches: int | None = None
     read_delay_p99_ms: float | None = None
-    priority: str | None = None
     reopened_connections: int = 0
     unstamped_share: float | None = None
     short_outputs: int = 0
@@ -256,7 +250,7 @@ def _finite(rate: Any) -> Any:
 
 
 class LoadOutcome(Record):
-    """What a load left behind besides its rows: load.json. None where it is not known, or never was.
+    """The facts of a load besides its rows: load.json. None where it is not known, or never was.
 
     clock: of all times, where it is not the machine's; zero_perf_counter: time 0 of the rows on that clock [s]
     request_rate: None for all at once; incomplete: not every request was finished
@@ -333,7 +327,6 @@ class LoadMetrics(PooledLatencies, Rates):
 
     @property
     def sent(self) -> int:
-        """Requests that were sent."""
         return self.completed + self.failed
 
     @property
@@ -374,24 +367,20 @@ class LoadMetrics(PooledLatencies, Rates):
     @property
     def goodput_share(self) -> float | None:
         """The share of the requests sent, failed ones included, that met every SLO; None without an SLO."""
-        if self.goodput is None or not self.duration_s or not self.sent:
-            return None
-        return self.goodput * self.duration_s / self.sent
+        return METRICS["goodput_share"].computed(self.value)
 
 
 def failure_words(messages: Mapping[str, FailureMessage], sent: int, kinds: bool = False) -> str:
-    """``32 of 52: "Context size has been exceeded."``: how many of the requests ``sent`` failed with which sentence.
+    """Tells how many of the requests ``sent`` failed with which sentence: ``32 of 52: "Context size exceeded."``
 
     ``messages``: the most frequent of each kind of failure, as ``most_frequent_failures`` returns them; with ``kinds``
     in front of each.
     """
-    return ", ".join(
-        f"{failure.requests} of {sent}: {_quoted(kind, failure, kinds)}" for kind, failure in messages.items()
-    )
+    return ", ".join(f"{each.requests} of {sent}: {_quoted(kind, each, kinds)}" for kind, each in messages.items())
 
 
 def failed_words(messages: Mapping[str, FailureMessage], failed: int, sent: int, kinds: bool = False) -> str:
-    """``32 of 52 requests failed: "Context size has been exceeded."``; what failed otherwise has counts of its own."""
+    """Tells how many failed and why: ``32 of 52 requests failed: "Context size exceeded."``, kinds with counts."""
     text = f"{failed} of {sent} requests failed"
     if len(messages) == 1 and next(iter(messages.values())).requests == failed:
         return f"{text}: {_quoted(*next(iter(messages.items())), kinds)}"

@@ -1,53 +1,82 @@
-"""What single requests show: columns of requests.parquet as arrays, and the latencies of each row. Pure functions.
+"""The columns of requests.parquet as arrays, and the latencies of each row. Pure functions.
 
-Times are in seconds since the load's start, latencies in ms; NaN: undefined.
+Times are in seconds since the load's start, latencies in ms; NaN: undefined. A request with n > 1 or beams returns
+several sequences, whose chunks share one stream. A gap between two chunks is one only within a sequence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-
-from kvbench.metrics import sequences
-from kvbench.metrics.sequences import Choices, by_sequence, gaps_within
 
 if TYPE_CHECKING:
     import pandas as pd
 
 MS = 1000.0
+Choices = Sequence[int] | np.ndarray | None
+"""Which sequence each chunk of a request belongs to; None: the request has one sequence."""
+
+
+def by_sequence(values: Sequence[float] | np.ndarray, choices: Choices) -> list[np.ndarray]:
+    """Splits ``values`` of a request's chunks [chunks] by sequence, in order of their numbers."""
+    values = np.asarray(values, dtype=float)
+    if choices is None:
+        return [values]
+    choices = np.asarray(choices)
+    return [values[choices == choice] for choice in np.unique(choices)]
+
+
+def sequence_tpots(
+    times: Sequence[float] | np.ndarray, choices: Choices, tokens: Sequence[int] | np.ndarray | None, total: float
+) -> np.ndarray:
+    """(last - first chunk) / (tokens - 1) of each sequence; NaN for one token, or all in one chunk. float64 [sequences]
+
+    tokens: of each chunk; None where that is not known: the request's ``total`` is then shared out evenly over them
+    """
+    if choices is None or tokens is None:
+        tokens = np.full(len(times), total / max(len(times), 1))
+    further = np.array([own.sum() - 1 for own in by_sequence(tokens, choices)])
+    spans = np.array([own[-1] - own[0] if len(own) > 1 else np.nan for own in by_sequence(times, choices)])
+    return np.divide(spans, further, out=np.full(len(spans), np.nan), where=further > 0)
+
+
+def gaps_within(times: Sequence[float] | np.ndarray, choices: Choices) -> np.ndarray:
+    """The gaps between neighbouring chunks of the same sequence, all sequences together. float64 [gaps]"""
+    return np.concatenate([np.empty(0), *map(np.diff, by_sequence(times, choices))])
 
 
 def chunk_times(requests: pd.DataFrame) -> list[np.ndarray]:
-    """When each request's chunks with tokens arrived [s]. [requests] of float64 [chunks]"""
+    """The arrivals of each request's chunks with tokens [s]. [requests] of float64 [chunks]"""
     return [np.empty(0) if t is None else np.asarray(t, dtype=float) for t in requests["chunk_times"]]
 
 
 def chunk_tokens(requests: pd.DataFrame) -> list[np.ndarray | None]:
-    """How many tokens each of these chunks had; None where the server did not tell. [requests] of float64 [chunks]"""
+    """The tokens of each of these chunks; None where the server did not tell. [requests] of float64 [chunks]"""
     times = chunk_times(requests)
-    known = requests["chunk_tokens"] if "chunk_tokens" in requests else [None] * len(requests)
+    stored_tokens = requests["chunk_tokens"] if "chunk_tokens" in requests else [None] * len(requests)
     return [
         np.asarray(tokens, dtype=float) if tokens is not None and len(tokens) == len(t) else None
-        for tokens, t in zip(known, times, strict=True)
+        for tokens, t in zip(stored_tokens, times, strict=True)
     ]
 
 
 def choices_of(value: Any) -> Choices:
-    """``chunk_choices`` of a row; missing where rows of older files are beside it."""
+    """The ``chunk_choices`` of a row; missing where rows of older files are beside it."""
     return None if value is None or np.ndim(value) == 0 else value
 
 
 def chunk_choices(requests: pd.DataFrame) -> list[Choices]:
-    """Which sequence each chunk belongs to; None for requests of one sequence. [requests]"""
+    """The sequence of each chunk; None for requests of one sequence. [requests]"""
     return [choices_of(value) for value in requests.get("chunk_choices", [None] * len(requests))]
 
 
 def times_to_end(request: Mapping[str, Any]) -> np.ndarray:
-    """When the chunks of a row's sequence that ended last arrived [s]. float64 [chunks of it]"""
+    """The arrivals of the chunks of a row's sequence that ended last [s]. float64 [chunks of it]"""
     times = request["chunk_times"]
-    return sequences.last_to_end(() if times is None else times, choices_of(request.get("chunk_choices")))
+    own = by_sequence(() if times is None else times, choices_of(request.get("chunk_choices")))
+    return max(own, key=lambda arrivals: arrivals[-1] if len(arrivals) else -np.inf)
 
 
 def stored(requests: pd.DataFrame, name: str) -> np.ndarray:
@@ -76,11 +105,10 @@ def reasoned(requests: pd.DataFrame) -> np.ndarray:
     return streams_reasoning(requests) | (reasoning_tokens(requests) > 0)
 
 
-def _sequence_tpots(requests: pd.DataFrame) -> list[np.ndarray]:
-    """The time per output token [s] of each sequence of each request (NaN: undefined). [requests] of [sequences]"""
-    totals = streamed_tokens(requests)
-    columns = (chunk_times(requests), chunk_choices(requests), chunk_tokens(requests), totals)
-    return [sequences.times_per_output_token(*of) for of in zip(*columns, strict=True)]
+def _tpots(requests: pd.DataFrame) -> list[np.ndarray]:
+    """The time per output token [s] of each sequence of each request. [requests] of [sequences]"""
+    columns = (chunk_times(requests), chunk_choices(requests), chunk_tokens(requests), streamed_tokens(requests))
+    return [sequence_tpots(*row) for row in zip(*columns, strict=True)]
 
 
 def from_start(requests: pd.DataFrame, column: str, since: str = "t0") -> np.ndarray:
@@ -96,7 +124,7 @@ def reasoning_times(requests: pd.DataFrame) -> np.ndarray:
 
 def slowest_tpots(requests: pd.DataFrame) -> np.ndarray:
     """The time per output token [ms] of each row's slowest sequence. float64 [requests]"""
-    return np.array([np.fmax.reduce(own) for own in _sequence_tpots(requests)], dtype=float) * MS
+    return np.array([np.fmax.reduce(own) for own in _tpots(requests)], dtype=float) * MS
 
 
 def longest_gaps(requests: pd.DataFrame) -> np.ndarray:
@@ -106,12 +134,12 @@ def longest_gaps(requests: pd.DataFrame) -> np.ndarray:
 
 def times_per_output_token(requests: pd.DataFrame) -> np.ndarray:
     """tpot [ms] of every sequence that has one, of all rows together. float64 [sequences]"""
-    tpots = np.concatenate([np.empty(0), *_sequence_tpots(requests)])
+    tpots = np.concatenate([np.empty(0), *_tpots(requests)])
     return tpots[~np.isnan(tpots)] * MS
 
 
 def sequence_ttfts(requests: pd.DataFrame) -> np.ndarray:
-    """From t0 to the first chunk of each sequence [ms], of the rows with several sequences. float64 [sequences]"""
+    """The time from t0 to the first chunk of each sequence [ms], of rows with several. float64 [sequences]"""
     rows = zip(chunk_times(requests), chunk_choices(requests), requests["t0"], strict=True)
     firsts = [own[0] - t0 for times, choices, t0 in rows if choices is not None for own in by_sequence(times, choices)]
     return np.array(firsts, dtype=float) * MS
@@ -119,7 +147,7 @@ def sequence_ttfts(requests: pd.DataFrame) -> np.ndarray:
 
 def request_gaps(requests: pd.DataFrame) -> list[np.ndarray]:
     """The gaps [s] between chunks with tokens of each row, within its sequences. [requests] of float64 [gaps]"""
-    return [gaps_within(*of) for of in zip(chunk_times(requests), chunk_choices(requests), strict=True)]
+    return [gaps_within(*row) for row in zip(chunk_times(requests), chunk_choices(requests), strict=True)]
 
 
 def inter_token_latencies(requests: pd.DataFrame) -> np.ndarray:
@@ -170,7 +198,7 @@ def successful(requests: pd.DataFrame) -> pd.DataFrame:
 
 
 def ends(requests: pd.DataFrame) -> np.ndarray:
-    """When each request ended [s]: its end, or its last chunk where no end is stored."""
+    """The end of each request [s], or its last chunk where no end is stored."""
     end = stored(requests, "end")
     return np.where(np.isfinite(end), end, stored(requests, "last"))
 
@@ -181,6 +209,6 @@ def starts(requests: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
 
 
 def client_queue(requests: pd.DataFrame) -> np.ndarray:
-    """How long each row waited in the client under max_concurrency [ms]; empty where none waited. float64 [requests]"""
+    """The wait of each row in the client under max_concurrency [ms]; empty where none waited. float64 [requests]"""
     waited = stored(requests, "queued_s")
     return waited * MS if (waited > 0).any() else np.empty(0)

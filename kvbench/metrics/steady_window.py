@@ -1,4 +1,4 @@
-"""When a load was in its steady state. Pure functions on plain arrays, for the load process and the metrics.
+"""The steady state of a load. Pure functions on plain arrays, for the load process and the metrics.
 
 Closed loop, and open loop with all requests at once under a cap: while the target number of requests (or, with think
 times, of conversations) was in flight. Open loop: from the moment when the number of requests in the system stops
@@ -22,11 +22,8 @@ _DRIFT = 0.02  # a server may become this much slower within a load and still ke
 
 
 @dataclass(frozen=True)
-class Plateau:
-    """A stretch of one offered rate [requests/s; None: that of the whole load] from ``start`` to ``end`` [s].
-
-    ``window``: its steady part, None where there is none.
-    """
+class RatePlateau:
+    """A stretch of one offered rate [requests/s; None: the load's], and the window of its steady part or None. [s]"""
 
     start: float
     end: float
@@ -36,14 +33,11 @@ class Plateau:
 
 @dataclass(frozen=True)
 class SteadyState:
-    """``window`` [s]: of the whole load; None where it has none or several, and ``why`` says so in a sentence.
-
-    ``plateaus``: of a rate that changes.
-    """
+    """The ``window`` [s] of a load; None where it has none or several (``why``). ``plateaus``: of a changing rate."""
 
     window: tuple[float, float] | None
     why: str | None = None
-    plateaus: tuple[Plateau, ...] = ()
+    plateaus: tuple[RatePlateau, ...] = ()
 
 
 def steady_state(
@@ -59,10 +53,10 @@ def steady_state(
     """
     load = LoadOutcome.model_validate(load)
     t0, ts, ends = (np.asarray(x, dtype=float) for x in (t0, ts, ends))
-    known = np.isfinite(t0) & np.isfinite(ts) & np.isfinite(ends)
-    t0, ts, ends = t0[known], ts[known], ends[known]
+    whole = np.isfinite(t0) & np.isfinite(ts) & np.isfinite(ends)
+    t0, ts, ends = t0[whole], ts[whole], ends[whole]
     if sessions is not None:
-        sessions = [s for s, there in zip(sessions, known, strict=True) if there]
+        sessions = [s for s, there in zip(sessions, whole, strict=True) if there]
     if not len(t0):
         return SteadyState(None, "there were no requests")
     if load.mode != "open":
@@ -76,7 +70,7 @@ def steady_state(
         window = settled(t0, ends, first, last)
         return SteadyState(window, None if window else _unsettled(t0, first, last))
     stretches = [(float(begin), min(float(end), last), float(rate)) for begin, end, rate in changing]
-    plateaus = tuple(Plateau(begin, end, rate, settled(t0, ends, begin, end)) for begin, end, rate in stretches)
+    plateaus = tuple(RatePlateau(begin, end, rate, settled(t0, ends, begin, end)) for begin, end, rate in stretches)
     if not plateaus:
         return SteadyState(None, "the offered rate changed all the time")
     if len(plateaus) > 1:
@@ -88,7 +82,7 @@ def steady_state(
 
 
 def settled(t0: np.ndarray, ends: np.ndarray, begin: float, finish: float) -> tuple[float, float] | None:
-    """From the moment when the number in the system stops climbing, to ``finish``; None where that is past half-time.
+    """The window from when the number in the system stops climbing to ``finish``; None where that is past half-time.
 
     The number is averaged over hundredths of [begin, finish]. It stops climbing at the first hundredth that is at least
     the mean of those after it: the crossing-of-the-mean rule (Fishman, "Concepts and Methods in Discrete Event Digital
@@ -115,15 +109,11 @@ def settled(t0: np.ndarray, ends: np.ndarray, begin: float, finish: float) -> tu
     numbers = in_system(t0, ends, np.linspace(begin, finish, _BINS + 1))
     rest = np.cumsum(numbers[::-1])[::-1] / np.arange(_BINS, 0, -1)
     reached = int(np.flatnonzero(numbers >= rest)[0])  # the last one is its own rest
-    if reached > _BINS // 2 or not _comes_back(numbers[reached:]):
+    late = numbers[min(reached, _BINS // 2) :]
+    early = np.quantile(late[: len(late) // 2], 0.25)
+    if reached > _BINS // 2 or late[-(len(late) // 3) :].min() > early * (1 + _DRIFT):
         return None
     return begin + (finish - begin) * reached / _BINS, finish
-
-
-def _comes_back(numbers: np.ndarray) -> bool:
-    """Whether ``numbers`` [intervals], late, fall to the lower quartile of the first half."""
-    early = float(np.quantile(numbers[: len(numbers) // 2], 0.25))
-    return float(numbers[-(len(numbers) // 3) :].min()) <= early * (1 + _DRIFT)
 
 
 def comes_at(t0: np.ndarray, ts: np.ndarray, sessions: Sequence[float | None] | np.ndarray | None = None) -> np.ndarray:
@@ -145,7 +135,7 @@ def in_system(starts: np.ndarray, ends: np.ndarray, edges: np.ndarray) -> np.nda
 
 
 def at_target(starts: np.ndarray, ends: np.ndarray, target: int) -> tuple[float, float] | None:
-    """From the first moment with ``target`` in flight to the last one; None when there was none.
+    """The window from the first moment with ``target`` in flight to the last one; None when there was none.
 
     Moments with fewer in between, such as between two requests of one user, do not end it.
     """

@@ -1,4 +1,4 @@
-"""What engines answer, and what they predict of given answers.
+"""The answers of engines, and their predictions of given answers.
 
 Free running: the greedy answers of an engine that schedules the prompts itself. Teacher forcing: engines predict the
 same tokens, the prompts and the baseline's answers to them, batch by batch.
@@ -6,6 +6,7 @@ same tokens, the prompts and the baseline's answers to them, batch by batch.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -48,9 +49,8 @@ class Conversation:
         return len(self.tokens) - 1
 
     def run(self, start: int) -> int:
-        """Tokens from ``start`` to the next answer, to be fed in chunks."""
-        ends = np.flatnonzero(self.answered[start : self.fed])
-        return int(ends[0]) if len(ends) else self.fed - start
+        """The number of tokens from ``start`` to the next answer, to be fed in chunks."""
+        return next(iter(np.flatnonzero(self.answered[start : self.fed]).tolist()), self.fed - start)
 
 
 def in_order(rows: Sequence[Conversation], chunk: int) -> Steps:
@@ -100,7 +100,7 @@ def batches(conversations: Sequence[Conversation], vocab_size: int) -> Iterator[
 def logits_of(
     engine: TeacherForced, rows: Sequence[Conversation], steps: Iterator[dict[int, int]]
 ) -> list[torch.Tensor]:
-    """``[fed, vocab]`` of each row, computed in ``steps``."""
+    """Computes the logits ``[fed, vocab]`` of each row in ``steps``."""
     engine.reset()
     tokens = [row.tokens.tolist() for row in rows]
     logits_by_row: list[torch.Tensor] = []
@@ -119,7 +119,7 @@ def logits_of(
 def predictions(
     engine: TeacherForced, conversations: Sequence[Conversation], vocab_size: int, chunk: int
 ) -> Iterator[torch.Tensor]:
-    """``[fed, vocab]`` of each conversation, turn by turn in chunks of at most ``chunk`` tokens."""
+    """Computes ``[fed, vocab]`` of each conversation, turn by turn in chunks of at most ``chunk`` tokens."""
     for picked in batches(conversations, vocab_size):
         rows = [conversations[i] for i in picked]
         yield from logits_of(engine, rows, in_order(rows, chunk))
@@ -127,7 +127,7 @@ def predictions(
 
 @dataclass(frozen=True)
 class Arm:
-    """One of the engines that are compared. ``order``: from conversations and most tokens of a chunk to its steps."""
+    """One of the engines that are compared; ``order`` makes the steps of conversations with this ``chunk`` at most."""
 
     engine: TeacherForced
     chunk: int
@@ -141,7 +141,7 @@ def compare_arms(
     vocab_size: int,
     on_batch: Callable[[int], None] = lambda done: None,
 ) -> dict[Key, list[Positions]]:
-    """What each arm predicts beside ``baseline``, conversation by conversation; ``done`` of them before each batch."""
+    """Compares each arm's predictions with ``baseline``'s; ``on_batch`` hears how many conversations are done."""
     positions: dict[Key, list[Positions]] = {name: [] for name in arms}
     for picked in batches(conversations, vocab_size):
         on_batch(picked.start)
@@ -149,19 +149,16 @@ def compare_arms(
         expected = logits_of(baseline.engine, rows, baseline.order(rows, baseline.chunk))
         for name, arm in arms.items():
             got = expected if arm is baseline else logits_of(arm.engine, rows, arm.order(rows, arm.chunk))
-            for row, one, other in zip(rows, expected, got, strict=True):
-                following = torch.from_numpy(row.tokens[1:]).to(one.device)
-                positions[name].append(compare_logits(one, other, following, row.answered[:-1], ~row.answered[1:]))
+            for row, old, new in zip(rows, expected, got, strict=True):
+                following = torch.from_numpy(row.tokens[1:]).to(old.device)
+                positions[name].append(compare_logits(old, new, following, row.answered[:-1], ~row.answered[1:]))
     return positions
 
 
 def compare_logits(
     expected: torch.Tensor, got: torch.Tensor, following: torch.Tensor, decoded: np.ndarray, own: np.ndarray
 ) -> Positions:
-    """Two engines' logits ``[N, vocab]`` of the same tokens, in float64; ``following [N]``: the next token of each.
-
-    Negative KLDs of rounding (1e-17) become 0.
-    """
+    """Two engines' logits ``[N, vocab]`` of the same tokens, in float64; ``following [N]``: the next token of each."""
     parts: list[tuple[torch.Tensor, ...]] = []
     block = max(1, _BLOCK_ELEMENTS // expected.shape[-1])
     for one, other, token in zip(*(each.split(block) for each in (expected, got, following)), strict=True):
@@ -182,8 +179,8 @@ def answer_all(engine: Engine, prompts: Sequence[Prompt]) -> Answers:
 
     def ask(prompt: Prompt) -> None:
         given = answers[prompt.prompt_id]
-        spoken = [part for pair in zip(prompt.turns, given, strict=False) for part in pair]
-        ids = tuple(token for part in (*spoken, prompt.turns[len(given)]) for token in part)
+        parts = [*itertools.chain(*zip(prompt.turns, given, strict=False)), prompt.turns[len(given)]]
+        ids = tuple(itertools.chain(*parts))
         growing[prompt.prompt_id] = []
         params = SamplingParams(max_tokens=prompt.max_tokens, temperature=0.0, ignore_eos=True)
         engine.add_request(Request(prompt.prompt_id, ids, params))

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from scipy import stats
 
+from kvbench.common.text import and_more
+from kvbench.metrics.canaries import ALPHA, chance_of_so_many
 from kvbench.quality.prompts import OF_TEXT, Answers, Prompt
 from kvbench.runs.quality import (
     Bin,
@@ -21,9 +24,15 @@ from kvbench.runs.quality import (
     Greedy,
     Passkeys,
     PromptFigures,
+    is_beyond,
 )
 
 _RESAMPLES = 2000
+_NAMES = {
+    "mean": ("mean KLD", "nats"), "p99": ("p99 of the KLD", "nats"), "rms_dp": ("RMS change in probability", "%"),
+    "perplexity_change": ("change of the perplexity", "%"), "greedy.share": ("share of equal greedy answers", "%"),
+    "passkey.share": ("share of right passkeys", "%"),
+}  # fmt: skip
 _DEPTH_PARTS = 5
 _MOST_NAMED = 5
 
@@ -40,8 +49,8 @@ def figures(
 ) -> ConfigurationFigures:
     """The figures of one engine over all prompts together, and of each set.
 
-    ``positions``: of the ``forced`` prompts, in their order; empty: unknown. ``passkeys`` are asked for their answers
-    alone. ``answers``: of the engine to all of them. ``settings``: other fields.
+    ``positions``: of the ``forced`` prompts in their order, or none; ``passkeys`` are asked for their answers alone;
+    ``settings``: other fields.
     """
 
     def predictions(indices: Sequence[int], *, brief: bool) -> dict[str, float | None]:
@@ -66,7 +75,7 @@ def figures(
 
 
 def _predictions(prompts: Sequence[Prompt], positions: Sequence[Positions], brief: bool) -> dict[str, float | None]:
-    """KLD and change in probability, all positions alike; the perplexity of the prompts that are texts."""
+    """The figures of all positions alike; the perplexity of the prompts that are texts."""
     numbers: dict[str, float | None] = {"positions": sum(len(each.loss) for each in positions)}
     if len(positions[0].kld):
         numbers |= _divergence(positions, brief)
@@ -77,22 +86,21 @@ def _predictions(prompts: Sequence[Prompt], positions: Sequence[Positions], brie
         numbers["perplexity_change"] = float(_worse(total))
         if not brief:
             numbers["perplexity"] = float(np.exp(total[0] / total[2]))
-            numbers |= interval_of(losses, _worse).named("perplexity_change")
+            numbers |= interval_of("perplexity_change", losses, _worse)
     if brief:
         return numbers
     squares = np.array([[np.square(p.change).sum(), len(p.change)] for p in positions])
-    return numbers | interval_of(squares, lambda total: np.sqrt(total[..., 0] / total[..., 1])).named("rms_dp")
+    return numbers | interval_of("rms_dp", squares, lambda total: np.sqrt(total[..., 0] / total[..., 1]))
 
 
 def _divergence(positions: Sequence[Positions], brief: bool) -> dict[str, float | None]:
-    """What the distributions over the whole vocabulary tell."""
-    kld, decoded, same = (np.concatenate([getattr(p, of) for p in positions]) for of in ("kld", "decoded", "same"))
+    kld, decoded, same = (np.concatenate([getattr(p, name) for p in positions]) for name in ("kld", "decoded", "same"))
     numbers = {"mean": float(kld.mean()), "p99": float(np.quantile(kld, 0.99)), "same_argmax": float(same.mean())}
     if brief:
         return numbers
     sums = np.array([[p.kld.sum(), len(p.kld)] for p in positions])
     return numbers | {
-        **interval_of(sums, lambda total: total[..., 0] / total[..., 1]).named("mean"),
+        **interval_of("mean", sums, lambda total: total[..., 0] / total[..., 1]),
         "p95": float(np.quantile(kld, 0.95)),
         "max": float(kld.max()),
         "prompt_mean": statistics.fmean(kld[~decoded]),
@@ -107,16 +115,14 @@ def _worse(total: np.ndarray) -> np.ndarray:
 
 def _greedy(prompts: Sequence[Prompt], answers: Answers, baseline: Answers) -> Greedy:
     """Whole answers that are equal, all turns of one prompt together, and where the others part."""
-    parted = [_first_difference(answers[prompt.prompt_id], baseline[prompt.prompt_id]) for prompt in prompts]
-    places = [place for place in parted if place is not None]
-    agree = len(parted) - len(places)
-    first = statistics.median(places) if places else None
-    return Greedy(answers=len(parted), agree=agree, **share_of(agree, len(parted)), first_divergence=first)
-
-
-def _first_difference(one: Sequence[Sequence[int]], other: Sequence[Sequence[int]]) -> int | None:
-    pairs = zip(itertools.chain(*one), itertools.chain(*other), strict=True)
-    return next((at for at, (a, b) in enumerate(pairs) if a != b), None)
+    parted = []  # the first token that differs, of each prompt whose answers do
+    for prompt in prompts:
+        sides = (itertools.chain(*side[prompt.prompt_id]) for side in (answers, baseline))
+        differ = (at for at, (a, b) in enumerate(zip(*sides, strict=True)) if a != b)
+        parted += itertools.islice(differ, 1)
+    agree = len(prompts) - len(parted)
+    first = statistics.median(parted) if parted else None
+    return Greedy(answers=len(prompts), agree=agree, **share_of(agree, len(prompts)), first_divergence=first)
 
 
 def _passkeys(
@@ -140,8 +146,7 @@ def _passkeys(
 
 
 def _depth_label(prompt: Prompt) -> tuple[int, str]:
-    assert prompt.depth is not None
-    part = min(int(prompt.depth * _DEPTH_PARTS), _DEPTH_PARTS - 1)
+    part = min(int((prompt.depth or 0.0) * _DEPTH_PARTS), _DEPTH_PARTS - 1)
     step = 100 // _DEPTH_PARTS
     return part, f"{part * step} to {(part + 1) * step} %"
 
@@ -161,10 +166,9 @@ def full_pool_figures(
     canaries: Sequence[tuple[str, bool]] = (),
     wrong_with_room: Collection[str] = (),
 ) -> FullPoolFigures:
-    """``asked``: answers that are known; ``wrong``: names of those that differ; ``passkeys``: which are right.
+    """The figures of ``asked`` answers, of which those of the prompts ``wrong`` differ; ``passkeys``: which are right.
 
-    ``problems``: what does not add up in the pool. ``canaries``: of each answer its canary and whether it is right;
-    ``wrong_with_room``: those that are answered wrongly on an idle engine.
+    ``canaries``: the canary of each answer, and whether it is right; ``wrong_with_room``: on an idle engine.
     """
     names = {name for name, _ in canaries}
     return FullPoolFigures(
@@ -185,24 +189,14 @@ def full_pool_figures(
     )
 
 
-@dataclass(frozen=True)
-class Interval:
-    value: float
-    low: float
-    high: float
-
-    def named(self, name: str) -> dict[str, float]:
-        return {name: self.value, f"{name}_low": self.low, f"{name}_high": self.high}
-
-
-def interval_of(columns: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray]) -> Interval:
-    """Bootstrap interval (BCa, Efron 1987) of a statistic of sums over prompts, always the same for the same numbers.
+def interval_of(name: str, columns: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray]) -> dict[str, float]:
+    """A statistic of sums over prompts, with its bootstrap interval (BCa, Efron 1987) as ``_low`` and ``_high``.
 
     ``columns``: ``[prompts, k]``; ``statistic``: sums ``[..., k]`` -> ``[...]``. No width where all prompts are alike.
     """
     value = float(statistic(columns.sum(axis=0)))
     if len(columns) < 2:
-        return Interval(value, value, value)
+        return {name: value, f"{name}_low": value, f"{name}_high": value}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of resamples that are all alike
         interval = stats.bootstrap(
@@ -214,7 +208,7 @@ def interval_of(columns: np.ndarray, statistic: Callable[[np.ndarray], np.ndarra
             random_state=np.random.default_rng(0),
         ).confidence_interval
     low, high = (value if np.isnan(end) else float(end) for end in interval)
-    return Interval(value, min(low, value), max(high, value))
+    return {name: value, f"{name}_low": min(low, value), f"{name}_high": max(high, value)}
 
 
 def share_of(right: int, asked: int) -> dict[str, float]:
@@ -235,7 +229,7 @@ def counted(labels: Iterable[str], right: Sequence[bool]) -> tuple[Bin, ...]:
 
 @dataclass(frozen=True)
 class Positions:
-    """What two engines predict of the token that follows each position of one prompt, in order. ``[N]`` each.
+    """The predictions of two engines for the token after each position of one prompt, in order. ``[N]`` each.
 
     ``kld``: KL(expected || got) [nats]; ``change``: of the probability of the token that follows;
     ``expected_loss`` and ``loss``: minus its log probability [nats], float64. ``same``: whether the likeliest token is
@@ -251,3 +245,53 @@ class Positions:
     same: np.ndarray
     decoded: np.ndarray
     own: np.ndarray
+
+
+def outside_of(figures: ConfigurationFigures, limits: Mapping[str, float | None]) -> list[str]:
+    """Writes a sentence for each limit that the figures of a configuration break, or cannot be held to."""
+    sentences = []
+    for name, limit in limits.items():
+        what, unit = _NAMES[name]
+        measured = figures.value(name)
+        if measured is None or limit is None or not (math.isfinite(measured) and math.isfinite(limit)):
+            sentences.append(f"its {what} or the control's is not a number")
+            continue
+        for value, where in ((measured, ""), (_at_full_pool(figures.full_pool, name), " at a full pool")):
+            if value is not None and is_beyond(name, value, limit):
+                shown, bound = (
+                    f"{100 * each:.3g} %" if unit == "%" else f"{each:.3g} {unit}" for each in (value, limit)
+                )
+                sentences.append(f"its {what}{where} is {shown}, the limit is {bound}")
+    problems = figures.full_pool.problems if figures.full_pool else ()
+    sentences += [f"its pool does not add up when it is full: {each}" for each in problems]
+    return sentences + list(_wrong_canaries(figures))
+
+
+def _at_full_pool(pool: FullPoolFigures | None, name: str) -> float | None:
+    """The share of right answers at a full pool that has the limit of the figure ``name``."""
+    if pool is None:
+        return None
+    right, asked = {
+        "greedy.share": (pool.agree, pool.answers),
+        "passkey.share": (pool.passkey_right, pool.passkey_asked),
+    }.get(name, (0, 0))
+    return right / asked if asked else None
+
+
+def _wrong_canaries(figures: ConfigurationFigures) -> Iterator[str]:
+    """Writes on canaries: one wrong is an error in full precision, and where no KV dtype is told.
+
+    A quantised KV may answer as many wrongly at a full pool as with room.
+    """
+    is_exact = figures.kv_cache_dtype in (None, "auto")
+    alone, full = figures.canaries, figures.full_pool.canaries if figures.full_pool else None
+    if is_exact and alone and (off := alone.asked - alone.right):
+        yield f"{off} of its {alone.asked} canaries are answered wrongly, and none may be in full precision"
+    if full and full.wrong:
+        off, distinct = full.wrong_with_room, full.distinct
+        chance = chance_of_so_many(full.wrong, full.answered, distinct, off, distinct)
+        why = "none may be in full precision" if is_exact else f"with room {off} of {distinct} are (p = {chance:.2g})"
+        if is_exact or chance < ALPHA:
+            names = and_more(full.which, 3)
+            wrong = f"{full.wrong} of its {full.answered} canaries are answered wrongly at a full pool ({names})"
+            yield f"{wrong}, and {why}"

@@ -36,10 +36,7 @@ def tokens_of(requests: Sequence[RequestSpec]) -> list[int]:
 def engine_with_small_pool(
     config: EngineConfig, loaded: LoadedModel, requests: Sequence[RequestSpec], slots: int
 ) -> Engine:
-    """An engine of ``config`` with a pool of ``slots``; its limits and scheduling policy are replaced.
-
-    Raises ValueError if no engine can be built.
-    """
+    """An engine with a pool of ``slots``, its limits and policy replaced. Raises ValueError if none can be built."""
     longest = max(tokens_of(requests))
     pages = 1 if config.layout == "contiguous" else -(-longest // config.page_size)
     budget = slots * loaded.kv_shape.slot_bytes(config.kv_cache_dtype)
@@ -130,7 +127,7 @@ class FullPool:
 
     @property
     def problems(self) -> list[str]:
-        """Answers that did not come, and what does not add up in the pool, a phrase each."""
+        """A phrase for each answer that did not come, and for all that does not add up in the pool."""
         lost = [
             (
                 self.step,
@@ -142,7 +139,7 @@ class FullPool:
 
     @property
     def counters(self) -> dict[str, int]:
-        """What happened to sequences and pages. ``swapped_pages``: 0 of a contiguous slab."""
+        """The events of sequences and pages. ``swapped_pages``: 0 of a contiguous slab."""
         stats = self.engine.stats()
         return {
             "preemptions": stats.num_preemptions,
@@ -153,7 +150,7 @@ class FullPool:
 
 
 def _owned(stats: EngineStats) -> str:
-    """What an idle engine still owns; empty if nothing."""
+    """The pages and slots that an idle engine still owns, in words; empty if none."""
     kv = stats.kv
     left = {
         "pages owned": kv.pages_owned,

@@ -6,6 +6,7 @@ rounding cannot change it: what changes it is an error.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -16,8 +17,9 @@ from engine.config import EngineConfig
 from engine.model.loader import LoadedModel, load_model
 from engine.server.tokenizer import ServerTokenizer, load_tokenizer
 from engine.teacher_forcing import TeacherForced
+from engine.tiny_model.data import random_digits
 from kvbench.quality import answering
-from kvbench.quality.prompts import FILLER, PasskeyParts, Prompt, random_value, spread_lengths
+from kvbench.quality.prompts import DIGITS, FILLER, PasskeyParts, Prompt, spread_lengths
 from kvbench.requests.canaries import Canary, CanarySet
 
 MIN_MARGIN = 0.5  # nats between an answer's token and the second likeliest: far beyond rounding, also in bfloat16
@@ -31,25 +33,20 @@ _LEAST = 8  # tokens of a copy's answer, which ends before the first token that 
 
 @dataclass(frozen=True)
 class _Candidate:
-    """``right``: the tokens of the right answer; ``least``: so many of its first have to be sure."""
+    """A prompt with the tokens of its right answer; ``least``: so many of its first have to be sure."""
 
     prompt: Prompt
     right: tuple[int, ...]
     least: int
 
 
-@dataclass(frozen=True)
-class Made:
-    """``dropped``: kind -> candidates that were answered wrongly or near a tie."""
-
-    canaries: CanarySet
-    dropped: dict[str, int]
-
-
 def make_canaries(
     config: EngineConfig, *, passkeys: int = 64, copies: int = 32, seed: int = 0, say: Callable[[str], None] = print
-) -> Made:
-    """The canaries of ``config.model``. Raises ValueError for a model that cannot answer, or a short context."""
+) -> tuple[CanarySet, dict[str, int]]:
+    """The canaries of ``config.model``, and how many candidates of each kind were dropped: wrong, or near a tie.
+
+    Raises ValueError for a model that cannot answer, or a short context.
+    """
     loaded = load_model(config)
     tokenizer = load_tokenizer(config, loaded.info)
     if tokenizer.text_refusal is not None:
@@ -82,15 +79,16 @@ def make_canaries(
                 else:
                     kept += [replace(each, canary_id=f"{kind}-{len(kept) + i}") for i, each in enumerate(good)]
             left = again
-    return Made(CanarySet(loaded.info.name, fingerprints, tuple(kept)), dropped)
+    return CanarySet(loaded.info.name, fingerprints, tuple(kept)), dropped
 
 
 def _grouped(lengths: Sequence[int], sizes: Sequence[int]) -> Iterator[Sequence[int]]:
     """The lengths in groups of ``sizes``, by turns."""
-    start = turn = 0
-    while start < len(lengths):
-        yield lengths[start : start + sizes[turn % len(sizes)]]
-        start, turn = start + sizes[turn % len(sizes)], turn + 1
+    rest = iter(lengths)
+    for size in itertools.cycle(sizes):
+        if not (group := list(itertools.islice(rest, size))):
+            return
+        yield group
 
 
 class _Drawer:
@@ -106,7 +104,6 @@ class _Drawer:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def _text(self, length: int) -> list[int]:
-        """Filler from a random place."""
         start = int(self._rng.integers(0, len(self._filler)))
         return np.take(self._filler, np.arange(start, start + length), mode="wrap").tolist()
 
@@ -126,8 +123,8 @@ class _Drawer:
         return (0, anywhere, most, anywhere)[self._places % 4]
 
     def passkeys(self, lengths: Sequence[int]) -> list[_Candidate]:
-        """One of each length, with the same text before their keys, which stand at one place."""
-        parts = [PasskeyParts.of(random_value(self._rng), self._encode) for _ in lengths]
+        """Draws one of each length, with the same text before their keys, which stand at one place."""
+        parts = [PasskeyParts.of(random_digits(self._rng, DIGITS), self._encode) for _ in lengths]
         own = [length - len(self._begin) for length in lengths]
         text = self._text(max(own))
         most = min(size - len(each.fact) - len(each.question) for size, each in zip(own, parts, strict=True))
@@ -138,10 +135,7 @@ class _Drawer:
         ]
 
     def copy(self, lengths: Sequence[int]) -> list[_Candidate]:
-        """A passage of random tokens in the first half of the prompt, and its beginning at the end.
-
-        Random, since what comes next in a text has a say in what a model expects.
-        """
+        """A random passage in the first half of the prompt, its beginning at the end; text would tell what follows."""
         (length,) = lengths
         size = int(self._rng.integers(_PASSAGE[0], _PASSAGE[1] + 1))
         room = length - len(self._begin) - size - _BEGUN

@@ -29,7 +29,7 @@ from kvbench.common.errors import UsageError
 from kvbench.common.git import git_state
 from kvbench.common.machine import versions
 from kvbench.quality import answering
-from kvbench.quality.figures import Positions, figures, full_pool_figures
+from kvbench.quality.figures import Positions, figures, full_pool_figures, outside_of
 from kvbench.quality.full_pool import FullPool, engine_with_small_pool, tokens_of
 from kvbench.quality.prompts import FILLER, FOLDER, SETS, Answers, Prompt, in_tokens, make_passkeys, read_set
 from kvbench.requests.build import LoadDraw, build_requests
@@ -42,7 +42,6 @@ from kvbench.runs.quality import (
     QualityFacts,
     QualityResult,
     limits_of,
-    outside_of,
 )
 from kvbench.workload.design import Configuration
 from kvbench.workload.file import Workload
@@ -76,7 +75,7 @@ RANDOM_NOTE = (
 
 @dataclass(frozen=True)
 class Material:
-    """What one model is asked. ``left_out``: prompts that do not fit its context."""
+    """The prompts that one model is asked. ``left_out``: those that do not fit its context."""
 
     forced: tuple[Prompt, ...]
     passkeys: tuple[Prompt, ...]
@@ -101,14 +100,13 @@ class Material:
     def judged(
         self, figures: ConfigurationFigures, answers: Answers, limits: Mapping[str, float], **more: Any
     ) -> ConfigurationFigures:
-        """The figures with the right canaries among ``answers``, ``more`` fields, and what breaks the limits."""
+        """The figures with ``more`` of them, the right canaries among ``answers``, and what breaks the limits."""
         if asked := len(self.canaries):
             more["canaries"] = CanariesRight(asked=asked, right=asked - len(self.wrong_canaries(answers)))
         figures = figures.model_copy(update=more)
         return figures.model_copy(update={"outside": tuple(outside_of(figures, limits))})
 
     def facts(self, loaded: LoadedModel, **more: Any) -> QualityFacts:
-        """What was asked of which model."""
         return QualityFacts(
             device=str(loaded.device),
             kernel_backend=loaded.backend.name,
@@ -133,7 +131,7 @@ def measure(
     cores. Raises UsageError for what cannot be measured.
     """
     began = time.monotonic()
-    torch.set_num_threads(cpus())
+    torch.set_num_threads(available_cpus())
     groups: dict[tuple[Any, ...], dict[str, Subject]] = {}
     for configuration in configurations:
         with _named(configuration.config_id):
@@ -141,31 +139,25 @@ def measure(
         key = tuple(getattr(subject.config, name) for name in _WEIGHTS)
         groups.setdefault(key, {})[configuration.config_id] = subject
     measured: dict[str, ConfigurationFigures] = {}
-    controls, infos, facts = [], [], []
+    controls, facts, infos = [], [], []
     for members in groups.values():
-        group = _Group(workload, members, say)
+        group = _WeightsGroup(workload, members, say)
         figures_of_group, control = group.measure()
         measured |= figures_of_group
         controls.append(control)
-        infos.append(group.loaded.info)
         facts.append(group.material.facts(group.loaded, measurements=len(group.distinct)))
-    fingerprints, names = (
-        list(dict.fromkeys(getattr(info, name) for info in infos)) for name in ("weights_fingerprint", "name")
-    )
+        infos.append(group.loaded.info)
+    fingerprints = {info.weights_fingerprint for info in infos}
+    dtypes, counted = dict.fromkeys(each.dtype for each in facts), sum(each.measurements for each in facts)
+    whole = {"dtype": ", ".join(dtypes), "measurements": counted, "seconds": round(time.monotonic() - began, 3)}
     return result_of(
         [subject for members in groups.values() for subject in members.values()],
         workload=workload.name,
-        model=", ".join(names),
+        model=", ".join(dict.fromkeys(info.name for info in infos)),
         configurations={each.config_id: measured[each.config_id] for each in configurations},
         control=controls[0],  # with several sets of weights that of the first; each has the limits of its own
-        weights_fingerprint=fingerprints[0] if len(fingerprints) == 1 else "",
-        facts=facts[0].model_copy(
-            update={
-                "dtype": ", ".join(dict.fromkeys(each.dtype for each in facts)),
-                "measurements": sum(each.measurements for each in facts),
-                "seconds": round(time.monotonic() - began, 3),
-            }
-        ),
+        weights_fingerprint=fingerprints.pop() if len(fingerprints) == 1 else "",
+        facts=facts[0].model_copy(update=whole),
     )
 
 
@@ -183,11 +175,6 @@ def result_of(subjects: Collection[Subject], *, control: ConfigurationFigures, *
     )
 
 
-def cpus() -> int:
-    """Cores of this process: also for a workload that has only some of them compute."""
-    return available_cpus()
-
-
 @contextlib.contextmanager
 def _named(config_id: str) -> Iterator[None]:
     """Says which configuration a ValueError is about."""
@@ -201,10 +188,7 @@ def _named(config_id: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Subject:
-    """The settings of a configuration, with the weights that answer for it.
-
-    ``beside``: those are not its own; ``random``: nobody trained them.
-    """
+    """A configuration with the weights that answer for it. ``beside``: not its own; ``random``: nobody trained them."""
 
     config: EngineConfig
     beside: bool
@@ -227,7 +211,7 @@ class Subject:
         return f"{which} {self.config.model}"
 
 
-class _Group:
+class _WeightsGroup:
     """Configurations that share their weights, which are loaded once for each backend of kernels."""
 
     def __init__(self, workload: Workload, members: Mapping[str, Subject], say: Say):
@@ -250,7 +234,9 @@ class _Group:
         with _named(", ".join(self.members)):
             forced = self._forced_positions(distinct.values())
         self.say("control: the baseline with other batch-mates, chunks and order")
-        control = self._figures_of(self.base, forced[_CONTROL], self._control_answers())
+        engine = engine_with_room(_control(self.base), self.loaded, self.material, _ROWS_OF_CONTROL)
+        answers = answering.answer_all(engine, self.material.asked[::-1])
+        control = self._figures_of(self.base, forced[_CONTROL], answers)
         limits, measured = limits_of(control), {}
         for key, config in distinct.items():
             names = [config_id for config_id, each in self.members.items() if _key(each.config) == key]
@@ -276,18 +262,14 @@ class _Group:
         return self._models[-1]
 
     def _answers_of(self, config: EngineConfig) -> Answers:
-        """All answers of a configuration with room, computed once for those that answer alike."""
+        """All answers with room, computed once for configurations that answer alike."""
         if (key := _key(config, _WITHOUT_EFFECT_WITH_ROOM)) not in self._answers:
             engine = engine_with_room(config, self._model(config), self.material)
             self._answers[key] = answering.answer_all(engine, self.material.everything)
         return self._answers[key]
 
-    def _control_answers(self) -> Answers:
-        engine = engine_with_room(_control(self.base), self.loaded, self.material, _ROWS_OF_CONTROL)
-        return answering.answer_all(engine, self.material.asked[::-1])
-
     def _forced_positions(self, configs: Iterable[EngineConfig]) -> dict[tuple[Any, ...], list[Positions]]:
-        """What the baseline's own tokens tell of each engine and of the control."""
+        """Teacher forcing: every engine and the control on the baseline's own tokens."""
         prompts, expected = self.material.forced, self._answers_of(self.base)
         longest = max(each.longest for each in prompts)
 
@@ -326,22 +308,20 @@ class _Group:
         )
 
     def _full_pool_of(self, config: EngineConfig, wrong_with_room: set[str]) -> FullPoolFigures:
-        """The answers while the pool is too small, beside the baseline's with room."""
+        """Compares the answers while the pool is too small with the baseline's with room."""
         requests = _pressed_requests(self.material, self._answers_of(self.base))
         pressing = dataclasses.replace(config, max_num_seqs=min(config.max_num_seqs, _ROWS))
-        pool = FullPool(
-            engine_with_small_pool(pressing, self._model(config), requests, _small_pool(config, requests)), requests
-        )
+        engine = engine_with_small_pool(pressing, self._model(config), requests, _small_pool(config, requests))
+        pool = FullPool(engine, requests)
         pool.run(seed=0)
-        by_name = {each.prompt_id: each for each in self.material.asked}
+        prompts = {each.prompt_id: each for each in self.material.asked}
         wrong, right, canaries = [], [], []
         for (index, _), token_ids in pool.answers.items():
-            request = requests[index]
-            is_equal = tuple(token_ids) == request.expected_token_ids
-            prompt = by_name.get(str(request.canary))
-            if prompt is None:
-                canaries.append((str(request.canary), is_equal))
+            name, is_equal = str(requests[index].canary), tuple(token_ids) == requests[index].expected_token_ids
+            if name not in prompts:
+                canaries.append((name, is_equal))
                 continue
+            prompt = prompts[name]
             if not is_equal:
                 wrong.append(prompt.prompt_id)
             if prompt.depth is not None:
@@ -354,7 +334,7 @@ class _Group:
 
 
 def baseline_of(config: EngineConfig) -> EngineConfig:
-    """What everybody had before: contiguous KV in the model's own dtype."""
+    """The same engine with contiguous KV in the model's own dtype, as everybody had before."""
     return dataclasses.replace(
         config,
         layout="contiguous",
@@ -404,10 +384,9 @@ def tokenizer_of(config: EngineConfig, loaded: LoadedModel) -> ServerTokenizer:
 
 def _context(members: Mapping[str, Subject], loaded: LoadedModel) -> int:
     """Tokens that every configuration serves, and computes in one step where it may not cut prompts."""
-    limits = [loaded.info.max_model_len]
-    for member in members.values():
-        limits.append(member.config.max_model_len)
-        limits.append(None if member.config.enable_chunked_prefill else member.config.max_num_batched_tokens)
+    configs = [member.config for member in members.values()]
+    limits = [loaded.info.max_model_len, *(config.max_model_len for config in configs)]
+    limits += [config.max_num_batched_tokens for config in configs if not config.enable_chunked_prefill]
     if not (stated := [limit for limit in limits if limit is not None]):
         raise UsageError(f"model {loaded.info.name!r} states no maximum length: set engine.max_model_len")
     return min(stated)
@@ -446,15 +425,10 @@ def _workload_prompts(workload: Workload, loaded: LoadedModel, context: int) -> 
             repeat=1,
         )
     )
-    with_ids = [each for each in requests if each.prompt_token_ids and each.canary is None]
+    with_ids = [each for each in requests if each.prompt_token_ids and each.canary is None][:_WORKLOAD_PROMPTS]
     return [
-        Prompt(
-            f"workload/{each.index}",
-            "workload",
-            (tuple(each.prompt_token_ids or ()),),
-            min(each.max_tokens, _WORKLOAD_TOKENS),
-        )
-        for each in with_ids[:_WORKLOAD_PROMPTS]
+        Prompt(f"workload/{r.index}", "workload", (tuple(r.prompt_token_ids),), min(r.max_tokens, _WORKLOAD_TOKENS))
+        for r in with_ids
     ]
 
 
@@ -480,33 +454,25 @@ def _as_prompt(canary: Canary) -> Prompt:
 def _pressed_requests(material: Material, expected: Answers) -> list[RequestSpec]:
     """The last turn of each prompt that is not too long, after the baseline's answers to those before it; canaries."""
     requests: list[RequestSpec] = []
-    for prompt in material.asked:
+    for asked in (*material.asked, *material.canaries):
+        prompt = _as_prompt(asked) if isinstance(asked, Canary) else asked
         if prompt.longest > _LONGEST_AT_FULL_POOL:
+            continue
+        index, n = len(requests), 2 if len(requests) % _FORKED_EVERY == 0 else 1
+        if isinstance(asked, Canary):
+            requests.append(as_request(asked, index, answers=n))
             continue
         answers = expected[prompt.prompt_id]
         request = RequestSpec(
-            index=len(requests),
-            cls=prompt.set_name,
-            prompt_token_ids=prompt.last_prompt(answers),
-            prompt=None,
-            max_tokens=prompt.max_tokens,
-            n=2 if len(requests) % _FORKED_EVERY == 0 else 1,
-            canary=prompt.prompt_id,
+            index, prompt.set_name, prompt.last_prompt(answers), None, prompt.max_tokens, n=n, canary=prompt.prompt_id,
             expected_token_ids=answers[-1],
-        )
+        )  # fmt: skip
         requests.append(request)
-    for canary in material.canaries:
-        if _as_prompt(canary).longest <= _LONGEST_AT_FULL_POOL:
-            answers_asked = 2 if len(requests) % _FORKED_EVERY == 0 else 1
-            requests.append(as_request(canary, len(requests), answers=answers_asked))
     return requests
 
 
 def _small_pool(config: EngineConfig, requests: Sequence[RequestSpec]) -> int:
-    """Slots of a pool that some of the requests fill, in whole pages: the longest one and four mean ones.
-
-    A contiguous slab reserves the longest for each: three of those.
-    """
+    """Slots in whole pages: of the longest request and four mean ones, in a contiguous slab of three longest ones."""
     lengths = tokens_of(requests)
     if config.layout == "contiguous":
         return 3 * max(lengths)

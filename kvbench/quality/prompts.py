@@ -6,6 +6,7 @@ the lengths of the passkeys have every remainder by 64 once. Pure.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 LONGEST = 2048  # tokens, whatever the model's context is: the time grows with it
 _SHORTEST = 100
 _SHARING = 4  # so many share the text before their keys, and prefix caching must tell them apart
-_DIGITS = 5
+DIGITS = 5
 
 
 @dataclass(frozen=True)
@@ -53,9 +54,8 @@ class PromptText:
     @property
     def row(self) -> str:
         """Its line in a file."""
-        row = {"id": self.prompt_id, **self.__dict__}
-        del row["prompt_id"]
-        return json.dumps(row, ensure_ascii=True) + "\n"
+        others = {name: value for name, value in vars(self).items() if name != "prompt_id"}
+        return json.dumps({"id": self.prompt_id, **others}, ensure_ascii=True) + "\n"
 
 
 @dataclass(frozen=True)
@@ -81,14 +81,14 @@ class Prompt:
 
     def conversation(self, answers: Sequence[Sequence[int]]) -> list[Sequence[int]]:
         """Each turn, and after it the answer to it."""
-        return [part for pair in zip(self.turns, answers, strict=True) for part in pair]
+        return list(itertools.chain(*zip(self.turns, answers, strict=True)))
 
     def last_prompt(self, answers: Sequence[Sequence[int]]) -> tuple[int, ...]:
         """The tokens before the last answer, with the answers to earlier turns."""
-        return tuple(token for part in self.conversation(answers)[:-1] for token in part)
+        return tuple(itertools.chain(*self.conversation(answers)[:-1]))
 
     def is_right(self, text: str) -> bool:
-        """Whether ``text``, the last answer, is the right one."""
+        """Tests whether ``text``, the last answer, is the right one."""
         given = text.strip()
         return self.answer is not None and given.startswith(self.answer) and not given[len(self.answer) :][:1].isdigit()
 
@@ -135,17 +135,13 @@ class PasskeyParts:
         return cls(fact, question, answer, value)
 
     def prompt(self, filler: Sequence[int], length: int, before: int) -> tuple[int, ...]:
-        """``length`` tokens: ``before`` of the filler, the fact, more filler and the question."""
+        """Makes ``length`` tokens: ``before`` of the filler, the fact, more filler and the question."""
         after = length - before - len(self.fact) - len(self.question)
         return (*filler[:before], *self.fact, *filler[before : before + after], *self.question)
 
 
-def random_value(rng: np.random.Generator) -> str:
-    return random_digits(rng, _DIGITS)
-
-
 def spread_lengths(shortest: int, longest: int, count: int, rng: np.random.Generator) -> list[int]:
-    """``count`` lengths from ``shortest`` to ``longest`` in order, most of them short, since the time grows with them.
+    """Draws ``count`` lengths in order, most of them short, since the time grows with them.
 
     Each remainder by RESIDUES occurs equally often; none if ``longest`` leaves no room for them.
     """
@@ -166,18 +162,16 @@ def make_passkeys(
     prompts start with.
     """
     rng = np.random.default_rng(seed)
-    room = len(PasskeyParts.of("0" * _DIGITS, encode).answer) + 1
+    room = len(PasskeyParts.of("0" * DIGITS, encode).answer) + 1
     prompts = []
     start = 0
     for index, length in enumerate(spread_lengths(_SHORTEST, min(longest, LONGEST) - room, RESIDUES, rng)):
-        parts = PasskeyParts.of(random_value(rng), encode)
+        parts = PasskeyParts.of(random_digits(rng, DIGITS), encode)
         if index % _SHARING == 0:
             start = int(rng.integers(0, len(filler)))
         text = np.take(filler, np.arange(start, start + length), mode="wrap").tolist()
-        own = length - len(begin)
-        free = own - len(parts.fact) - len(parts.question)
-        depth = DEPTHS[index % len(DEPTHS)]
-        if free < 0:
+        own, depth = length - len(begin), DEPTHS[index % len(DEPTHS)]
+        if (free := own - len(parts.fact) - len(parts.question)) < 0:
             continue
         prompt = (*begin, *parts.prompt(text, own, round(depth * free)))
         prompts.append(Prompt(f"passkey-{length}", "passkey", (prompt,), len(parts.answer), parts.value, depth))

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from pydantic import BaseModel, Field, ValidationError
 
+from engine.execution.executor import available_cpus
 from engine.model.loader import load_model
 from engine.teacher_forcing import TeacherForced
 from kvbench.common.errors import MeasurementError, UsageError
@@ -27,6 +28,7 @@ from kvbench.quality.figures import Positions, figures
 from kvbench.quality.measure import Material, Say
 from kvbench.quality.prompts import Answers, Prompt
 from kvbench.runs.quality import ConfigurationFigures, QualityResult, limits_of
+from kvbench.runs.server_info import ModelList, ServerInfo
 from kvbench.targets.base import PLAIN_ACCESS, Access, HttpAnswer, HttpCalls
 
 CONFIG_ID = "server"
@@ -47,8 +49,6 @@ class _Logprobs(BaseModel):
 
 
 class _Choice(BaseModel):
-    """One answer of a completion."""
-
     text: str
     finish_reason: str | None = None
     token_ids: list[int] | None = None
@@ -69,28 +69,6 @@ class _Completion(BaseModel):
     choices: list[_Choice] = Field(min_length=1)
     usage: _Usage | None = None
 
-    def counts_otherwise(self, length: int) -> bool:
-        """Whether the server counted another number of prompt tokens."""
-        return self.usage is not None and self.usage.prompt_tokens not in (None, length)
-
-
-class _ListedModel(BaseModel):
-    id: str | None = None
-    max_model_len: int | None = None
-
-
-class _ModelList(BaseModel):
-    data: list[_ListedModel]
-
-
-class _ServedWeights(BaseModel):
-    name: str | None = None
-    weights_fingerprint: str | None = None
-
-
-class _ServerInfo(BaseModel):
-    model: _ServedWeights
-
 
 _Shape = TypeVar("_Shape", bound=BaseModel)
 
@@ -104,7 +82,7 @@ def _parsed(shape: type[_Shape], answer: HttpAnswer) -> _Shape | None:
 
 @dataclass(frozen=True)
 class Manner:
-    """How a server can be asked, as it answered when it was asked once.
+    """The way a server can be asked, as it answered when it was asked once.
 
     ``token_ids``: it takes prompts as token ids, else as texts; ``fields``: more fields that it takes; ``logprobs``: it
     tells the log probability of each token of a prompt.
@@ -131,10 +109,9 @@ class Served:
             answer = http.check_access(http.call("GET", "/v1/models"))
         except MeasurementError as error:
             raise UsageError(str(error)) from None
-        listed = _parsed(_ModelList, answer) or _ModelList(data=[])
-        named = (row for row in listed.data if row.id is not None and name in (None, row.id))
-        row = next(named, _ListedModel())
-        return cls(http, name or row.id, row.max_model_len)
+        listed = _parsed(ModelList, answer)
+        row = next((row for row in listed.data if name in (None, row.id)), None) if listed else None
+        return cls(http, row.id, row.max_model_len) if row else cls(http, name, None)
 
     def ask(self, prompt: str | Sequence[int], max_tokens: int, **fields: Any) -> HttpAnswer:
         body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0.0, **fields}
@@ -153,14 +130,15 @@ class Served:
 
 
 def manner_of(served: Served, ids: Sequence[int], text: str) -> Manner:
-    """What the server understands, by asking. Raises UsageError where it does not answer, or counts other tokens."""
+    """Finds out by asking what the server takes. UsageError where it does not answer, or counts other tokens."""
     for prompt, fields in ((list(ids), _FIELDS), (list(ids), {}), (text, _FIELDS), (text, {})):
         answer = served.ask(prompt, 2, **fields)
         if (completion := _parsed(_Completion, answer)) is None:
             continue
-        if completion.counts_otherwise(len(ids)):
+        counted = completion.usage.prompt_tokens if completion.usage else None
+        if counted not in (None, len(ids)):
             raise UsageError(
-                f"{served.http.base_url} counts {completion.usage.prompt_tokens} tokens in a prompt that has "
+                f"{served.http.base_url} counts {counted} tokens in a prompt that has "
                 f"{len(ids)} in the tokenizer of --model: it serves another model, or adds tokens of its own"
             )
         by_id = not isinstance(prompt, str)
@@ -174,7 +152,7 @@ def manner_of(served: Served, ids: Sequence[int], text: str) -> Manner:
 
 def _check_weights(served: Served, reference: _Reference) -> None:
     """Raises UsageError where the server tells another set of weights; only the built-in one tells any."""
-    info = _parsed(_ServerInfo, served.http.call("GET", "/server_info"))
+    info = _parsed(ServerInfo, served.http.call("GET", "/server_info"))
     fingerprint = info.model.weights_fingerprint if info else None
     if fingerprint and fingerprint not in reference.loaded.fingerprints():
         raise UsageError(
@@ -218,13 +196,18 @@ class _Reference:
 
     def as_texts(self, material: Material) -> Material:
         """The prompts in the tokens that a server makes of their texts, and the canaries whose tokens stay the same."""
-        forced, passkeys = (
-            tuple(dataclasses.replace(each, turns=tuple(map(self.reads, each.turns))) for each in prompts)
-            for prompts in (material.forced, material.passkeys)
-        )
-        fitting = (tuple(each for each in prompts if each.longest <= self.context) for prompts in (forced, passkeys))
+
+        def as_read(prompts: Sequence[Prompt]) -> tuple[Prompt, ...]:
+            texts = (dataclasses.replace(each, turns=tuple(map(self.reads, each.turns))) for each in prompts)
+            return tuple(each for each in texts if each.longest <= self.context)
+
         canaries = tuple(c for c in material.canaries if self.reads(c.prompt_token_ids) == tuple(c.prompt_token_ids))
-        return Material(*fitting, canaries, material.left_out)
+        return Material(as_read(material.forced), as_read(material.passkeys), canaries, material.left_out)
+
+    def read_alike(self, prompts: Sequence[Prompt], answers: Answers) -> tuple[Prompt, ...]:
+        """The conversations whose whole text has the tokens of its turns, as a server reads it."""
+        whole = ((each, each.last_prompt(answers[each.prompt_id])) for each in prompts)
+        return tuple(each for each, ids in whole if self.reads(ids) == ids)
 
     def answers(self, material: Material) -> Answers:
         return answering.answer_all(measure.engine_with_room(self.config, self.loaded, material), material.everything)
@@ -242,7 +225,7 @@ class _Reference:
         return losses
 
 
-class _Asked:
+class _ServerAnswers:
     """The server's answers to the prompts, several requests at once."""
 
     def __init__(self, served: Served, manner: Manner, reference: _Reference, expected: Answers, say: Say):
@@ -251,13 +234,11 @@ class _Asked:
         self.ends = set(reference.loaded.info.eos_token_ids)
 
     def answers(self, prompts: Sequence[Prompt], at_once: int, what: str) -> Answers:
-        given = self._all(self._converse, prompts, at_once, what)
+        given = self.all(self._converse, prompts, at_once, what)
         return {prompt.prompt_id: answers for prompt, answers in zip(prompts, given, strict=True)}
 
-    def losses(self, talks: Sequence[Conversation], at_once: int, what: str) -> list[np.ndarray]:
-        return self._all(self._losses_of, talks, at_once, what)
-
-    def _all(self, ask: Callable[[_Item], _Result], items: Sequence[_Item], at_once: int, what: str) -> list[_Result]:
+    def all(self, ask: Callable[[_Item], _Result], items: Sequence[_Item], at_once: int, what: str) -> list[_Result]:
+        """Asks for all ``items``, ``at_once`` of them at a time, and returns their answers."""
         results = []
         with ThreadPoolExecutor(at_once) as threads:
             try:
@@ -270,7 +251,7 @@ class _Asked:
         return results
 
     def _converse(self, prompt: Prompt) -> tuple[tuple[int, ...], ...]:
-        """A later turn follows the server's own earlier answer."""
+        """Asks turn by turn; a later one follows the server's own earlier answer."""
         dialogue: list[int] = []
         given = []
         for turn, right in zip(prompt.turns, self.expected[prompt.prompt_id], strict=True):
@@ -296,7 +277,7 @@ class _Asked:
             return expected
         return (*got, *[_NO_TOKEN] * len(expected))[: len(expected)]
 
-    def _losses_of(self, talk: Conversation) -> np.ndarray:
+    def losses(self, talk: Conversation) -> np.ndarray:
         ids = talk.tokens.tolist()
         what = f"a prompt of {len(ids)} tokens with echo and logprobs"
         losses = self.served.choice(self.served.ask(ids, 1, **_ECHO), what).losses(len(ids))
@@ -323,7 +304,7 @@ def measure_served(
     """
     served = Served.at(url, served_model, access)
     began = time.monotonic()
-    torch.set_num_threads(measure.cpus())
+    torch.set_num_threads(available_cpus())
     reference = _Reference(model, served, max_model_len)
     _check_weights(served, reference)
     try:
@@ -335,8 +316,8 @@ def measure_served(
     say(f"baseline: {len(material.everything)} prompts")
     expected = reference.answers(material)
     if not manner.token_ids:
-        material = _without_merged(material, expected, reference)
-    asked = _Asked(served, manner, reference, expected, say)
+        material = dataclasses.replace(material, forced=reference.read_alike(material.forced, expected))
+    asked = _ServerAnswers(served, manner, reference, expected, say)
     answers = asked.answers(material.everything, _AT_ONCE, "the server's answers")
     again = asked.answers(material.asked[::-1], _AT_ONCE_OF_CONTROL, "control: the server's answers in other order")
     positions, control_positions = _probabilities(asked, reference, material, expected) if manner.logprobs else ([], [])
@@ -344,6 +325,9 @@ def measure_served(
     def figures_of(positions: Sequence[Positions], given: Answers, beside: Answers) -> ConfigurationFigures:
         return figures(material.forced, material.passkeys, positions, given, beside, reference.decode, page_size)
 
+    not_told = [_NO_KLD, *([] if manner.logprobs else [_NO_LOGPROBS])]
+    if unread := len(gathered.everything) - len(material.everything):
+        not_told.append(f"{unread} prompts whose texts have other tokens than they have")
     # A server that finds no passkey must not set its own limit: those of the control are the built-in engine's.
     passkey = figures_of([], expected, expected).passkey
     control = figures_of(control_positions, again, answers).model_copy(update={"passkey": passkey})
@@ -361,44 +345,25 @@ def measure_served(
             left_out=gathered.left_out,
             asked_with="token ids" if manner.token_ids else "texts",
             at_once=[_AT_ONCE, _AT_ONCE_OF_CONTROL],
-            not_measured=_not_measured(manner, len(gathered.everything) - len(material.everything)),
+            not_measured=tuple(not_told),
         ),
     )
 
 
-def _not_measured(manner: Manner, unread: int) -> tuple[str, ...]:
-    """What the server does not tell. ``unread``: prompts that it could not be asked."""
-    missing = [_NO_KLD, *([] if manner.logprobs else [_NO_LOGPROBS])]
-    if unread:
-        missing.append(f"{unread} prompts whose texts have other tokens than they have")
-    return tuple(missing)
-
-
 def _probabilities(
-    asked: _Asked, reference: _Reference, material: Material, expected: Answers
+    asked: _ServerAnswers, reference: _Reference, material: Material, expected: Answers
 ) -> tuple[list[Positions], list[Positions]]:
     """Compares the server on prompts and expected answers with the built-in engine, and with itself."""
     talks = [Conversation.of(each, expected[each.prompt_id]) for each in material.forced]
     own = reference.losses(talks)
-    first = asked.losses(talks, _AT_ONCE, "probabilities")
-    again = asked.losses(talks[::-1], _AT_ONCE_OF_CONTROL, "control: probabilities in other order")[::-1]
+    first = asked.all(asked.losses, talks, _AT_ONCE, "probabilities")
+    again = asked.all(asked.losses, talks[::-1], _AT_ONCE_OF_CONTROL, "control: probabilities in other order")[::-1]
     return _positions(talks, own, first), _positions(talks, first, again)
-
-
-def _without_merged(material: Material, expected: Answers, reference: _Reference) -> Material:
-    """Leaves out conversations whose text, as a server reads it, has other tokens than its turns."""
-    kept = []
-    for each in material.forced:
-        ids = each.last_prompt(expected[each.prompt_id])
-        if reference.reads(ids) == ids:
-            kept.append(each)
-    return dataclasses.replace(material, forced=tuple(kept))
 
 
 def _positions(
     talks: Sequence[Conversation], expected: Sequence[np.ndarray], got: Sequence[np.ndarray]
 ) -> list[Positions]:
-    """The positions of two engines, from their losses on the same tokens."""
     nothing = np.empty(0)
     return [
         Positions(nothing, np.exp(-new) - np.exp(-old), old, new, nothing, talk.answered[:-1], ~talk.answered[1:])

@@ -14,13 +14,14 @@ from pydantic import BeforeValidator
 from kvbench.common import text as words
 from kvbench.common.records import Record
 from kvbench.effects.comparison import MARGINS
+from kvbench.measure.words import repeat_notes
 from kvbench.metrics.canaries import WRONG_ANSWERS
 from kvbench.metrics.model import failed_words
 from kvbench.report.comparisons import NOT_TOLD, SCATTER, scatters
 from kvbench.requests.prefix_hits import hit_notes
+from kvbench.runs.manifest import resumed_differences
 from kvbench.runs.model import MeasuredCell, Run, number
 from kvbench.runs.results import Capacity
-from kvbench.runs.resume import resumed_differences
 from kvbench.runs.server_info import ServerInfo
 from kvbench.targets.cores import core_words
 from kvbench.targets.launch_plan import is_template, placeholders
@@ -151,7 +152,7 @@ def warnings(run: Run) -> list[str]:
         f"{words.listing(scattered)}. Other work on the machine is a common cause.": scattered,
         **{
             f"{words.upper_first(note)}.": True
-            for note in (*run.repeat_notes, *run.manifest.notes)
+            for note in (*repeat_notes(run.manifest, run.cells), *run.manifest.notes)
             if not note.startswith(SKIPPED)
         },
         f"The run was resumed in another environment; different: {words.listing(resumed)}. "

@@ -8,6 +8,7 @@ from typing import Any
 
 from kvbench.common import text as words
 from kvbench.effects.comparison import FEWEST, Call, Comparison
+from kvbench.measure.words import PLATEAU_HEADS, plateau_row
 from kvbench.metrics.definitions import Figure, compared, figure, latencies
 from kvbench.metrics.latency import LONG_OPEN, SAMPLES_NEEDED
 from kvbench.metrics.model import GroupLatencies, failure_words
@@ -22,7 +23,6 @@ from kvbench.report.comparisons import (
     spread,
 )
 from kvbench.report.style import Drawing
-from kvbench.runs.aggregate import PLATEAU_HEADS, plateau_row
 from kvbench.runs.kv_ledger import accounting
 from kvbench.runs.model import MeasuredCell
 from kvbench.workload.settings import setting_title, value_words

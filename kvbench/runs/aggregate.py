@@ -17,13 +17,12 @@ from typing import Any
 
 import pandas as pd
 
-from kvbench.common import text as words
 from kvbench.common.files import write_atomically, write_json, write_text
 from kvbench.common.records import Record, read_record, write_record
 from kvbench.metrics.canaries import WRONG_ANSWERS, counted
 from kvbench.metrics.latency import in_steady
 from kvbench.metrics.latency import pooled as pool_samples
-from kvbench.metrics.model import Figures, LoadMetrics, LoadOutcome, Plateau, PooledLatencies, flatten
+from kvbench.metrics.model import Figures, LoadMetrics, LoadOutcome, PooledLatencies, flatten
 from kvbench.runs.folder import RunFolder, read_table
 from kvbench.runs.results import (
     Capacity,
@@ -47,10 +46,6 @@ _OF_A_REPEAT = ("machine", "prefix_cache", "prefix_cache_bounds", "endpoint", "t
 _TOTALS = ("completed", "failed", "total_input_tokens", "total_output_tokens")
 _RATES = ("request_throughput", "output_throughput", "total_token_throughput")
 _VLLM_STATISTICS = (("mean", "mean"), ("median", "p50"), ("std", "std"), ("p99", "p99"))  # vLLM's name, ours
-
-PLATEAU_HEADS = (
-    "asked for", "seconds", "requests", "requests/s", "output tok/s", "TTFT p95", "TPOT p50", "goodput",
-)  # fmt: skip
 
 
 def spread(values: Sequence[float]) -> Spread:
@@ -266,23 +261,3 @@ def vllm_fields(
     for latency, (theirs, ours) in itertools.product(("ttft", "tpot", "itl", "e2el"), _VLLM_STATISTICS):
         fields[f"{theirs}_{latency}_ms"] = metrics.value(f"{latency}_ms.{ours}")
     return fields
-
-
-def plateau_row(repeats: Sequence[Plateau]) -> tuple[str, ...]:
-    """The entries of PLATEAU_HEADS for one plateau of the rate: medians over its ``repeats``."""
-
-    def median(path: str) -> float | None:
-        values = [value for plateau in repeats if (value := plateau.value(path)) is not None]
-        return statistics.median(values) if len(values) == len(repeats) else None
-
-    rate, start, end = median("request_rate"), median("start_s"), median("end_s")
-    return (
-        "–" if rate is None else f"{rate:g}/s",
-        "–" if start is None or end is None else f"{start:.0f}–{end:.0f}",
-        words.count(median("n")),
-        words.significant(median("steady_request_throughput")),
-        words.tokens_per_s(median("steady_output_throughput")),
-        words.ms(median("ttft_ms.p95")),
-        words.ms(median("tpot_ms.p50")),
-        words.significant(median("steady_goodput")),
-    )

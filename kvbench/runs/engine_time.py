@@ -63,7 +63,7 @@ class EngineEffect(Record):
         )
 
 
-class Turns(Record):
+class TurnSteps(Record):
     """The steps in a row of each engine, also in the first launch, and how much longer turns make steps (0.01: 1 %)."""
 
     turn_steps: int | None = None
@@ -87,7 +87,7 @@ class EngineTime(Record):
     order_seed: int | None = None
     configurations: int | None = None
     baseline: str | None = None
-    turns: Mapping[str, Turns] = {}
+    turns: Mapping[str, TurnSteps] = {}
     notes: tuple[str, ...] = ()
     effects: tuple[EngineEffect, ...] = ()
 

@@ -18,12 +18,12 @@ import fcntl
 import itertools
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pandas as pd
 
@@ -65,9 +65,12 @@ class RunFolder:
         if not isinstance(stored, dict) or not {"workload", "plan"} <= stored.keys():
             raise UsageError(f"{self.manifest_path} is not the manifest of a sweep: give the folder of a run")
         if (written := stored.get("format")) != Manifest.FORMAT:
+            sections = (stored.get(name) for name in ("versions", "git"))
+            version, git = (section if isinstance(section, dict) else {} for section in sections)
             raise UsageError(
                 f"{self.path} has the format {written!r}, and this kvbench reads {Manifest.FORMAT}: use the kvbench "
-                f"that measured it{_measured_with(stored)}, or measure again"
+                f"that measured it (version {version.get('kvbench', 'unknown')}, commit "
+                f"{git.get('short_sha', 'unknown')}), or measure again"
             )
         try:
             return Manifest.parse(stored)
@@ -94,8 +97,8 @@ class RunFolder:
 
     def done_repeats(self, cell_id: str) -> list[int]:
         """The repeats with a finished load, in order."""
-        found = self.cell(cell_id).glob(f"loads/[0-9]*/{DONE}")
-        return sorted(int(p.parent.name) for p in found if is_whole(p.parent))
+        finished = self.cell(cell_id).glob(f"loads/[0-9]*/{DONE}")
+        return sorted(int(path.parent.name) for path in finished if is_whole(path.parent))
 
     def damaged_loads(self) -> list[Path]:
         """The loads that were finished, and of which a file is cut short: to be run again."""
@@ -182,18 +185,11 @@ class RunFolder:
         return False
 
 
-def _measured_with(stored: Mapping[str, Any]) -> str:
-    """The version and commit of the kvbench that wrote a manifest of any format; empty where it does not tell."""
-    sections = (stored.get(name) for name in ("versions", "git"))
-    version, git = (section if isinstance(section, dict) else {} for section in sections)
-    return f" (version {version.get('kvbench', 'unknown')}, commit {git.get('short_sha', 'unknown')})"
-
-
-def move_numbered(found: Path, folder: Path) -> Path:
+def move_numbered(path: Path, folder: Path) -> Path:
     """Moves a file or folder into ``folder`` with a number behind its name; returns where it is."""
     folder.mkdir(parents=True, exist_ok=True)
-    paths = (folder / f"{found.stem}-{number}{found.suffix}" for number in itertools.count(1))
-    return found.rename(next(path for path in paths if not path.exists()))
+    places = (folder / f"{path.stem}-{number}{path.suffix}" for number in itertools.count(1))
+    return path.rename(next(place for place in places if not place.exists()))
 
 
 def damaged_file(folder: Path) -> Path | None:

@@ -6,7 +6,6 @@ What may be absent (a server without /metrics, a cell that never finished, a fie
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from kvbench.common.text import and_more
 from kvbench.metrics.definitions import SERVED, SIMULATED
 from kvbench.metrics.latency import SEVERAL_TOKENS, in_steady, most_frequent_failures
 from kvbench.metrics.model import (
@@ -44,7 +42,6 @@ NOT_OF_REQUESTS = ("repeats", "slo", "concurrency", "request_rate", "num_request
 _THROUGHPUT = "steady_output_throughput"
 WRONG = "wrong answers"
 DOUBTS = (WRONG, "invalid", "refused")  # the worst first
-_MOST_NAMED = 6  # repeats in a note
 _GAUGES = (
     "t", "repeat", "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "kv_slots_total",
     "kv_slots_reserved", "kv_slots_used", "kv_waste_slots", "page_table_bytes",
@@ -319,14 +316,6 @@ class Run:
         return self.damaged + self.failures
 
     @property
-    def repeat_notes(self) -> list[str]:
-        """Writes sentences about repeats that are missing from valid cells, or were measured again.
-
-        ``cells``: id, number of valid repeats, and the reasons of those that are left out as invalid, by repeat.
-        """
-        return repeat_notes(self.manifest, [(c.cell_id, len(c.repeats), c.invalid_repeats) for c in self.cells])
-
-    @property
     def status(self) -> str:
         return self.manifest.status
 
@@ -410,31 +399,3 @@ def read_gauges(folder: Path) -> pd.DataFrame:
     if frame.empty or "num_requests_running" not in frame:
         return pd.DataFrame(columns=list(_GAUGES))
     return frame.assign(**{name: 0 if name == "repeat" else np.nan for name in _GAUGES if name not in frame})
-
-
-def repeat_notes(manifest: Manifest, cells: Iterable[tuple[str, int, Mapping[Any, Any]]]) -> list[str]:
-    """Writes sentences about repeats that are missing from valid cells, or were measured again.
-
-    ``cells``: id, number of valid repeats, and the reasons of those that are left out as invalid, by repeat.
-    """
-    planned, notes = manifest.planned_repeats, []
-    if again := Counter((load.cell_id, load.repeat) for load in manifest.set_aside):
-        times = {1: "", 2: " (twice)"}
-        loads = [f"{cell_id} repeat {repeat}{times.get(n, f' ({n} times)')}" for (cell_id, repeat), n in again.items()]
-        notes.append(f"measured again: {and_more(loads, _MOST_NAMED)}; what was disturbed is kept in set-aside/")
-    if invalid := [
-        f"{cell_id}: {valid} of {valid + len(reasons)} repeats are valid ({_first_reasons(reasons)})"
-        for cell_id, valid, reasons in cells
-        if reasons
-    ]:
-        notes.append(f"invalid repeats are left out: {and_more(invalid, _MOST_NAMED, between='; ')}")
-    if left := manifest.left_out_repeats:
-        counts = [f"{cell_id}: {planned[cell_id] - n} of {planned[cell_id]} repeats" for cell_id, n in left.items()]
-        minutes = manifest.max_minutes
-        limit = "" if minutes is None else f" {minutes:g}"
-        notes.append(f"cut short by --max-minutes{limit}, measured: {and_more(counts, _MOST_NAMED, between='; ')}")
-    return notes
-
-
-def _first_reasons(reasons: Mapping[Any, Any]) -> str:
-    return "; ".join(f"repeat {repeat}: {why[0].split(';')[0].rstrip('.')}" for repeat, why in reasons.items())

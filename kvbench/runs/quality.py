@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -10,8 +9,6 @@ from typing import Any, ClassVar
 from pydantic import ConfigDict
 
 from kvbench.common.records import Number, Record, read_record
-from kvbench.common.text import and_more
-from kvbench.metrics.canaries import ALPHA, chance_of_so_many
 from kvbench.runs.results import GitState, Manifest
 
 QUALITY, FORMAT = "quality.json", "kvbench-quality/2"
@@ -34,11 +31,6 @@ MARGINS = {
 }
 """By how much a figure may be worse than the control's worse end: what rounding alone does, and as much as is cheap."""
 _WORSE_END = {"greedy.share": "greedy.low", "passkey.share": "passkey.low", "p99": "p99"}  # else <name>_high
-_NAMES = {
-    "mean": ("mean KLD", "nats"), "p99": ("p99 of the KLD", "nats"), "rms_dp": ("RMS change in probability", "%"),
-    "perplexity_change": ("change of the perplexity", "%"), "greedy.share": ("share of equal greedy answers", "%"),
-    "passkey.share": ("share of right passkeys", "%"),
-}  # fmt: skip
 
 
 class _Measured(Record):
@@ -246,56 +238,6 @@ def limits_of(control: ConfigurationFigures) -> dict[str, float]:
 def is_beyond(name: str, value: float, limit: float) -> bool:
     """Tests whether a figure breaks its limit, which is the least value of a share and the largest of all others."""
     return value < limit if MARGINS[name] < 0 else value > limit
-
-
-def outside_of(figures: ConfigurationFigures, limits: Mapping[str, float | None]) -> list[str]:
-    """Writes a sentence for each limit that the figures of a configuration break, or cannot be held to."""
-    sentences = []
-    for name, limit in limits.items():
-        what, unit = _NAMES[name]
-        measured = figures.value(name)
-        if measured is None or limit is None or not (math.isfinite(measured) and math.isfinite(limit)):
-            sentences.append(f"its {what} or the control's is not a number")
-            continue
-        for value, where in ((measured, ""), (_at_full_pool(figures.full_pool, name), " at a full pool")):
-            if value is not None and is_beyond(name, value, limit):
-                shown, bound = (
-                    f"{100 * each:.3g} %" if unit == "%" else f"{each:.3g} {unit}" for each in (value, limit)
-                )
-                sentences.append(f"its {what}{where} is {shown}, the limit is {bound}")
-    problems = figures.full_pool.problems if figures.full_pool else ()
-    sentences += [f"its pool does not add up when it is full: {each}" for each in problems]
-    return sentences + list(_wrong_canaries(figures))
-
-
-def _at_full_pool(pool: FullPoolFigures | None, name: str) -> float | None:
-    """The share of right answers at a full pool that has the limit of the figure ``name``."""
-    if pool is None:
-        return None
-    right, asked = {
-        "greedy.share": (pool.agree, pool.answers),
-        "passkey.share": (pool.passkey_right, pool.passkey_asked),
-    }.get(name, (0, 0))
-    return right / asked if asked else None
-
-
-def _wrong_canaries(figures: ConfigurationFigures) -> Iterator[str]:
-    """Writes on canaries: one wrong is an error in full precision, and where no KV dtype is told.
-
-    A quantised KV may answer as many wrongly at a full pool as with room.
-    """
-    is_exact = figures.kv_cache_dtype in (None, "auto")
-    alone, full = figures.canaries, figures.full_pool.canaries if figures.full_pool else None
-    if is_exact and alone and (off := alone.asked - alone.right):
-        yield f"{off} of its {alone.asked} canaries are answered wrongly, and none may be in full precision"
-    if full and full.wrong:
-        off, distinct = full.wrong_with_room, full.distinct
-        chance = chance_of_so_many(full.wrong, full.answered, distinct, off, distinct)
-        why = "none may be in full precision" if is_exact else f"with room {off} of {distinct} are (p = {chance:.2g})"
-        if is_exact or chance < ALPHA:
-            names = and_more(full.which, 3)
-            wrong = f"{full.wrong} of its {full.answered} canaries are answered wrongly at a full pool ({names})"
-            yield f"{wrong}, and {why}"
 
 
 def code_differences(git: GitState, versions: Mapping[str, str | None], manifest: Manifest) -> list[str]:

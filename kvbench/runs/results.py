@@ -354,7 +354,7 @@ class LostBlock(Record):
     loads_kept: int
 
 
-class Executor(Record):
+class ClusterExecution(Record):
     """The machines that ran the cells. ``loads``: by cell and repeat, the machine."""
 
     kind: Literal["ray"] = "ray"
@@ -440,7 +440,7 @@ class Manifest(Environment, MeasuredTarget):
     notes: tuple[str, ...] = ()
     servers: Mapping[str, ServerInfo] = {}
     resumed: tuple[Resumed, ...] = ()
-    executor: Executor | None = None
+    executor: ClusterExecution | None = None
     max_minutes: float | None = None
     measured_s: float | None = None
     lockstep_minutes: float | None = None

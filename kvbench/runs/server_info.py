@@ -97,7 +97,7 @@ class EngineSettings(ServerAnswer):
     num_threads: Size = None
 
 
-class ModelInfo(ServerAnswer):
+class ModelAnswer(ServerAnswer):
     """The model that a server has loaded."""
 
     name: Name = None
@@ -146,12 +146,12 @@ class ServerInfo(ServerAnswer):
     """A server's /server_info; empty for a server that has none. ``served_model``: as the client's requests name it."""
 
     engine: EngineSettings = Field(default_factory=EngineSettings)
-    model: ModelInfo = Field(default_factory=ModelInfo)
+    model: ModelAnswer = Field(default_factory=ModelAnswer)
     resolved: Resolved = Field(default_factory=Resolved)
     capacity: KVRoom = Field(default_factory=KVRoom)
     server: ServerFacts = Field(default_factory=ServerFacts)
     tokenizer: TokenizerInfo = Field(default_factory=TokenizerInfo)
-    served_model: ModelInfo = Field(default_factory=ModelInfo)
+    served_model: ModelAnswer = Field(default_factory=ModelAnswer)
     versions: Facts = Field(default_factory=dict)
     kv_outliers: Facts = Field(default_factory=dict)
 

@@ -30,9 +30,9 @@ from kvbench.metrics.latency import summarise
 from kvbench.metrics.model import LoadMetrics, LoadOutcome
 from kvbench.requests.request import RequestSpec, conversations, distinct_prefixes, read_requests
 from kvbench.runs.folder import DONE
+from kvbench.runs.manifest import stored_workload
 from kvbench.runs.model import MeasuredCell, Repeat, Run, number
 from kvbench.runs.predictions import METRICS, PREDICTIONS, Predicted, Predictions
-from kvbench.runs.resume import stored_workload
 from kvbench.simulation.drive import TURNAROUND_S, Drive, EndedRequest, Replica, SettingsByName, StepTimer, prime
 from kvbench.simulation.instrument import row_of
 from kvbench.simulation.unit_costs import MeasuredSteps, UnitCostModel, UnitCosts, fit_unit_costs, measured

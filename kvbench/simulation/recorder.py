@@ -26,8 +26,7 @@ from kvbench.common.records import Record
 from kvbench.load.samples import SCHEMA
 from kvbench.metrics.latency import distribution, weighted_distribution
 from kvbench.metrics.model import LoadMetrics, LoadOutcome, PooledLatencies
-from kvbench.metrics.rows import MS
-from kvbench.metrics.sequences import gaps_within, times_per_output_token
+from kvbench.metrics.rows import MS, gaps_within, sequence_tpots
 from kvbench.metrics.steady_window import comes_at, steady_state
 from kvbench.simulation.drive import EndedRequest, Replica
 from kvbench.simulation.instrument import row_of
@@ -148,7 +147,7 @@ class Tally:
         ttft, e2el = float(times[0]) - ended.due, self.last - ended.due
         if ended.sequences or ended.tokens:
             gaps = gaps_within(times, ended.sequences or None)
-            tpots = times_per_output_token(times, ended.sequences or None, ended.tokens or [1] * len(times), tokens)
+            tpots = sequence_tpots(times, ended.sequences or None, ended.tokens or [1] * len(times), tokens)
             tpots = tpots[~np.isnan(tpots)].tolist()
         else:
             gaps = np.diff(times)

@@ -57,7 +57,7 @@ class BlockTask:
 
 
 @dataclass(frozen=True)
-class Status:
+class StatusText:
     text: str
 
 
@@ -99,7 +99,7 @@ class BlockEnded:
     problem: str | None = None
 
 
-Event = Status | ServerUp | LoadDone | LoadFailed | BlockEnded
+Event = StatusText | ServerUp | LoadDone | LoadFailed | BlockEnded
 
 
 def run_block_task(task: BlockTask) -> Iterator[Event]:
@@ -108,7 +108,7 @@ def run_block_task(task: BlockTask) -> Iterator[Event]:
     with tempfile.TemporaryDirectory(prefix=_PREFIX) as folder, RunFolder(Path(folder)).locked():
         work = _Work(task, RunFolder(Path(folder)))
         thread = threading.Thread(target=work.run, name="kvbench-block")
-        yield Status("starting")  # the task runs
+        yield StatusText("starting")  # the task runs
         thread.start()
         try:
             while thread.is_alive() or not work.events.empty():
@@ -228,4 +228,4 @@ class _Listener(Listener):
         self.put(LoadFailed(cell, self.failures[-1]))
 
     def status(self, text: str) -> None:
-        self.put(Status(text))
+        self.put(StatusText(text))

@@ -26,9 +26,8 @@ from kvbench.common.records import read_record
 from kvbench.common.text import and_more
 from kvbench.metrics.canaries import WRONG_ANSWERS
 from kvbench.runs.folder import DONE, MANIFEST, RunFolder
-from kvbench.runs.manifest import StoredManifest
+from kvbench.runs.manifest import StoredManifest, environment_differences
 from kvbench.runs.results import COMPLETE, CellLoad, Manifest, WarmUpResult
-from kvbench.runs.resume import environment_differences
 from kvbench.sweep.rate_search import INVALID
 from kvbench.sweep.show_load import StoredLoad
 from kvbench.workload.file import differing_keys

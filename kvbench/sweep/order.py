@@ -11,8 +11,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -97,14 +98,18 @@ def measures_again(done: LoadResult, attempts: int) -> bool:
 
 def blocks_left(blocks: Sequence[Block], measured: Measured) -> list[Block]:
     """Lists the blocks with what is left of them: first loads without an attempt, then those with one, ..."""
-    rounds = []
-    for attempts in range(ATTEMPTS):
-        for block in blocks:
-            keys = [(cell.cell_id, block.repeat) for cell in block.cells]
-            now = [measured.attempts[key] == attempts and measured.is_left(key) for key in keys]
-            cells = [cell for cell, chosen in zip(block.cells, now, strict=True) if chosen]
-            rounds += [_part(block, cells)] if cells else []
-    return rounds
+
+    def is_next(attempts: int, cell: Cell, repeat: int) -> bool:
+        load = (cell.cell_id, repeat)
+        return measured.attempts[load] == attempts and measured.is_left(load)
+
+    return [part for attempts in range(ATTEMPTS) for part in _parts(blocks, partial(is_next, attempts))]
+
+
+def _parts(blocks: Sequence[Block], keep: Callable[[Cell, int], bool]) -> list[Block]:
+    """The blocks with those of their cells that ``keep`` chooses, without empty ones."""
+    parts = (dataclasses.replace(b, cells=tuple(cell for cell in b.cells if keep(cell, b.repeat))) for b in blocks)
+    return [part for part in parts if part.cells]
 
 
 def blocks_in_time(
@@ -120,9 +125,7 @@ def blocks_in_time(
     def is_needed(cell: Cell, repeat: int) -> bool:
         return repeat == 1 and ((cell.cell_id, repeat) not in measured.done or not measured.valid(cell))
 
-    chosen = [_part(b, [c for c in b.cells if is_needed(c, b.repeat)]) for b in every]
-    rest = [_part(b, [c for c in b.cells if not is_needed(c, b.repeat)]) for b in every]
-    chosen, rest = [b for b in chosen if b.cells], [b for b in rest if b.cells]
+    chosen, rest = _parts(every, is_needed), _parts(every, lambda cell, repeat: not is_needed(cell, repeat))
     time_left_s -= sum(map(seconds, chosen))
     for unit in _by_decision(design, rest, measured):
         new = [block for block in unit if block not in chosen]
@@ -130,10 +133,6 @@ def blocks_in_time(
             chosen += new
             time_left_s -= cost
     return chosen
-
-
-def _part(block: Block, cells: Collection[Cell]) -> Block:
-    return dataclasses.replace(block, cells=tuple(cells))
 
 
 def _by_decision(design: Design, rest: Sequence[Block], measured: Measured) -> list[list[Block]]:

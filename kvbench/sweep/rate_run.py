@@ -38,7 +38,7 @@ from kvbench.sweep.rate_search import (
     TOO_SHORT,
     Bounds,
     Condition,
-    Interval,
+    RateInterval,
     SearchAnswer,
     Trial,
     arrivals_to_detect,
@@ -410,7 +410,7 @@ def answer_sentence(
     )
 
 
-def _interval_words(interval: Interval, unit: str) -> str:
+def _interval_words(interval: RateInterval, unit: str) -> str:
     ends = (interval.low, interval.rate, interval.high)
     low, rate, high = (None if end is None else significant(end) for end in ends)
     if low is not None and high is not None:

@@ -106,25 +106,25 @@ def parse_conditions(text: str) -> tuple[Condition, ...]:
 
 
 def _condition(part: str) -> Condition:
-    found = _GOODPUT.fullmatch(part) or _LATENCY.fullmatch(part)
-    if found is None:
+    match = _GOODPUT.fullmatch(part) or _LATENCY.fullmatch(part)
+    if match is None:
         raise ValueError(f"{part!r} is no condition; {_EXAMPLE}.")
     try:
-        value = float(found["value"])
+        value = float(match["value"])
     except ValueError:
         value = 0.0
     if value <= 0:
-        raise ValueError(f"{part!r}: {found['value']} is not a number above 0; {_EXAMPLE}.")
-    if found.re is _GOODPUT:
-        share = value / (100.0 if found["unit"] else 1.0)
+        raise ValueError(f"{part!r}: {match['value']} is not a number above 0; {_EXAMPLE}.")
+    if match.re is _GOODPUT:
+        share = value / (100.0 if match["unit"] else 1.0)
         if share > 1:
             raise ValueError(f"{part!r}: a share of the requests is at most 1 or 100%; write for example goodput>=95%.")
         return Condition(part, "goodput", "", share)
     for what, known in (("stat", STATISTICS), ("metric", LATENCIES)):
-        if found[what] not in known:
-            raise ValueError(f"{part!r}: {found[what]!r} is not known; use one of {', '.join(known)}.")
-    limit = value * (1000.0 if found["unit"] == "s" else 1.0)
-    return Condition(part, f"{found['metric']}_ms", STATISTICS[found["stat"]], limit)
+        if match[what] not in known:
+            raise ValueError(f"{part!r}: {match[what]!r} is not known; use one of {', '.join(known)}.")
+    limit = value * (1000.0 if match["unit"] == "s" else 1.0)
+    return Condition(part, f"{match['metric']}_ms", STATISTICS[match["stat"]], limit)
 
 
 # A run cannot show every overload: one of a share x of the capacity lets the queue grow by x of the arrivals, while the
@@ -301,7 +301,7 @@ class SearchAnswer:
     """The end of a search. ``interval``: None when no run could be judged. ``reason``: why it stopped short."""
 
     outcome: str
-    interval: Interval | None
+    interval: RateInterval | None
     reason: str = ""
 
 
@@ -310,54 +310,50 @@ def next_step(trials: Sequence[Trial], bounds: Bounds) -> float | SearchAnswer:
     met, missed = _rates(trials, True), _rates(trials, False)
     ceiling = _client_limit(trials)
     highest = bounds.high if ceiling is None else _below_ceiling(ceiling.rate, [*met, *missed], bounds)
-    known = _posterior(trials, bounds)
-    found = _interval(known, trials, bounds)
+    likely, threshold = _threshold(trials, bounds)
     if (given_up := _given_up(trials)) is not None:
         outcome, reason = given_up
-        return SearchAnswer(outcome, found, reason)
+        return SearchAnswer(outcome, threshold, reason)
     limit = ""
     if ceiling is not None:
         limit = f"at {ceiling.rate:g}/s the client, not the server, was the limit ({'; '.join(ceiling.reasons)})"
     if highest is None:
-        return SearchAnswer(CLIENT_LIMIT, found, limit)
-    if found is not None and _narrow(found, bounds, highest):
-        if found.high is None:
-            return SearchAnswer(CLIENT_LIMIT, found, limit) if limit else SearchAnswer(ALWAYS, found)
-        return SearchAnswer(NEVER if found.low is None else FOUND, found)
+        return SearchAnswer(CLIENT_LIMIT, threshold, limit)
+    if threshold is not None and _narrow(threshold, bounds, highest):
+        if threshold.high is None:
+            return SearchAnswer(CLIENT_LIMIT, threshold, limit) if limit else SearchAnswer(ALWAYS, threshold)
+        return SearchAnswer(NEVER if threshold.low is None else FOUND, threshold)
     if len(trials) >= bounds.max_runs:
-        return SearchAnswer(OUT_OF_RUNS, found, f"{bounds.max_runs} runs were allowed (--max-runs)")
-    return _next_rate(met, missed, known, bounds, highest)  # the same again after one that is not judged
+        return SearchAnswer(OUT_OF_RUNS, threshold, f"{bounds.max_runs} runs were allowed (--max-runs)")
+    return _next_rate(met, missed, likely, bounds, highest)  # the same again after one that is not judged
 
 
-def interval_so_far(trials: Sequence[Trial], bounds: Bounds) -> Interval | None:
+def interval_so_far(trials: Sequence[Trial], bounds: Bounds) -> RateInterval | None:
     """The 95 % interval of the runs so far; None when none could be judged."""
-    return _interval(_posterior(trials, bounds), trials, bounds)
+    return _threshold(trials, bounds)[1]
 
 
-def _posterior(trials: Sequence[Trial], bounds: Bounds) -> Posterior:
-    return posterior(_rates(trials, True), _rates(trials, False), bounds.low, bounds.high, bounds.tolerance)
-
-
-def _interval(known: Posterior, trials: Sequence[Trial], bounds: Bounds) -> Interval | None:
+def _threshold(trials: Sequence[Trial], bounds: Bounds) -> tuple[Posterior, RateInterval | None]:
     met, missed, ceiling = _rates(trials, True), _rates(trials, False), _client_limit(trials)
+    likely = posterior(met, missed, bounds.low, bounds.high, bounds.tolerance)
     highest = min(bounds.high, ceiling.rate) if ceiling else bounds.high
-    return interval(known, met, missed, bounds.low, highest) if met or missed else None
+    return likely, interval(likely, met, missed, bounds.low, highest) if met or missed else None
 
 
 def _rates(trials: Sequence[Trial], met: bool) -> list[float]:
     return [t.rate for t in trials if t.met is met]
 
 
-def _narrow(found: Interval, bounds: Bounds, highest: float) -> bool:
+def _narrow(threshold: RateInterval, bounds: Bounds, highest: float) -> bool:
     """Tests whether the interval is within the tolerance; an open end counts as the last rate that may be run."""
-    if found.low is None and found.high is None:
+    if threshold.low is None and threshold.high is None:
         return False
-    low, high = (bounds.low if found.low is None else found.low), (highest if found.high is None else found.high)
-    return high <= low * (1 + bounds.tolerance)
+    low = bounds.low if threshold.low is None else threshold.low
+    return (highest if threshold.high is None else threshold.high) <= low * (1 + bounds.tolerance)
 
 
 def _next_rate(
-    met: Sequence[float], missed: Sequence[float], known: Posterior, bounds: Bounds, highest: float
+    met: Sequence[float], missed: Sequence[float], likely: Posterior, bounds: Bounds, highest: float
 ) -> float:
     """A rate that tells much; at most twice one that met the SLO, as a higher one would only pile up a queue."""
     if not met:
@@ -366,7 +362,7 @@ def _next_rate(
         rate = max(met) * 2
     else:
         share = _TURNS[(len(met) + len(missed)) % len(_TURNS)]
-        rate = min(known.quantile(share), max(met) * 2)
+        rate = min(likely.quantile(share), max(met) * 2)
     return min(highest, max(bounds.low, float(f"{rate:.4g}")))  # in figures that can be typed
 
 
@@ -404,7 +400,7 @@ def _given_up(trials: Sequence[Trial]) -> tuple[str, str] | None:
 
 
 @dataclass(frozen=True)
-class Interval:
+class RateInterval:
     """The rates [1/s] between which the threshold lies with 95 % confidence; None: open, then without a ``rate``."""
 
     low: float | None
@@ -456,14 +452,14 @@ def _log_chance(rate: float, met: bool, low: float, high: float, tolerance: floa
     return np.log(np.maximum(chance, 1e-300)) if met else np.log1p(-chance)
 
 
-def interval(found: Posterior, met: Sequence[float], missed: Sequence[float], low: float, high: float) -> Interval:
+def interval(likely: Posterior, met: Sequence[float], missed: Sequence[float], low: float, high: float) -> RateInterval:
     """The 95 % interval. An end beyond the rates that may be run (``low`` to ``high``) is open, and so is one on whose
     side no run was made that shows it. "At least" is never more than a rate that was met, "less than" never less than
     one that was missed.
     """
     tail = (1 - CONFIDENCE) / 2
-    lower = min(found.quantile(tail), max(met)) if met else None
-    upper = max(found.quantile(1 - tail), min(missed)) if missed else None
+    lower = min(likely.quantile(tail), max(met)) if met else None
+    upper = max(likely.quantile(1 - tail), min(missed)) if missed else None
     lower = None if lower is None or lower < low else lower
     upper = None if upper is None or upper > high else upper
-    return Interval(lower, None if lower is None or upper is None else found.quantile(0.5), upper)
+    return RateInterval(lower, None if lower is None or upper is None else likely.quantile(0.5), upper)

@@ -37,9 +37,8 @@ from kvbench.common.ray_cluster import (
     usable_nodes,
 )
 from kvbench.common.text import and_more, plural
-from kvbench.runs.manifest import StoredManifest
-from kvbench.runs.results import ClusterMachine, Environment, Executor, GitState, LostBlock, Manifest
-from kvbench.runs.resume import environment_differences
+from kvbench.runs.manifest import StoredManifest, environment_differences
+from kvbench.runs.results import ClusterExecution, ClusterMachine, Environment, GitState, LostBlock, Manifest
 from kvbench.sweep.block import BlockRunner, Finished, ThisMachine, why_unanswered
 from kvbench.sweep.block_task import (
     BlockEnded,
@@ -48,7 +47,7 @@ from kvbench.sweep.block_task import (
     LoadDone,
     LoadFailed,
     ServerUp,
-    Status,
+    StatusText,
     run_block_task,
 )
 from kvbench.targets.base import Target
@@ -160,7 +159,7 @@ class RayMachines(ThisMachine):
 
     def begin(self, runner: BlockRunner, manifest: StoredManifest) -> None:
         self.runner, self.manifest, self.job = runner, manifest, runner.instrument.job
-        before = manifest.manifest.executor or Executor()
+        before = manifest.manifest.executor or ClusterExecution()
         machines = {**before.machines, **{node.name: self._machine(node) for node in self.nodes}}
         needs = str(self.cell_needs)
         self._record(kind="ray", cells_need=needs, machines=machines, loads=before.loads, lost=before.lost)
@@ -173,7 +172,7 @@ class RayMachines(ThisMachine):
 
     def _record(self, **changes: Any) -> None:
         """Notes in the manifest which machine does what."""
-        executor = self.manifest.manifest.executor or Executor()
+        executor = self.manifest.manifest.executor or ClusterExecution()
         self.manifest.replace(executor=executor.model_copy(update=changes))
 
     def _machine(self, node: ClusterNode) -> ClusterMachine:
@@ -254,7 +253,7 @@ class RayMachines(ThisMachine):
 
     def _take(self, run: _Run, event: Event) -> None:
         match event:
-            case Status(text):
+            case StatusText(text):
                 run.doing = text
                 self._show()
             case ServerUp(info, model):

@@ -34,21 +34,26 @@ from kvbench.lockstep.process import OPEN_LIMIT_S
 from kvbench.lockstep.sitting import Sitting, begin_anew
 from kvbench.measure.http import HttpInstrument
 from kvbench.measure.instrument import Instrument, Job
+from kvbench.measure.words import repeat_notes
 from kvbench.metrics.canaries import WRONG_ANSWERS
 from kvbench.runs.aggregate import aggregate_cell
 from kvbench.runs.engine_time import EngineTime, read_engine_time
 from kvbench.runs.folder import RunFolder, create_run
-from kvbench.runs.manifest import StoredManifest, new_manifest, with_server
-from kvbench.runs.model import repeat_notes
+from kvbench.runs.manifest import (
+    StoredManifest,
+    accept_server,
+    new_manifest,
+    reopen,
+    require_same_workload,
+    with_server,
+)
 from kvbench.runs.quality import read_quality
 from kvbench.runs.results import COMPLETE, INCOMPLETE, Capacity, CellSummary, FailedLoad, LoadResult, Manifest, SetAside
-from kvbench.runs.resume import accept_server, reopen, require_same_workload
 from kvbench.runs.server_info import ServerInfo
 from kvbench.runs.work import FolderWork, kept, work_in
 from kvbench.sweep.block import BlockRunner, ThisMachine, Unanswered, why_unanswered
-from kvbench.sweep.capacity import memory_notes
 from kvbench.sweep.order import Measured, blocks_in_time, blocks_left
-from kvbench.sweep.plan import describe_plan, preflight
+from kvbench.sweep.plan import describe_plan, memory_notes, preflight
 from kvbench.sweep.progress import Estimator, SweepProgress
 from kvbench.targets.base import Target
 from kvbench.targets.choose import ChosenTarget
@@ -498,8 +503,7 @@ class Sweep:
         if not complete and not self.failures:
             self._say(f"cells are left; go on with:\n  {self.resume}")
         manifest = self.stored.manifest
-        counted = [(each.cell_id, len(each.repeats), each.invalid_repeats) for each in self.summaries]
-        for note in repeat_notes(manifest, counted):
+        for note in repeat_notes(manifest, self.summaries):
             self._note(note)
         if complete and manifest.left_out:
             self._say(f"measure the repeats that are left out with:\n  {self.resume} --max-minutes <more>")

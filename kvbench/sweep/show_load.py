@@ -13,6 +13,7 @@ from kvbench.common.records import Record
 from kvbench.common.text import calibration_words, plural, slo_words
 from kvbench.load.validity import MAX_SHORT_SHARE
 from kvbench.measure.http import TargetInstrument
+from kvbench.measure.words import PLATEAU_HEADS, plateau_row
 from kvbench.metrics.canaries import WRONG_ANSWERS
 from kvbench.metrics.definitions import Metric, latencies
 from kvbench.metrics.latency import LONG_OPEN, SAMPLES_NEEDED, SEVERAL_TOKENS
@@ -27,7 +28,7 @@ from kvbench.metrics.model import (
 )
 from kvbench.requests.prefix_hits import OTHER_SEED, hit_notes
 from kvbench.requests.request import RequestList
-from kvbench.runs.aggregate import PLATEAU_HEADS, plateau_row, vllm_fields
+from kvbench.runs.aggregate import vllm_fields
 from kvbench.runs.results import LoadResult
 from kvbench.sweep.rate_search import Trial
 from kvbench.workload.design import LoadPoint

@@ -19,7 +19,7 @@ from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.common.foreign_cpu import ServerProcess
 from kvbench.common.ports import free_port
 from kvbench.common.text import plural
-from kvbench.runs.server_info import EngineSettings, KVRoom, ModelInfo, ModelRow, Resolved, ServerFacts, ServerInfo
+from kvbench.runs.server_info import EngineSettings, KVRoom, ModelAnswer, ModelRow, Resolved, ServerFacts, ServerInfo
 from kvbench.targets.base import ModelFacts, Target
 from kvbench.targets.cores import bound_cores, core_words
 from kvbench.targets.launch_plan import HOST, Launcher
@@ -215,7 +215,7 @@ class LaunchedTarget(ProcessTarget):
         except ValueError as error:
             raise UsageError(f"the workload's engine.{error}") from None
         threads = self._threads(engine)
-        model = ModelInfo(name=self._model_name(), vocab_size=self.model.vocab_size)
+        model = ModelAnswer(name=self._model_name(), vocab_size=self.model.vocab_size)
         end_quirk = _EOS_IN_FILE if preset.model_format == "gguf" else _EOS_TAKEN_OUT
         return ServerInfo(
             engine=engine,

@@ -21,7 +21,7 @@ from kvbench.common import processes
 from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.common.files import write_json
 from kvbench.common.parsing import json_at
-from kvbench.runs.server_info import ModelInfo
+from kvbench.runs.server_info import ModelAnswer
 from kvbench.workload.settings import Settings, effective
 
 _EXPORT_S = 1800.0  # tens of gigabytes on a slow disk
@@ -40,7 +40,7 @@ class ServedModel:
     tokenizer: Path | None
     vocab_size: int | None
     max_positions: int | None
-    facts: ModelInfo = field(default_factory=ModelInfo)
+    facts: ModelAnswer = field(default_factory=ModelAnswer)
 
 
 @dataclass(frozen=True)
@@ -200,4 +200,4 @@ def _described(folder: Path, tokenizer: Path | None) -> ServedModel:
     text = json_at(config, "text_config") or config
     lengths = [json_at(text, name) for name in ("max_position_embeddings", "n_positions")]
     positions = next((length for length in lengths if isinstance(length, int)), None)
-    return ServedModel(folder, tokenizer, json_at(text, "vocab_size"), positions, ModelInfo.read(facts))
+    return ServedModel(folder, tokenizer, json_at(text, "vocab_size"), positions, ModelAnswer.read(facts))

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvbench.common import text as words
 from kvbench.common.errors import UsageError
-from kvbench.sweep.capacity import Lengths, at_once, memory_notes
+from kvbench.sweep.plan import Lengths, at_once, memory_notes
 from kvbench.targets.builtin import check_configuration, kv_dtypes, shipped_models
 from kvbench.workload.design import Cell, Configuration, Design, LoadPoint
 

@@ -25,7 +25,7 @@ from engine.config import EngineConfig
 from engine.planning import plan_engine
 from kvbench.lockstep import instrument as loads
 from kvbench.lockstep.process import LOCKSTEP_COMMAND, EngineProcess, open_all
-from kvbench.lockstep.turns import Seat, take_turns, warm_up
+from kvbench.lockstep.turns import TurnTaker, take_turns, warm_up
 from kvbench.metrics.latency import summarise
 from kvbench.simulation.predict import ReplayedLoad, predicted_metrics, works_of
 from kvbench.simulation.unit_costs import MeasuredSteps, UnitCosts, fit_unit_costs, measured
@@ -76,16 +76,16 @@ def measure(cells: list[_Cell]) -> dict[str, list[loads.Repetition]]:
         seats = []
         for cell in cells:
             open_all([(process, cell.name, design_of(cell.workload).configurations[0].settings)])
-            seats.append(Seat(process, cell.name))
+            seats.append(TurnTaker(process, cell.name))
         until = time.monotonic() + _LIMIT_S
         warm_up(seats, 3, 256, until, 1)
         found: dict[str, list[loads.Repetition]] = {cell.name: [] for cell in cells}
         for repetition in range(_TIMES):
             for cell, seat in zip(cells, seats, strict=True):
-                loads.begin([seat], cell.workload.load, cell.point, cell.replayed.requests, until)
+                loads.begin(seat, cell.workload.load, cell.point, cell.replayed.requests, until)
             take_turns(seats, random.Random(repetition), _TURN, until)
             for seat in seats:
-                found[seat.name].append(loads.computed(seat))
+                found[seat.name].append(loads.Repetition.of(seat))
         return found
 
 

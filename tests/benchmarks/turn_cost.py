@@ -21,7 +21,7 @@ from scipy import stats
 
 from kvbench.common.machine import environment
 from kvbench.lockstep.process import LOCKSTEP_COMMAND, EngineProcess, open_all
-from kvbench.lockstep.turns import TURNS, Seat
+from kvbench.lockstep.turns import TURNS, TurnTaker
 from kvbench.workload.design import make_design
 from kvbench.workload.file import load_workload
 
@@ -29,7 +29,7 @@ LONG, ALONE_FROM, LOADS_TURNS, PROMPT = 24, 8, 10, 16  # steps, steps, long turn
 _TRIMMED, _RESAMPLES = 0.1, 1000  # of the turns at each end: interruptions
 
 
-def decode_turns(seat: Seat) -> list[np.ndarray]:
+def decode_turns(seat: TurnTaker) -> list[np.ndarray]:
     """The seconds [24] of each whole turn that decoded the same number of tokens at every step."""
     ends, table = np.cumsum(seat.turns), seat.table()
     turns = [table[end - length : end] for end, length in zip(ends, seat.turns, strict=True) if length == LONG]
@@ -67,7 +67,7 @@ def measure(path: Path, minutes: float, log: Path) -> tuple[dict[str, np.ndarray
     with EngineProcess(LOCKSTEP_COMMAND, log) as process:
         process.greet()
         open_all([(process, each.config_id, each.settings) for each in design.configurations])
-        seats = [Seat(process, each.config_id) for each in design.configurations]
+        seats = [TurnTaker(process, each.config_id) for each in design.configurations]
         until = time.monotonic() + 60 * minutes
         while time.monotonic() < until:
             for seat in seats:

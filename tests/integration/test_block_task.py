@@ -13,7 +13,7 @@ import pytest
 from kvbench.common.files import unpack
 from kvbench.runs.folder import RunFolder
 from kvbench.runs.results import Manifest
-from kvbench.sweep.block_task import BlockEnded, BlockTask, LoadDone, LoadFailed, ServerUp, Status, run_block_task
+from kvbench.sweep.block_task import BlockEnded, BlockTask, LoadDone, LoadFailed, ServerUp, StatusText, run_block_task
 from kvbench.targets.choose import KINDS_OF, STORED, choose
 from kvbench.workload.file import load_workload
 from tests.support.loads import FAKE
@@ -80,7 +80,7 @@ def test_an_interrupted_task_stops_its_server_while_it_starts_and_while_a_load_r
     block_task = task(**env)
     run = run_block_task(block_task)
     awaited = "starting the server" if "FAKE_FAULT" in env else f"{block_task.block.cells[0].cell_id} repeat"
-    next(each for each in run if isinstance(each, Status) and awaited in each.text)
+    next(each for each in run if isinstance(each, StatusText) and awaited in each.text)
     wait_until(lambda: servers(tmp_path), 20)
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):

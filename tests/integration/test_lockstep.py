@@ -19,7 +19,7 @@ from kvbench.cli import main as cli
 from kvbench.gate.compare import lockstep_pairs
 from kvbench.lockstep import instrument as loads
 from kvbench.lockstep.process import LOCKSTEP_COMMAND, EngineProcess, open_all
-from kvbench.lockstep.turns import Seat, take_turns
+from kvbench.lockstep.turns import TurnTaker, take_turns
 from kvbench.workload.file import load_workload
 from kvbench.workload.load_section import LoadConfig, load_point
 from tests.support.sweep_parts import ROOT
@@ -78,14 +78,14 @@ def test_engines_that_share_weights_and_take_turns_generate_what_each_generates_
     with EngineProcess(LOCKSTEP_COMMAND, tmp_path / "log") as process:
         process.greet()
         open_all([(process, name, each) for name, each in settings.items()])
-        seats = [Seat(process, name) for name in settings]
-        before = loads.begin(seats, workload.load, point, requests, math.inf)
+        seats = [TurnTaker(process, name) for name in settings]
+        before = [loads.begin(seat, workload.load, point, requests, math.inf) for seat in seats]
         take_turns(seats, random.Random(3), 2, math.inf)
         done, tables = {}, {}
         for seat, metrics in zip(seats, before, strict=True):
             out = tmp_path / seat.name
             out.mkdir()
-            done[seat.name] = loads.store(out, [loads.computed(seat)], workload.load, point, requests, metrics)
+            done[seat.name] = loads.store(out, [loads.Repetition.of(seat)], workload.load, point, requests, metrics)
             tables[seat.name] = pd.read_parquet(out / "requests.parquet")
             assert done[seat.name].valid, done[seat.name].invalid_reasons
     wanted = sum(spec.max_tokens for spec in requests)
@@ -119,12 +119,12 @@ def test_requests_of_several_sequences_are_what_each_engine_generates_alone(work
     with EngineProcess(LOCKSTEP_COMMAND, tmp_path / "log") as process:
         process.greet()
         open_all([(process, name, each) for name, each in settings.items()])
-        seats = [Seat(process, name) for name in settings]
-        before = loads.begin(seats, load, point, requests, math.inf)
+        seats = [TurnTaker(process, name) for name in settings]
+        before = [loads.begin(seat, load, point, requests, math.inf) for seat in seats]
         take_turns(seats, random.Random(3), 2, math.inf)
         for seat, metrics in zip(seats, before, strict=True):
             (out := tmp_path / seat.name).mkdir()
-            done = loads.store(out, [loads.computed(seat)], load, point, requests, metrics)
+            done = loads.store(out, [loads.Repetition.of(seat)], load, point, requests, metrics)
             assert done.valid, done.invalid_reasons
             assert done.metrics.total_output_tokens == seat.output_tokens == 3 * 3 * 12 + 3 * 2 * 8
             assert done.metrics.per_class["samples"].tpot_ms.n == 9

@@ -35,11 +35,11 @@ from kvbench.lockstep.process import (
     LOCKSTEP_COMMAND,
     EngineFailedError,
     EngineProcess,
-    RefusedError,
+    EngineRefusedError,
     open_all,
     why_not_stepped,
 )
-from kvbench.lockstep.turns import Seat, choose_turn, cold_facts, mean_step, warm_up
+from kvbench.lockstep.turns import TurnTaker, choose_turn, cold_facts, mean_step, warm_up
 from kvbench.measure.instrument import Job
 from kvbench.requests.request import RequestList
 from kvbench.runs.results import FailedLoad
@@ -74,7 +74,7 @@ def why_not_lockstep(workloads: Sequence[PairedWorkload], log: Path) -> str | No
             workload, options = opened.choice.workload, set[str]()
             for cell in each.matches[0].cells(side):
                 requests = _requests(each, side, cell, 1, 1)
-                if reason := loads.why_not(workload.load, requests):
+                if reason := loads.SteppedInstrument.why_not(workload.load, requests):
                     return f"{each.name}: {reason}"
                 options.update(*(request.answers for request in requests))
             settings = [match.of(side).settings for match in each.matches]
@@ -156,7 +156,7 @@ class LockstepPairs:
         try:
             answers = open_all(opened, self.open_limit_s)
         except UsageError as error:
-            if pair == 1 or not isinstance(refused := error.__cause__, RefusedError):
+            if pair == 1 or not isinstance(refused := error.__cause__, EngineRefusedError):
                 raise
             raise refused from None  # it opened before: its memory is missing, its settings are not wrong
         start_s = time.monotonic() - started
@@ -166,7 +166,7 @@ class LockstepPairs:
         if cores := _same_cores([match.of(side).settings for side in sides], infos.values(), rng):
             for process, _, _ in opened:
                 process.stay_on(cores)
-        seats = {side: Seat(process, side) for process, side, _ in opened}
+        seats = {side: TurnTaker(process, side) for process, side, _ in opened}
         users = max(loads.users_of(cell.load) for cell in match.cells(sides[0]))
         capacities = (workload.capacity[side][match.of(side).config_id] for side in sides)
         max_model_len = min(capacity.max_model_len for capacity in capacities)
@@ -201,7 +201,7 @@ class LockstepPairs:
         workload: PairedWorkload,
         cells: Mapping[str, Cell],
         pair: int,
-        seats: Mapping[str, Seat],
+        seats: Mapping[str, TurnTaker],
         rng: random.Random,
         facts: Mapping[str, Any],
     ) -> None:

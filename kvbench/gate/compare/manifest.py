@@ -29,8 +29,8 @@ from kvbench.gate.compare.sides import RUN, OpenSide, PairedWorkload
 from kvbench.gate.policy import Policy
 from kvbench.gate.timing.plan import BASE, SIDES, Match, PairedCell
 from kvbench.runs.folder import RunFolder, create_run
+from kvbench.runs.manifest import environment_differences
 from kvbench.runs.results import Environment, GitState, Resumed
-from kvbench.runs.resume import environment_differences
 from kvbench.runs.server_info import ServerInfo
 from kvbench.workload.file import Workload
 

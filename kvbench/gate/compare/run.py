@@ -56,8 +56,8 @@ from kvbench.lockstep.process import OPEN_LIMIT_S
 from kvbench.measure.http import HttpInstrument
 from kvbench.measure.instrument import Job, Listener
 from kvbench.runs.folder import RunFolder, create_run
-from kvbench.runs.resume import stored_workload
-from kvbench.runs.server_info import ModelInfo, ServerInfo
+from kvbench.runs.manifest import stored_workload
+from kvbench.runs.server_info import ModelAnswer, ServerInfo
 from kvbench.runs.work import kept, orderly_end
 from kvbench.sweep.block import BlockRunner
 from kvbench.targets.base import Target
@@ -489,12 +489,12 @@ class ComparisonRun:
         self.manifest.notes = (*self.manifest.notes, *new)
         for note in new:
             self._say(f"note: {note}")
-        served = ModelInfo(**dataclasses.asdict(target.model))
+        served = ModelAnswer(**dataclasses.asdict(target.model))
         info, force = info.model_copy(update={"served_model": served}), self.request.force
         record_server(self.manifest, match, side, info, alone=block.alone, force=force)
 
     def _on_engine(self, side: str, match: Match, engine: ServerInfo) -> None:
         """Does what ``_on_server`` does, for an engine without a server."""
-        served = ModelInfo(**{name: engine.fact("model", name) for name in ("name", "vocab_size", "max_model_len")})
+        served = ModelAnswer(**{name: engine.fact("model", name) for name in ("name", "vocab_size", "max_model_len")})
         engine = engine.model_copy(update={"served_model": served})
         record_server(self.manifest, match, side, engine, alone=False, force=self.request.force)

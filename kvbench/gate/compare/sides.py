@@ -36,8 +36,8 @@ from kvbench.gate.compare.request import CompareRequest
 from kvbench.gate.timing.plan import BASE, CANDIDATE, SIDES, Match, match_designs
 from kvbench.gate.verdict.wording import shortened
 from kvbench.runs.folder import MANIFEST, RunFolder
+from kvbench.runs.manifest import stored_workload
 from kvbench.runs.results import Capacity, CellSummary, MeasuredTarget
-from kvbench.runs.resume import stored_workload
 from kvbench.sweep.plan import preflight
 from kvbench.targets.base import Target
 from kvbench.targets.builtin import BUILTIN_COMMAND, BuiltinTarget, ServerRefusedError, check_configuration

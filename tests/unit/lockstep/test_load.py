@@ -21,7 +21,7 @@ from kvbench.lockstep.instrument import (
     store,
     typical,
 )
-from kvbench.lockstep.turns import Seat
+from kvbench.lockstep.turns import TurnTaker
 from kvbench.measure.instrument import Job
 from kvbench.requests.request import RequestList
 from kvbench.runs.folder import RunFolder
@@ -91,8 +91,21 @@ def test_an_engine_keeps_its_cache_where_the_load_declares_it(state, keeps):
     point = load_point("closed", concurrency=2, rate=None, num_requests=4)
     drawn = requests_of(load, point, vocab_size=512, max_model_len=64, seed=3, repeat=1)
     seat = Mock()
-    begin([seat], load, point, drawn, until=0.0)
+    begin(seat, load, point, drawn, until=0.0)
     assert seat.load.call_args.kwargs["keep_cache"] is keeps
+
+
+def test_a_primed_engine_computes_the_shared_prefixes_before_the_load_and_keeps_them():
+    shared = {"prompts": LOAD["prompts"] | {"shared_prefix": {"tokens": 4, "share": 1.0}}, "cache_state": "primed"}
+    load = LoadConfig.model_validate(LOAD | shared)
+    point = load_point("closed", concurrency=2, rate=None, num_requests=4)
+    drawn = requests_of(load, point, vocab_size=512, max_model_len=64, seed=3, repeat=1)
+    engine = Mock(ended=True)
+    begin(engine, load, point, drawn, until=math.inf)
+    first, then = (call.kwargs for call in engine.load.call_args_list)
+    prefix = tuple(drawn[0].prompt_token_ids[:4])
+    assert [(tuple(ids), tokens) for ids, tokens, *_ in first["requests"]] == [(prefix, 1)] and not first["keep_cache"]
+    assert len(then["requests"]) == 4 and then["keep_cache"]
 
 
 def test_what_an_engine_does_at_the_same_step_each_time_stays():
@@ -151,7 +164,7 @@ def test_the_counters_of_a_load_that_is_computed_again_are_of_all_times_and_of_n
     point = load_point("closed", concurrency=2, rate=None, num_requests=4)
     job = Job(SimpleNamespace(load=load), RunFolder(tmp_path))
     drawn = requests_of(load, point, vocab_size=512, max_model_len=64, seed=3, repeat=1)
-    instrument = SteppedInstrument(job, Seat(CountingEngine(), "a"), lambda point, repeat: drawn)
+    instrument = SteppedInstrument(job, TurnTaker(CountingEngine(), "a"), lambda point, repeat: drawn)
     for repeat in (1, 2):  # the second load's are not of the first one
         instrument.begin(point, repeat)
         for _ in range(3):

@@ -51,11 +51,12 @@ def test_an_engine_of_a_version_that_knows_no_options_says_so_beforehand(tmp_pat
         ("say(protocol=2); sys.stdin.readline(); print('a banner', flush=True)", "a banner"),
     ],
 )
-def test_an_engine_that_fails_is_named_with_its_reason(tmp_path, body, word):
+def test_an_engine_that_fails_is_named_with_its_reason(tmp_path, body, word, monkeypatch):
+    monkeypatch.setattr("kvbench.lockstep.process.TURN_LIMIT_S", 0.2 if "within" in word else 20)
     with scripted(tmp_path, body) as process:
         process.greet()
         with pytest.raises(EngineFailedError, match=word) as failed:
-            process.ask(0.2 if "within" in word else 20, do="turn")
+            process.ask(do="turn")
         assert failed.value.process is process
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import sys
+import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -124,6 +127,15 @@ def test_time_that_is_over_ends_it_after_few_launches_of_the_highest_load(sit, t
     assert len(found.notes) == 1 and "c2" in found.notes[0] and "--lockstep-minutes" in found.notes[0]
 
 
+def test_a_load_that_the_time_holds_once_but_not_in_enough_launches_is_left_out(sit, tmp_path, monkeypatch):
+    began, asked = time.monotonic(), itertools.count()
+    slow = SimpleNamespace(monotonic=lambda: began + next(asked))  # a second passes whenever the sitting asks
+    monkeypatch.setattr(sitting, "time", slow)
+    found = sit(20, page_size=[8]).execute()
+    assert [note for note in found.notes if "c2 was not measured in engine time" in note]
+    assert {effect.cell.rsplit("-", 1)[1] for effect in found.effects} == {"c4"}
+
+
 def test_a_load_that_never_ends_is_given_up(sit, tmp_path):
     with pytest.raises(MeasurementError, match=r"c4 .* --lockstep-minutes"):
         sit(0.001, page_size=[8]).execute()
@@ -147,6 +159,15 @@ def test_only_what_fits_beside_the_others_takes_part(sit, tmp_path, monkeypatch)
     [note] = [each for each in made.execute().notes if "48" in each]
     assert "2.5 GiB" in note
     assert {effect.cell.split("-c")[0] for effect in read_engine_time(tmp_path).effects} == {"paged-p8"}
+
+
+def test_an_engine_has_the_room_that_those_before_it_left(sit, monkeypatch):
+    monkeypatch.setattr(sitting, "free_memory", lambda: 7 << 29)  # 3.5 GiB: of the baseline and one more
+    made = sit(20, page_size=[8], max_num_batched_tokens=[48])
+    others = LIMITS.model_copy(update={"kv_budget_bytes": 3 << 29})
+    made.capacity = {each.config_id: BUDGETED if each.is_baseline else others for each in made.design.configurations}
+    found = made.execute()
+    assert found.configurations == 2 and len([note for note in found.notes if "1.0 GiB are free" in note]) == 1
 
 
 def test_on_a_gpu_each_engine_needs_a_budget_and_the_hosts_memory_is_not_asked(sit, monkeypatch):

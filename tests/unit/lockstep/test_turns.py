@@ -14,7 +14,7 @@ from kvbench.lockstep.process import EngineFailedError
 from kvbench.lockstep.turns import (
     MAX_COLD_COST,
     TURNS,
-    Seat,
+    TurnTaker,
     choose_turn,
     cold_cost,
     mean_step,
@@ -39,7 +39,7 @@ class ScriptedEngine:
 
 def seats_of(**seconds):
     log = []
-    return [Seat(ScriptedEngine(name, each, log), name) for name, each in seconds.items()], log
+    return [TurnTaker(ScriptedEngine(name, each, log), name) for name, each in seconds.items()], log
 
 
 def test_clocks_stay_within_one_turn_of_each_other_while_both_run():
@@ -91,7 +91,7 @@ def test_how_far_a_load_is_counts_the_tokens_of_all_engines_and_what_has_ended_a
 
 def with_turns(seconds, decoding=None):
     """A seat whose turns had these step times [turns, steps]."""
-    seat = Seat(None, "x")
+    seat = TurnTaker(None, "x")
     for turn, times in enumerate(seconds):
         tokens = 4 if decoding is None else decoding[turn]
         seat.steps += [[s, 0, tokens, tokens] for s in times]

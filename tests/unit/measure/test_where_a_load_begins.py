@@ -13,12 +13,15 @@ from rich.console import Console
 from kvbench.cli.report import show_report
 from kvbench.common.errors import MeasurementError
 from kvbench.common.records import read_record
-from kvbench.measure.instrument import Instrument
+from kvbench.measure.instrument import Instrument, Job
+from kvbench.metrics.definitions import ENGINE
+from kvbench.metrics.model import LoadMetrics
 from kvbench.runs.folder import DONE, RunFolder
 from kvbench.runs.read import read_run
 from kvbench.runs.results import LoadResult
 from kvbench.sweep.run import Sweep
 from kvbench.targets.choose import KINDS_OF, STORED, choose
+from kvbench.workload.design import Cell
 from kvbench.workload.file import load_workload
 from tests.support.sweep_parts import ROOT, Bench
 from tests.support.synthetic_run import make_run
@@ -78,6 +81,17 @@ def test_a_load_that_an_instrument_cannot_measure_fails_alone_with_its_reason(sw
     _, _, keys = sweep()
     code, printed, _ = sweep(keys[0])
     assert code == 4 and f"{keys[0][0]} repeat {keys[0][1]} failed: nobody has stored it" in printed
+
+
+def test_a_result_of_another_clock_is_refused_and_not_stored(tmp_path):
+    class Stepped(Instrument):
+        def run(self, cell, repeat, out):
+            return LoadResult(metrics=LoadMetrics(), clock=ENGINE)
+
+    folder = RunFolder(tmp_path)
+    with pytest.raises(MeasurementError, match=r"engine time.*served"):
+        Stepped(Job(None, folder)).measure(Cell("a-c3", None, None), 1)
+    assert not folder.is_done("a-c3", 1)
 
 
 def test_no_other_place_writes_the_result_of_a_load():

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvbench.quality.figures import Positions, figures, full_pool_figures
+from kvbench.quality.figures import Positions, figures, full_pool_figures, outside_of
 from kvbench.quality.prompts import Prompt
-from kvbench.runs.quality import MARGINS, Bin, ConfigurationFigures, limits_of, outside_of
+from kvbench.runs.quality import MARGINS, Bin, ConfigurationFigures, limits_of
 
 RNG = np.random.default_rng(0)
 

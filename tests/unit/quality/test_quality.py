@@ -61,7 +61,7 @@ def few_prompts(tmp_path, monkeypatch) -> None:
     for name in SETS:
         (tmp_path / f"{name}.jsonl").write_text("".join(each.row for each in PROMPTS[name]))
     monkeypatch.setattr(measure, "FOLDER", tmp_path)
-    monkeypatch.setattr(measure, "cpus", lambda: 1)
+    monkeypatch.setattr(measure, "available_cpus", lambda: 1)
     monkeypatch.setattr(prompts, "RESIDUES", 8)
 
 

@@ -19,30 +19,30 @@ def mean_of(total: np.ndarray) -> np.ndarray:
 def test_the_interval_of_a_ratio_is_the_known_one_of_independent_prompts():
     """Prompts of one token each: the ratio is a mean, whose t interval is known."""
     values = np.random.default_rng(1).normal(5.0, 2.0, 400)
-    found = interval_of(np.stack([values, np.ones(400)], axis=1), mean_of)
+    found = interval_of("it", np.stack([values, np.ones(400)], axis=1), mean_of)
     low, high = stats.t.interval(0.95, 399, values.mean(), stats.sem(values))
-    assert found.value == pytest.approx(values.mean())
-    assert [found.low, found.high] == pytest.approx([low, high], abs=0.05)
+    assert found["it"] == pytest.approx(values.mean())
+    assert [found["it_low"], found["it_high"]] == pytest.approx([low, high], abs=0.05)
 
 
 def test_prompts_are_the_units_and_not_their_tokens():
     """A thousand tokens of one prompt that all say the same are worth one."""
     values = np.random.default_rng(2).normal(0.0, 1.0, 20)
-    one = interval_of(np.stack([values, np.ones(20)], axis=1), mean_of)
-    many = interval_of(np.stack([1000 * values, np.full(20, 1000)], axis=1), mean_of)
-    assert (many.low, many.high) == pytest.approx((one.low, one.high))
+    one = interval_of("it", np.stack([values, np.ones(20)], axis=1), mean_of)
+    many = interval_of("it", np.stack([1000 * values, np.full(20, 1000)], axis=1), mean_of)
+    assert [many[end] for end in ("it_low", "it_high")] == pytest.approx([one[end] for end in ("it_low", "it_high")])
 
 
 def test_a_skewed_statistic_has_a_longer_upper_side():
     values = np.random.default_rng(3).lognormal(0.0, 1.5, 60)
-    found = interval_of(np.stack([values, np.ones(60)], axis=1), mean_of)
-    assert found.high - found.value > 1.2 * (found.value - found.low) > 0
+    found = interval_of("it", np.stack([values, np.ones(60)], axis=1), mean_of)
+    assert found["it_high"] - found["it"] > 1.2 * (found["it"] - found["it_low"]) > 0
 
 
 @pytest.mark.parametrize("columns", [[[2.0, 4.0]], [[2.0, 4.0]] * 9])
 def test_prompts_that_are_all_alike_have_an_interval_of_no_width(columns):
-    found = interval_of(np.array(columns), mean_of)
-    assert (found.low, found.value, found.high) == (0.5, 0.5, 0.5)
+    found = interval_of("it", np.array(columns), mean_of)
+    assert found == {"it": 0.5, "it_low": 0.5, "it_high": 0.5}
 
 
 @pytest.mark.parametrize(("right", "asked"), [(0, 10), (10, 10), (7, 10), (63, 64)])

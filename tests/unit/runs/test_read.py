@@ -11,6 +11,7 @@ import pandas as pd
 import pytest
 
 from kvbench.cli.main import main
+from kvbench.measure.words import repeat_notes
 from kvbench.report.provenance import validity, warnings
 from kvbench.runs.folder import open_run
 from kvbench.runs.model import MeasuredLoad, Run
@@ -121,12 +122,12 @@ def test_repeats_that_were_disturbed_or_left_out_make_no_run_incomplete(make: Ca
     path.write_text(json.dumps(json.loads(path.read_text()) | more))
     found = read_run(run.folder)
     assert found.short == () and all(one.valid for one in found.cells)
-    again, invalid, left_out = found.repeat_notes
+    again, invalid, left_out = repeat_notes(found.manifest, found.cells)
     assert "baseline-c3 repeat 3 (twice)" in again and "baseline-c3 repeat 1" in again
     assert "baseline-c3: 2 of 3 repeats" in invalid and "repeat 3: others ran" in invalid
     assert "baseline-c6: 1 of 3 repeats" in left_out and "--max-minutes 5" in left_out
     said = " ".join(warnings(found))
-    assert all(note[1:] in said for note in found.repeat_notes)
+    assert all(note[1:] in said for note in repeat_notes(found.manifest, found.cells))
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,17 @@ from kvbench.common.errors import UsageError
 from kvbench.common.machine import environment
 from kvbench.common.packages import REPOSITORY
 from kvbench.common.records import write_record
-from kvbench.runs import resume
+from kvbench.runs import manifest as manifests
 from kvbench.runs.folder import RunFolder
-from kvbench.runs.manifest import new_manifest, with_server
+from kvbench.runs.manifest import (
+    accept_server,
+    environment_differences,
+    new_manifest,
+    reopen,
+    require_same_workload,
+    with_server,
+)
 from kvbench.runs.results import Environment, Manifest, MeasuredTarget
-from kvbench.runs.resume import accept_server, environment_differences, reopen, require_same_workload
 from kvbench.runs.server_info import ServerInfo
 from kvbench.workload.file import differing_keys, load_workload, resolve
 
@@ -83,7 +89,7 @@ def test_what_changes_nothing_measured_is_at_most_remarked():
 @pytest.fixture
 def begun(tmp_path, monkeypatch):
     """A run folder of WORKLOAD in ``there``, started under NOW from that folder, with relative paths all over."""
-    monkeypatch.setattr(resume, "environment", lambda: copy.deepcopy(NOW))
+    monkeypatch.setattr(manifests, "environment", lambda: copy.deepcopy(NOW))
     there = tmp_path / "there"
     there.mkdir()
     (there / "lines.txt").write_text("one\ntwo\n")
@@ -122,7 +128,7 @@ def reopened(run, served, *, force=False):
 def test_other_conditions_are_refused_unless_forced_and_then_kept(begun, monkeypatch, served, words):
     _, run = begun
     torch = "2.13.0" if served else "2.14.0"
-    monkeypatch.setattr(resume, "environment", lambda: changed("versions", torch=torch))
+    monkeypatch.setattr(manifests, "environment", lambda: changed("versions", torch=torch))
     with pytest.raises(UsageError) as error:
         reopened(run, SERVED | served)
     assert all(part in str(error.value) for part in (str(run.path), words, "--resume", "--force"))

@@ -81,8 +81,9 @@ class Up(Target):
 def sent(tmp_path):
     """Runs a block of three loads that end so; what the sweep is told of those that were sent."""
 
-    def run(*ends, on_sent=None, target=None):
-        workload = load_workload(Bench(tmp_path).write(sweep={}, load={"concurrency": [1, 2, 3]}), profile="cpu")
+    def run(*ends, on_sent=None, target=None, **load):
+        path = Bench(tmp_path).write(sweep={}, load={"concurrency": [1, 2, 3], **load})
+        workload = load_workload(path, profile="cpu")
         told, results = [], iter(ends)
 
         class Ending(TargetInstrument):
@@ -112,6 +113,14 @@ def test_a_load_that_was_sent_tells_why_it_was_not_answered(sent):
     (hung,) = sent("after 0 of 6 requests", "after 1 of 6 requests", "")  # some were answered; none was sent
     assert hung == "after 0 of 6 requests: the server stopped answering"
     assert sent("after 0 of 6 requests", *3 * ["dies"], target=Up(gone=True)) == []  # a server of ours that died
+
+
+@pytest.mark.parametrize(("reset", "state", "starts"), [(None, "cold", 3), (True, "cold", 1), (None, "steady", 1)])
+def test_a_server_that_cannot_empty_its_cache_is_started_for_each_load(sent, monkeypatch, reset, state, starts):
+    monkeypatch.setattr(Up, "reset_prefix_cache", lambda self: reset)
+    started = []
+    monkeypatch.setattr(Up, "start", lambda self, settings, log: started.append(log))
+    assert sent(*3 * [ANSWERED], cache_state=state) == [None] * 3 and len(started) == starts
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import yaml
 
 from kvbench.cli.main import cli
 from kvbench.runs.results import Capacity
-from kvbench.sweep.capacity import Lengths, at_once
+from kvbench.sweep.plan import Lengths, at_once
 from kvbench.targets.builtin import check_configuration
 
 ENGINE = {

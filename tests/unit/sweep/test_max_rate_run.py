@@ -21,12 +21,12 @@ from kvbench.metrics.latency import summarise
 from kvbench.metrics.model import LoadMetrics
 from kvbench.sweep.load_folder import LoadFolder
 from kvbench.sweep.rate_run import RateSearch, RunLength, answer_sentence, client_alone, request_times
-from kvbench.sweep.rate_search import Bounds, Interval, SearchAnswer, parse_conditions
+from kvbench.sweep.rate_search import Bounds, RateInterval, SearchAnswer, parse_conditions
 from kvbench.sweep.show_load import StoredLoad
 from tests.unit.calibration.test_calibration import taken
 
 TWO_RATES = Bounds(1.0, 0.1, 2.0, 0.2)
-AT_LEAST = Interval(1.9, None, None)
+AT_LEAST = RateInterval(1.9, None, None)
 SERVICE_S = 0.1
 N = 2000  # requests of a run
 CLIENT = client_figures([], [0.04] * 5000, [Clocked(cpu_s=9.9)], "open", 10.0)  # lagged, and used all of a core
@@ -231,8 +231,8 @@ def test_what_the_answer_says_of_the_runs_behind_it(new):
     assert "fewer" not in sentence(130, 0) and "129 completed" in sentence(130, 1)
     assert "overload" not in sentence(130, 0, RunLength(1, 0.0, overload=0.05, patience_s=0.5))
     talk = RunLength(70, 0.0, unit="conversations")
-    assert "1.95 conversations/s (95 % interval 1.90 to 2.00)" in sentence(130, 0, talk, Interval(1.9, 1.95, 2.0))
-    assert "less than 2.00 conversations/s" in sentence(130, 0, talk, Interval(None, None, 2.0))
+    assert "1.95 conversations/s (95 % interval 1.90 to 2.00)" in sentence(130, 0, talk, RateInterval(1.9, 1.95, 2.0))
+    assert "less than 2.00 conversations/s" in sentence(130, 0, talk, RateInterval(None, None, 2.0))
 
 
 def test_runs_are_announced_and_the_table_is_not_cut_where_lines_are_short(new):

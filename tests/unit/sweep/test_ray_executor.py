@@ -23,7 +23,7 @@ from kvbench.runs.manifest import StoredManifest
 from kvbench.runs.results import LoadResult, Manifest
 from kvbench.sweep import ray_machines
 from kvbench.sweep.block import BlockRunner
-from kvbench.sweep.block_task import BlockEnded, BlockTask, LoadDone, Status
+from kvbench.sweep.block_task import BlockEnded, BlockTask, LoadDone, StatusText
 from kvbench.sweep.order import Measured, blocks_left
 from kvbench.sweep.ray_machines import CellNeeds, RayMachines, machines_for, needs_of
 from kvbench.workload.design import make_design, plan_blocks
@@ -47,7 +47,7 @@ def block_of(tmp_path: Path, tried: Counter, refused: str | None = None) -> Any:
     """In the place of ``run_block_task``: every load of the block is done, without a server."""
 
     def run(task: BlockTask):
-        yield Status("starting")
+        yield StatusText("starting")
         for cell in task.block.cells:
             tried[cell.cell_id, task.block.repeat] += 1
             there = RunFolder(tmp_path / "there" / str(sum(tried.values())))

@@ -22,8 +22,8 @@ from kvbench.common.errors import UsageError
 from kvbench.common.files import write_json
 from kvbench.common.machine import environment
 from kvbench.runs.folder import RunFolder
+from kvbench.runs.manifest import reopen
 from kvbench.runs.results import Manifest
-from kvbench.runs.resume import reopen
 from kvbench.targets.builtin import BuiltinTarget
 from kvbench.targets.choose import BUILTIN, KINDS_OF, PRESET, RUNNING, TEMPLATE, choose
 from kvbench.targets.launched import LaunchedTarget
