@@ -379,9 +379,16 @@ def _verdict(
     words = ["kvbench", "gate", str(run.folder), *(["--policy", str(policy.source)] if policy.source else [])]
     facts = {key: value for key, value in facts.items() if value is not None}
     judged = {"name": f"{run.workload}/{run.folder.name}", "sha": manifest.git.sha, "command": command}
-    reproduce = shlex.join(words)
-    given = {"candidate": judged, "reproduce": reproduce, "notes": tuple(notes), "facts": facts}
-    return Verdict("limits", outcome, sentence, tuple(findings), **given)
+    return Verdict(
+        "limits",
+        outcome,
+        sentence,
+        tuple(findings),
+        candidate=judged,
+        reproduce=shlex.join(words),
+        notes=tuple(notes),
+        facts=facts,
+    )
 
 
 def sweep_benchmarks(summary_csv: Path, workload: str) -> list[Benchmark]:

@@ -151,7 +151,7 @@ class Measuring:
         self.probe.start()
         self.session.begin(zero)
 
-    def end(self) -> Clocked:
+    def end(self) -> None:
         """Ends the measuring, when the last stream has returned."""
         clocked = self.clocked
         self.probe.stop()
@@ -161,7 +161,6 @@ class Measuring:
         clocked.reopened = self.session.reopened
         clocked.reads, clocked.unstamped_reads = self.session.reads, self.session.unstamped_reads
         clocked.wall_step_s = time.time() - clocked.started_unix - clocked.wall_s
-        return clocked
 
     def parse_rest(self, tick: Callable[[], None] = _nothing) -> None:
         """After ``end``: see ``parse_rest``."""

@@ -144,8 +144,15 @@ def conclude(folder: CompareFolder, manifest: CompareManifest, policy: Policy, *
     notes += _end_notes(folder, manifest, max(0, rules.looks[-1].pairs - measured), goes_on=more_time_helps)
     if manifest.doubt:  # in the sentence itself: who reads no further must see it
         text = f"{text} ({manifest.doubt})"
-    judged_as = {"outcome": outcome, "sentence": text, "findings": (*extra, *tested), "moved": moved}
-    return replace(common, **judged_as, notes=(*notes, *judgement.notes), facts=common.facts | look)
+    return replace(
+        common,
+        outcome=outcome,
+        sentence=text,
+        findings=(*extra, *tested),
+        moved=moved,
+        notes=(*notes, *judgement.notes),
+        facts=common.facts | look,
+    )
 
 
 def _without_findings(manifest: CompareManifest, policy: Policy, measured: int) -> Verdict:

@@ -376,9 +376,15 @@ class ComparisonRun:
         """Measures pair after pair; returns why it ended early, None if a look decided or the last one was taken."""
         manifest, measured = self.manifest, 0
         looks = look_points(self.policy.timing, manifest.early_looks)
-        on_events, metrics = (self._on_measured, self._on_failed), self.policy.timing.metrics
-        way, resumed = self._way_to_measure(), len(manifest.resumed)
-        runner = PairRunner(self.folder, way, metrics, *on_events, resumed, self.clock)
+        runner = PairRunner(
+            self.folder,
+            self._way_to_measure(),
+            self.policy.timing.metrics,
+            self._on_measured,
+            self._on_failed,
+            len(manifest.resumed),
+            self.clock,
+        )
         for pair in range(1, self.pairs + 1):
             if not self.folder.is_whole(manifest.cells, pair):
                 if stopped := self._measure_pair(runner, pair, measured):
@@ -475,10 +481,17 @@ class ComparisonRun:
         for each, side in itertools.product(self.workloads, SIDES):
             run, choice = self.folder.run(side, each.name), each.sides[side].choice
             run.path.mkdir(parents=True, exist_ok=True)
-            given = {"capacity": each.capacity[side], "calibrate": calibrator, "poll_s": POLL_S}
-            given["on_server"] = partial(self._on_server, each, side)
-            listener = LoadsShown(self.show)
-            job = Job(choice.workload, run, choice.new_target, listener, self._check_time, **given)
+            job = Job(
+                choice.workload,
+                run,
+                choice.new_target,
+                LoadsShown(self.show),
+                self._check_time,
+                on_server=partial(self._on_server, each, side),
+                capacity=each.capacity[side],
+                calibrate=calibrator,
+                poll_s=POLL_S,
+            )
             runners[side, each.name] = BlockRunner(HttpInstrument(job))
         return runners
 

@@ -85,9 +85,18 @@ def _lost(one_sided: OneSided, table: PairTable, look: Look) -> Finding:
 
 
 def _finding(hypothesis: HarmHypothesis, outcome: str, table: PairTable) -> Finding:
-    h, metric, means = hypothesis, hypothesis.metric, table.means(hypothesis.cells, hypothesis.metric_index)
-    of_metric = (metric.name, metric.unit, metric.higher_is_better)
-    return Finding(h.id, h.level, h.title, outcome, "", *of_metric, **means)
+    metric = hypothesis.metric
+    return Finding(
+        id=hypothesis.id,
+        suite=hypothesis.level,
+        title=hypothesis.title,
+        outcome=outcome,
+        sentence="",
+        metric=metric.name,
+        unit=metric.unit,
+        higher_is_better=metric.higher_is_better,
+        **table.means(hypothesis.cells, hypothesis.metric_index),
+    )
 
 
 def _findings(tested: Hypotheses, table: PairTable, look: Look, rules: TimingRules) -> list[Finding]:
@@ -170,12 +179,15 @@ def sentence(judgement: Judgement) -> str:
         key, alone, first = "some fail", len(chosen) == 1, min(chosen, key=_surest)
     else:
         key, alone = "some undecided", len(compared) == 1
-        detectable = [finding.figures["smallest_detectable"] for finding in chosen]
-        least_known = max(range(len(chosen)), key=lambda i: np.inf if detectable[i] is None else detectable[i])
-        first = chosen[least_known]
+        first = max(chosen, key=_least_known)
     if alone:
         return first.sentence
     return wording.sentence(key, worst=first.sentence, count=len(chosen), tests=len(compared))
+
+
+def _least_known(finding: Finding) -> float:
+    detectable = finding.figures["smallest_detectable"]
+    return np.inf if detectable is None else detectable
 
 
 def _surest(finding: Finding) -> tuple[float, float]:
