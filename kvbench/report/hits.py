@@ -119,12 +119,7 @@ class HitLedger:
 
 def hit_ledgers(run: Run, cells: Sequence[MeasuredCell]) -> list[HitLedger]:
     """The ledger of each of these cells that has prefix caching."""
-    caching = []
-    for cell in cells:
-        ours = cell.is_paged and effective(cell.settings, "enable_prefix_caching")
-        if ours or cell.counter("prefix_cache_queries_total") or cell.count("total_cached_tokens"):
-            caching.append(cell)
-    return [_ledger(run, cell) for cell in caching]
+    return [_ledger(run, cell) for cell in cells if _caches(cell)]
 
 
 def hit_parts(run: Run, cells: Sequence[MeasuredCell], look: Mapping[str, LineStyle]) -> Iterator[Part]:
@@ -197,6 +192,11 @@ class _Simulated:
     whole_pages: int | None = None
     best: int | None = None
     lru: int | None = None
+
+
+def _caches(cell: MeasuredCell) -> bool:
+    ours = cell.is_paged and bool(effective(cell.settings, "enable_prefix_caching"))
+    return ours or bool(cell.counter("prefix_cache_queries_total") or cell.count("total_cached_tokens"))
 
 
 def _ledger(run: Run, cell: MeasuredCell) -> HitLedger:
