@@ -43,6 +43,7 @@ from kvbench.runs.quality import (
     QualityResult,
     limits_of,
 )
+from kvbench.runs.server_info import OutlierFacts
 from kvbench.workload.design import Configuration
 from kvbench.workload.file import Workload
 
@@ -304,7 +305,7 @@ class _WeightsGroup:
             config.page_size,
             kv_cache_dtype=config.kv_cache_dtype,
             layout=config.layout,
-            kv_outliers=dataclasses.asdict(balance_keys(self._model(config))),  # measured already
+            kv_outliers=OutlierFacts(**dataclasses.asdict(balance_keys(self._model(config)))),  # measured already
         )
 
     def _full_pool_of(self, config: EngineConfig, wrong_with_room: set[str]) -> FullPoolFigures:

@@ -306,6 +306,10 @@ class Comparisons:
     def cell(self, name: str, load: MeasuredLoad) -> MeasuredCell | None:
         return next((cell for cell in self.cells if cell.name == name and cell.load == load), None)
 
+    def throughput_of(self, cell: MeasuredCell) -> Comparison | None:
+        """Returns the throughput against the baseline, by the clock that decides it."""
+        return self.decisive[cell.cell_id].get(THROUGHPUT)
+
     def between(self, cell: MeasuredCell, other: MeasuredCell, metric: str) -> Comparison | None:
         """A configuration against any other at its load: by the clock that decides where one is the baseline."""
         if not (cell.is_baseline or other.is_baseline):

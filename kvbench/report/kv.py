@@ -166,8 +166,8 @@ def memory_table(measured: Sequence[MeasuredCell], servers: Mapping[str, ServerI
 
     def outliers(cell: MeasuredCell) -> Value:
         facts = servers.get(cell.config_id, ServerInfo()).kv_outliers
-        k, v = (number(facts.get(side)) for side in ("k", "v"))
-        return Value("–") if k is None or v is None else Value(times(k), k, f"V: {times(v)}")
+        unknown = facts.k is None or facts.v is None
+        return Value("–") if unknown else Value(times(facts.k), facts.k, f"V: {times(facts.v)}")
 
     every = [
         identity_columns()[0],

@@ -5,19 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pandas as pd
 import plotly.graph_objects as go
 
 from kvbench.common import text as words
 from kvbench.metrics.definitions import ENGINE
-from kvbench.report.comparisons import THROUGHPUT, Comparisons, amount, interval, sized, spread, tokens_held
+from kvbench.report.comparisons import Comparisons, amount, interval, sized, spread, tokens_held
 from kvbench.report.provenance import model_name, random_weights
 from kvbench.report.style import GREY, Drawing, LineStyle, finish, safe
 from kvbench.report.tables import Column, Part, ReportTable, Row, Section, Value, listed_table, texts
-from kvbench.runs.model import MeasuredCell, Run, number
+from kvbench.runs.model import MeasuredCell, Run
 from kvbench.runs.quality import MARGINS, ConfigurationFigures, QualityResult, figure, is_beyond
+from kvbench.runs.server_info import OutlierFacts
 from kvbench.workload.settings import effective, value_words
 
 CONTROL = "control: the same twice (A/A)"
@@ -103,18 +103,20 @@ def is_quantised(cell: MeasuredCell) -> bool:
     return effective(cell.settings, "kv_cache_dtype") != "auto"
 
 
-def outlier_words(cell: MeasuredCell, facts: Mapping[str, Any]) -> str:
+def outlier_words(cell: MeasuredCell, facts: OutlierFacts) -> str:
     """K of layer 2 has a channel 100x the typical one: INT8 has 1.3 of 127 steps left for the others
 
     ``facts``: ``kv_outliers`` of /server_info or of quality.json. Empty without an outlier.
     """
     dtype, said = effective(cell.settings, "kv_cache_dtype"), []
-    for side in ("k", "v"):
-        ratio = number(facts.get(side)) or 0.0
-        if ratio < _OUTLIER:
+    for side, ratio, layer, stored in (
+        ("K", facts.k, facts.k_layer, facts.k_stored or facts.k),
+        ("V", facts.v, facts.v_layer, facts.v),
+    ):
+        if ratio is None or stored is None or ratio < _OUTLIER:
             continue
-        stored, steps = number(facts.get(f"{side}_stored")) or ratio, _STEPS.get(dtype)
-        text = f"{side.upper()} of layer {facts.get(f'{side}_layer')} has a channel {times(ratio)} the typical one"
+        steps = _STEPS.get(dtype)
+        text = f"{side} of layer {layer} has a channel {times(ratio)} the typical one"
         if stored < ratio:
             text += f", balanced to {times(stored)} before it is stored"
         elif steps:
@@ -207,7 +209,7 @@ def prices(comparisons: Comparisons, by_id: Mapping[str, Quality]) -> Iterator[s
         if not (is_quantised(cell) and known.figures):
             continue
         more = tokens_held(cell, comparisons.base) if comparisons.base else None
-        speed = comparisons.decisive[cell.cell_id].get(THROUGHPUT)
+        speed = comparisons.throughput_of(cell)
         text = f"{comparisons.names[cell.cell_id]}: {known}"
         if more and more >= 1.1:
             text += f", for {words.significant(more, 2)}x the tokens in the same memory"
@@ -349,7 +351,7 @@ def _speed_and_room(cell: MeasuredCell, comparisons: Comparisons) -> tuple[Value
     """Output tokens/s with their change, and the tokens that the memory holds."""
     speed, room = _NONE, _NONE
     if rates := spread(cell.throughput()):
-        more = comparisons.decisive[cell.cell_id].get(THROUGHPUT)
+        more = comparisons.throughput_of(cell)
         note = f"{sized(more)} {more.clock}" if more else ""
         speed = Value(words.tokens_per_s(rates.median), rates.median, note)
     if held := cell.capacity.capacity_tokens:
@@ -413,7 +415,7 @@ def price_frame(comparisons: Comparisons, by_id: Mapping[str, Quality]) -> pd.Da
     for cell in comparisons.reported:
         known = by_id[cell.config_id]
         kld = [figure(known.figures, name) for name in ("mean", "mean_low", "mean_high")]
-        more = comparisons.decisive[cell.cell_id].get(THROUGHPUT)
+        more = comparisons.throughput_of(cell)
         if kld[0] is None or not (more or cell.is_baseline):
             continue
         ratios = (more.ratio, more.low, more.high) if more else (1.0, None, None)

@@ -10,6 +10,7 @@ from pydantic import ConfigDict
 
 from kvbench.common.records import Number, Record, read_record
 from kvbench.runs.results import GitState, Manifest
+from kvbench.runs.server_info import OutlierFacts
 
 QUALITY, FORMAT = "quality.json", "kvbench-quality/2"
 _VERSIONS = ("kvbench", "torch", "transformers")
@@ -137,7 +138,7 @@ class ConfigurationFigures(PromptFigures):
     kv_cache_dtype: str | None = None
     layout: str | None = None
     page_size: int | None = None
-    kv_outliers: Mapping[str, Any] = {}
+    kv_outliers: OutlierFacts = OutlierFacts()
     mean_low: float | None = None
     mean_high: float | None = None
     p95: float | None = None

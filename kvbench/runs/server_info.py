@@ -128,6 +128,16 @@ class KVRoom(ServerAnswer):
     kv_type: Name = None
 
 
+class OutlierFacts(ServerAnswer):
+    """The largest channel of K and of V over the median one, its layer, and K's as it is stored."""
+
+    k: Number = None
+    k_layer: Number = None
+    k_stored: Number = None
+    v: Number = None
+    v_layer: Number = None
+
+
 class ServerFacts(ServerAnswer):
     """How kvbench asks a server: its kind, its launch command, and what a reader of its figures should know."""
 
@@ -153,7 +163,7 @@ class ServerInfo(ServerAnswer):
     tokenizer: TokenizerInfo = Field(default_factory=TokenizerInfo)
     served_model: ModelAnswer = Field(default_factory=ModelAnswer)
     versions: Facts = Field(default_factory=dict)
-    kv_outliers: Facts = Field(default_factory=dict)
+    kv_outliers: OutlierFacts = Field(default_factory=OutlierFacts)
 
     def fact(self, section: str, key: str) -> Any:
         """What the server tells of ``key`` in a section; None where it does not."""
