@@ -144,16 +144,16 @@ def test_a_server_that_hangs_and_says_it_is_well_is_waited_for_as_long_as_a_requ
     assert error.exit_code == 4 and "did not answer within 0.5 s" in str(error) and "URL" not in str(error)
 
 
-@pytest.mark.parametrize("words", [(), ("--request-rate", "1000")])
-def test_a_server_that_dies_amid_the_load_ends_it_with_what_its_health_says(load, words):
-    """Closed and open loop; every request is answered 503 at once from then on."""
-    server = Sick(served=10, after=DEAD, health=DEAD)
+@pytest.mark.parametrize(("warm_up", "words"), [(6, ()), (64, ("--request-rate", "1000"))])
+def test_a_server_that_dies_amid_the_load_ends_it_with_what_its_health_says(load, warm_up, words):
+    """Closed and open loop; every request is answered 503 at once from the fifth of the load on."""
+    server = Sick(served=warm_up + 4, after=DEAD, health=DEAD)
     error = load(server, "--num-prompts", 60, *words)
     assert error.exit_code == 4 and WHY in str(error) and re.search(r"after \d+ of 60 requests", str(error))
     assert "/reset_prefix_cache" not in server.asked  # it has none, as it says
 
 
 def test_an_open_load_on_a_hung_server_ends_when_its_health_says_503(load):
-    server = Sick(served=6, health=DEAD)
+    server = Sick(served=4 + 40 + 6, health=DEAD)  # 44 of them in the warm-up
     error = load(server, "--request-rate", 50, "--num-prompts", 40, "-o", "load.timeout_s=0.5")
     assert error.exit_code == 4 and WHY in str(error)

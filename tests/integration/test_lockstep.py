@@ -17,6 +17,7 @@ from engine.config import EngineConfig
 from engine.sequence import Request, SamplingParams
 from kvbench.cli import main as cli
 from kvbench.gate.compare import lockstep_pairs
+from kvbench.gate.compare.served_check import ServedCheck
 from kvbench.lockstep import instrument as loads
 from kvbench.lockstep.process import LOCKSTEP_COMMAND, EngineProcess, open_all
 from kvbench.lockstep.turns import TurnTaker, take_turns
@@ -184,10 +185,11 @@ def test_a_pair_of_the_real_engine_is_measured_in_engine_time(compare, tmp_path)
 
 @pytest.fixture
 def scripted(compare, monkeypatch):
-    """The same with engines whose steps take chosen times."""
+    """The same with engines whose steps take chosen times, and without the served check, whose servers take real ones."""
     command = (sys.executable, "-m", "tests.support.fake_lockstep")
     monkeypatch.setattr(lockstep_pairs, "LOCKSTEP_COMMAND", command)
     monkeypatch.setattr(lockstep_pairs, "_LEAST_S", 3.0)
+    monkeypatch.setattr(ServedCheck, "run", lambda check, workloads: None)
     return compare
 
 

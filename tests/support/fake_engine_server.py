@@ -270,8 +270,9 @@ def serve_connection(engine: FakeEngine, fire: Fire) -> Any:
                 if rule := fire.rule_for(path, body):
                     from tests.support.fire_wire import strike
 
-                    await strike(rule["do"], writer, rule.get("status", 500))
-                    break
+                    if not await strike(rule["do"], writer, rule.get("status", 500)):
+                        break
+                    continue
                 prompt = body.get("prompt")
                 if isinstance(prompt, str) and prompt.startswith("fire:"):
                     from tests.support.fire_wire import wire

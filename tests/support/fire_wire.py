@@ -176,8 +176,11 @@ CLOSING = (
 )
 
 
-async def strike(fault: str, writer: asyncio.StreamWriter, status: int = 500) -> None:
-    """How a request ends that is not served; the connection is closed afterwards."""
+async def strike(fault: str, writer: asyncio.StreamWriter, status: int = 500) -> bool:
+    """Ends a request that is not served; returns whether the connection is kept.
+
+    An answer that promises to keep it does: closed later than 5 ms after the next request it would fail that one too.
+    """
     if fault.startswith("mid_"):
         fault = fault.removeprefix("mid_")
         writer.write(chunked(good()[:2], end=b""))
@@ -193,7 +196,7 @@ async def strike(fault: str, writer: asyncio.StreamWriter, status: int = 500) ->
         body = json.dumps({"error": {"message": f"under fire: {status}"}}).encode()
         writer.write(sized(body, status=f"{status} Fire\r\nconnection: close", kind="application/json"))
     elif fault in BROKEN:
-        writer.write(BROKEN[fault][1])
+        return await wire(fault, writer)
     else:
         _, begins, piece, pause_s = ENDLESS[fault]
         writer.write(begins)
@@ -202,6 +205,7 @@ async def strike(fault: str, writer: asyncio.StreamWriter, status: int = 500) ->
             await writer.drain()
             await asyncio.sleep(pause_s)
     await writer.drain()
+    return False
 
 
 async def wire(name: str, writer: asyncio.StreamWriter) -> bool:

@@ -16,14 +16,17 @@ ENDS, ASKED, KILLED = "exit 3", "trap 'exit 130' INT; sleep 60 & wait", "trap ''
 
 
 @pytest.mark.parametrize(
-    ("script", "seconds", "expected"), [(ENDS, 30, (3, False)), (ASKED, 0.5, (130, True)), (KILLED, 0.5, (-9, True))]
+    ("script", "seconds", "grace_s", "expected"),
+    [(ENDS, 30, 30, (3, False)), (ASKED, 1, 30, (130, True)), (KILLED, 1, 0.5, (-9, True))],
 )
-def test_a_command_is_interrupted_as_by_ctrl_c_when_its_time_is_over(script, seconds, expected, tmp_path, monkeypatch):
+def test_a_command_is_interrupted_as_by_ctrl_c_when_its_time_is_over(
+    script, seconds, grace_s, expected, tmp_path, monkeypatch
+):
     python = tmp_path / "python"
     python.write_text(f"#!/bin/bash\n{script}\n")
     python.chmod(0o755)
     monkeypatch.setattr(commands.sys, "executable", str(python))
-    monkeypatch.setattr(commands, "END_GRACE_S", 0.5)
+    monkeypatch.setattr(commands, "END_GRACE_S", grace_s)
     assert commands.run_kvbench([], seconds) == expected
 
 
