@@ -185,7 +185,7 @@ def test_a_pair_of_the_real_engine_is_measured_in_engine_time(compare, tmp_path)
 
 @pytest.fixture
 def scripted(compare, monkeypatch):
-    """The same with engines whose steps take chosen times, and without the served check, whose servers take real ones."""
+    """The same with engines whose steps take chosen times; without the served check, whose servers take real ones."""
     command = (sys.executable, "-m", "tests.support.fake_lockstep")
     monkeypatch.setattr(lockstep_pairs, "LOCKSTEP_COMMAND", command)
     monkeypatch.setattr(lockstep_pairs, "_LEAST_S", 3.0)
