@@ -109,11 +109,15 @@ def settled(t0: np.ndarray, ends: np.ndarray, begin: float, finish: float) -> tu
     numbers = in_system(t0, ends, np.linspace(begin, finish, _BINS + 1))
     rest = np.cumsum(numbers[::-1])[::-1] / np.arange(_BINS, 0, -1)
     reached = int(np.flatnonzero(numbers >= rest)[0])  # the last one is its own rest
-    late = numbers[min(reached, _BINS // 2) :]
-    early = np.quantile(late[: len(late) // 2], 0.25)
-    if reached > _BINS // 2 or late[-(len(late) // 3) :].min() > early * (1 + _DRIFT):
+    if reached > _BINS // 2 or not _comes_back(numbers[reached:]):
         return None
     return begin + (finish - begin) * reached / _BINS, finish
+
+
+def _comes_back(numbers: np.ndarray) -> bool:
+    """Tests whether ``numbers`` [intervals] in the system, late, fall to the lower quartile of the first half."""
+    early = float(np.quantile(numbers[: len(numbers) // 2], 0.25))
+    return float(numbers[-(len(numbers) // 3) :].min()) <= early * (1 + _DRIFT)
 
 
 def comes_at(t0: np.ndarray, ts: np.ndarray, sessions: Sequence[float | None] | np.ndarray | None = None) -> np.ndarray:

@@ -146,7 +146,8 @@ def _passkeys(
 
 
 def _depth_label(prompt: Prompt) -> tuple[int, str]:
-    part = min(int((prompt.depth or 0.0) * _DEPTH_PARTS), _DEPTH_PARTS - 1)
+    assert prompt.depth is not None
+    part = min(int(prompt.depth * _DEPTH_PARTS), _DEPTH_PARTS - 1)
     step = 100 // _DEPTH_PARTS
     return part, f"{part * step} to {(part + 1) * step} %"
 

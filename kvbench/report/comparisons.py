@@ -229,37 +229,32 @@ class Comparisons:
     def of(cls, run: Run) -> Comparisons:
         """Compares all cells of a run."""
         baselines = {load: next((c for c in run.at(load) if c.is_baseline), None) for load in run.loads}
-        by_clock, engine, decisive = {}, {}, {}
+        served_by_cell, engine_by_cell, decisive = {}, {}, {}
         for cell in run.cells:
-            base, cell_id = baselines[cell.load], cell.cell_id
-            varied = base is not None and base is not cell
-            every = {metric: served(cell, base, metric) for metric in (*JUDGED, *compared())} if varied else {}
-            by_clock[cell_id] = {metric: one for metric, one in every.items() if one}
-            turns = {metric: run.engine_time.of(cell_id, metric) for metric in JUDGED} if run.engine_time else {}
-            engine[cell_id] = {metric: one for metric, one in turns.items() if one and varied}
-            both = {metric: [known[metric] for known in (engine[cell_id], by_clock[cell_id]) if metric in known]
-                    for metric in JUDGED}  # fmt: skip
-            decisive[cell_id] = {metric: _decisive(known) for metric, known in both.items() if known}
+            in_turns, as_served = _against_baseline(run, cell, baselines[cell.load])
+            served_by_cell[cell.cell_id] = as_served
+            engine_by_cell[cell.cell_id] = in_turns
+            decisive[cell.cell_id] = _decisive(in_turns, as_served)
         load, pair = _decided_load(run, decisive), paging_pair(run)
         pairs = {at: (run.cell(pair[0], at), run.cell(pair[1], at)) for at in run.loads} if pair else {}
         base = baselines[load] if load else None
         references = baselines | {at: contiguous for at, (_, contiguous) in pairs.items() if contiguous}
         to_reference = {c.cell_id: served(c, ref, THROUGHPUT) for c in run.cells if (ref := references[c.load])}
         return cls(
-            run.clock,
-            run.cells,
-            tuple(run.loads),
-            load,
-            baselines,
-            references,
-            {cell.cell_id: short_name(cell, baselines[cell.load]) for cell in run.cells},
-            pair,
-            {at: both for at, both in pairs.items() if None not in both},
-            _not_varied(run, base) if base else (),
-            by_clock,
-            engine,
-            decisive,
-            {cell_id: ratio for cell_id, ratio in to_reference.items() if ratio},
+            clock=run.clock,
+            cells=run.cells,
+            loads=tuple(run.loads),
+            load=load,
+            baselines=baselines,
+            references=references,
+            names={cell.cell_id: short_name(cell, baselines[cell.load]) for cell in run.cells},
+            pair=pair,
+            pairs={at: both for at, both in pairs.items() if None not in both},
+            not_varied=_not_varied(run, base) if base else (),
+            served=served_by_cell,
+            engine=engine_by_cell,
+            decisive=decisive,
+            to_reference={cell_id: ratio for cell_id, ratio in to_reference.items() if ratio},
         )
 
     @property
@@ -330,10 +325,26 @@ def against(
     return one.inverse() if one else None
 
 
-def _decisive(known: Sequence[Comparison]) -> Comparison:
-    """The first that is decided. What was served decides nothing that engine time excludes, though undecided there."""
-    low, high = known[0].low or 0.0, known[0].high or math.inf
-    return next((one for one in known if one.decided and low <= one.ratio <= high), known[0])
+def _against_baseline(
+    run: Run, cell: MeasuredCell, base: MeasuredCell | None
+) -> tuple[dict[str, Comparison], dict[str, Comparison]]:
+    """Compares a cell with its baseline in engine time and as served, by metric; the baseline itself with nothing."""
+    if base is None or base is cell:
+        return {}, {}
+    in_turns = {metric: run.engine_time.of(cell.cell_id, metric) for metric in JUDGED} if run.engine_time else {}
+    as_served = {metric: served(cell, base, metric) for metric in (*JUDGED, *compared())}
+    return {m: ratio for m, ratio in in_turns.items() if ratio}, {m: ratio for m, ratio in as_served.items() if ratio}
+
+
+def _decisive(in_turns: Mapping[str, Comparison], as_served: Mapping[str, Comparison]) -> dict[str, Comparison]:
+    """Takes the first clock that decides a metric. As served decides nothing that engine time excludes, undecided."""
+    decisive = {}
+    for metric in JUDGED:
+        ratios = [clock[metric] for clock in (in_turns, as_served) if metric in clock]
+        if ratios:
+            low, high = ratios[0].low or 0.0, ratios[0].high or math.inf
+            decisive[metric] = next((one for one in ratios if one.decided and low <= one.ratio <= high), ratios[0])
+    return decisive
 
 
 def _decided_load(run: Run, decisive: Mapping[str, Mapping[str, Comparison]]) -> MeasuredLoad | None:

@@ -132,14 +132,13 @@ class Candidate:
         """The comparison that the configuration wins by: its throughput, or the p95 that is furthest ahead."""
         return self.best_p95 if self.verdict == FASTER_P95 else self.throughput or self.best_p95
 
-    def gain(self, one: Comparison | None, load: MeasuredLoad | None = None) -> str:
+    def gain(self, one: Comparison, load: MeasuredLoad | None = None) -> str:
         """+16 % tokens/s (13 to 20) in engine time at 32 at once"""
-        assert one is not None
         return f"{_amount(one)}{_IN_CLOCK[one.clock]} {(load or self.cell.load).where}"
 
-    def loss(self, beside: Comparison | None) -> str:
+    def loss(self, beside: Comparison) -> str:
         """p95 TTFT +61 %; −20 % tokens/s served at 3 at once: the worst, with clock and load where they are others."""
-        assert self.worst is not None and beside is not None
+        assert self.worst is not None
         load, one = self.worst
         size = amount(one.ratio)
         what = f"{size} tokens/s" if one.metric == THROUGHPUT else f"{figure(one.metric).title} {size}"
@@ -349,6 +348,7 @@ class Decision:
         """The best configuration whose answers are safe; else what its quality leaves open, or why not."""
         safe = safe_ones(ahead)
         best = (safe or open_ones(ahead) or ahead)[0]
+        assert best.best is not None  # it won by that
         quality, size, name = best.quality, best.gain(best.best), best.brief
         beside = best.ttft if best.verdict == PAYS else best.throughput_call
         if self.run.simulated:  # no answers to judge
@@ -369,13 +369,11 @@ class Decision:
             if not self.pair or {one.cell.name, base.name} != set(self.pair):
                 continue
             kept = self._inverse(one)
-            if kept.verdict in (PAYS, RISK, FASTER_P95):
-                gain = kept.best
+            if kept.verdict in (PAYS, RISK, FASTER_P95) and (gain := kept.best):
                 others = _not_ahead([other for other in self.candidates if other is not one])
                 worse = f"but {kept.loss(gain)}" if kept.worst else others
                 return [f"Keep {base.name}: {kept.gain(gain)} over {one.cell.name}", worse]
-            if kept.verdict == TRADES_P95:
-                gain = kept.best_p95
+            if kept.verdict == TRADES_P95 and (gain := kept.best_p95):
                 return [f"Risk: {base.name} has {kept.gain(gain)} over {one.cell.name}, but {kept.loss(gain)}"]
         if len(self.candidates) == 1:
             return _only(self.candidates[0])
@@ -407,7 +405,7 @@ class Decision:
         ]
 
     def _doubt(self, cell: MeasuredCell) -> str:
-        """Why a cell cannot be compared, in a few words."""
+        """Says in a few words why a cell cannot be compared."""
         if cell.doubt == "refused":
             return f"{cell.name} refused {cell.count('failed')} of {cell.sent} requests {cell.load.where}"
         if cell.doubt == WRONG:
@@ -627,7 +625,7 @@ def _only(one: Candidate) -> list[str]:
     if one.verdict == COSTS and one.throughput:
         return [f"Do not ship {one.brief}: {one.gain(one.throughput)}", one.ttft]
     call = f"{one.throughput_call}{_IN_CLOCK[one.throughput.clock] if one.throughput else ''}"
-    if one.verdict == TRADES_P95:
+    if one.verdict == TRADES_P95 and one.best_p95:
         return [f"Risk: {one.brief} brings {one.gain(one.best_p95)}, but {one.loss(one.best_p95)}", call]
     if one.worst:
         load, worst = one.worst

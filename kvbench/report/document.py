@@ -84,11 +84,9 @@ class Document:
 def document(run: Run, price_per_hour: float | None = None) -> Document:
     """The report of a run. ``price_per_hour``: of the machine, for the cost of a million tokens."""
     decision = Decision.of(run)
-    comparisons, state, device = (
-        decision.comparisons,
-        decision.validity,
-        provenance.on_what(run) if run.simulated else None,
-    )
+    comparisons = decision.comparisons
+    state = decision.validity
+    device = provenance.on_what(run) if run.simulated else None
     banner = _BANNERS[state.status]
     outputs = None if run.simulated else samples.output_samples(comparisons, provenance.random_weights(run))
     slo = words.slo_words(run.load_section.get("slo"))

@@ -79,7 +79,7 @@ class RequestNotes(Record):
 
 @dataclass(frozen=True)
 class Validity:
-    """``status``: valid | wrong | invalid | incomplete | empty."""
+    """The ``status`` of a run (valid | wrong | invalid | incomplete | empty) and the reasons for it."""
 
     status: str
     reasons: tuple[str, ...]
@@ -112,7 +112,7 @@ def validity(run: Run) -> Validity:
 
 
 def _grouped_reasons(cells: Sequence[MeasuredCell]) -> list[str]:
-    """Why cells are invalid, one line a kind of reason: the first in full, then the cells that have the same.
+    """Lists why cells are invalid, one line a kind of reason: the first in full, then the cells that have the same.
 
     Reasons that differ only in their numbers or their repeat are of one kind: thirty lagging loads are one finding.
     """

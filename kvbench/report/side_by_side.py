@@ -249,7 +249,7 @@ def differences(groups: Sequence[Group]) -> list[tuple[str, tuple[str, ...]]]:
 
 
 def obstacles(first: CellSide, other: CellSide) -> list[str]:
-    """Why no ratio of two cells is shown; empty where one is."""
+    """Lists why no ratio of two cells is shown; empty where one is."""
     reasons = [why for side in (first, other) if (why := _in_doubt(side))]
     a, b = facts(first), facts(other)
     for what, *names in _MUST_BE_EQUAL:
@@ -267,7 +267,7 @@ def obstacles(first: CellSide, other: CellSide) -> list[str]:
 
 
 def _in_doubt(side: CellSide) -> str:
-    """Why the figures of a cell count for nothing; empty where they do."""
+    """Says why the figures of a cell do not count; empty where they do."""
     cell = side.cell
     if cell.doubt == "invalid":
         reason = (cell.invalid_reasons or ("no reason recorded",))[0]
