@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from kvbench.cli.options import OutputFile
-from kvbench.common.errors import UsageError
+from kvbench.common.errors import UsageError, as_usage_error
 
 
 @click.command()
@@ -51,7 +51,7 @@ def canaries(model: str, output: Path, passkeys: int, copies: int, seed: int, dt
     console = Console()
     if not passkeys + copies:
         raise UsageError("0 passkeys and 0 copies are no canaries: ask for at least one")
-    try:
+    with as_usage_error():
         config = EngineConfig(model=model, layout="contiguous", dtype=dtype, device=device)
         if uses_random_weights(find_model(model), "auto"):
             raise ValueError(f"model {model!r} has no weights to answer with: give a folder with *.safetensors")
@@ -59,8 +59,6 @@ def canaries(model: str, output: Path, passkeys: int, copies: int, seed: int, dt
             made, dropped = make_canaries(config, passkeys=passkeys, copies=copies, seed=seed, say=status)
         if not made.canaries:
             raise ValueError(f"model {model!r} surely knows none of the answers: it is too weak for canaries")
-    except ValueError as error:
-        raise UsageError(str(error)) from None
     write_canaries(output, made)
     for kind, asked in (("passkey", passkeys), ("copy", copies)):
         kept = sum(canary.kind == kind for canary in made.canaries)

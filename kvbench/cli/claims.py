@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import click
@@ -60,16 +61,8 @@ def claims(only: tuple[str, ...], list_only: bool, minutes: float, profile: str 
     folder = create_run(output_dir, "claims", git_state()["short_sha"]).path
     print_plain(console, f"results: {folder}")
     with Interruption() as interruption, status_line(console, "starting") as show:
-        run = ClaimsRun(
-            folder,
-            selected,
-            workloads,
-            minutes,
-            profile,
-            show=show,
-            say=lambda text: print_plain(console, text),
-            check=interruption.check,
-        )
+        say, check = partial(print_plain, console), interruption.check
+        run = ClaimsRun(folder, selected, workloads, minutes, profile, show=show, say=say, check=check)
         try:
             result = run.execute()
         finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from kvbench.common.errors import UsageError
+from kvbench.common.errors import as_usage_error
 
 _AS_IT_IS = {"add_help_option": False, "context_settings": {"ignore_unknown_options": True}}
 
@@ -37,7 +37,5 @@ def bench_engine(arguments: tuple[str, ...]) -> int:
     from engine.bench.command import main as bench_main
     from kvbench.common.foreign_cpu import ForeignWatch
 
-    try:
+    with as_usage_error():
         return bench_main(list(arguments), ForeignWatch().report)
-    except ValueError as error:
-        raise UsageError(str(error)) from None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvbench.common.errors import EXIT_INVALID, EXIT_OK, UsageError, say
+from kvbench.common.errors import EXIT_INVALID, EXIT_OK, UsageError, as_usage_error, say
 from kvbench.common.text import and_more
 
 if TYPE_CHECKING:
@@ -53,10 +53,8 @@ def recommend(results: Path, as_json: bool) -> int:
     folder = _chosen(results)
     if RunFolder(folder).is_locked():
         say(f"note: {folder} is being measured: this is of what is there now")
-    try:
+    with as_usage_error():
         run = read_run(folder)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
     if run.simulated:
         say(f"note: {folder} is simulated, nothing in it was measured: measure what follows before you rely on it")
     said, console = recommendation(run), Console()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvbench.cli.options import FiniteRange
-from kvbench.common.errors import UsageError, say
+from kvbench.common.errors import UsageError, as_usage_error, say
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -54,13 +54,11 @@ def report(run_dirs: tuple[Path, ...], output_dir: Path | None, price_per_hour: 
     for run_dir in run_dirs:
         if RunFolder(run_dir).is_locked():
             say(f"note: {run_dir} is being measured: this is a report of what is there now")
-    try:
+    with as_usage_error():
         if len(run_dirs) > 1:
             _show_side_by_side(run_dirs, Console(), output_dir)
         else:
             show_report(run_dirs[0], Console(), output_dir, price_per_hour, png)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
     return 0
 
 

@@ -202,7 +202,7 @@ def sweep(*, workload: str | None, resume: str | None, dry_run: bool, **options:
 def _target_and_instrument(
     loaded: Workload, options: Mapping[str, Any], stored: Manifest, begun: bool
 ) -> tuple[ChosenTarget, type[Instrument]]:
-    """What is measured, or simulated, and with which instrument. Raises UsageError."""
+    """Chooses what is measured or simulated, and the instrument that does it. Raises UsageError."""
     from kvbench.simulation.choose import check_options
 
     simulates = bool(options["simulate"] or stored.simulated)

@@ -21,7 +21,7 @@ from pydantic import BaseModel, Field, ValidationError
 from engine.execution.executor import available_cpus
 from engine.model.loader import load_model
 from engine.teacher_forcing import TeacherForced
-from kvbench.common.errors import MeasurementError, UsageError
+from kvbench.common.errors import MeasurementError, UsageError, as_usage_error
 from kvbench.quality import answering, measure
 from kvbench.quality.answering import Conversation
 from kvbench.quality.figures import Positions, figures
@@ -150,6 +150,15 @@ def manner_of(served: Served, ids: Sequence[int], text: str) -> Manner:
     )
 
 
+def _agreed(served: Served, reference: _Reference) -> Manner:
+    """Returns how to ask a server of the reference's model. Raises UsageError for another model, or no answer."""
+    _check_weights(served, reference)
+    try:
+        return manner_of(served, reference.tokenizer.encode(_PROBE), _PROBE)
+    except MeasurementError as error:
+        raise UsageError(str(error)) from None
+
+
 def _check_weights(served: Served, reference: _Reference) -> None:
     """Raises UsageError where the server tells another set of weights; only the built-in one tells any."""
     info = _parsed(ServerInfo, served.http.call("GET", "/server_info"))
@@ -165,14 +174,10 @@ class _Reference:
     """The built-in engine: contiguous full-precision KV, as `kvbench quality` has for its baseline."""
 
     def __init__(self, model: str, served: Served, max_model_len: int | None):
-        try:
+        with as_usage_error():
             self.subject = measure.Subject.of({"model": model}, model)
             self.config = measure.baseline_of(self.subject.config)
             self.loaded = load_model(self.config)
-        except UsageError:
-            raise
-        except ValueError as error:
-            raise UsageError(str(error)) from None
         self.tokenizer = measure.tokenizer_of(self.config, self.loaded)
         self.begin = tuple(self.tokenizer.encode(""))
         limits = [self.loaded.info.max_model_len, served.max_model_len, max_model_len]
@@ -306,11 +311,7 @@ def measure_served(
     began = time.monotonic()
     torch.set_num_threads(available_cpus())
     reference = _Reference(model, served, max_model_len)
-    _check_weights(served, reference)
-    try:
-        manner = manner_of(served, reference.tokenizer.encode(_PROBE), _PROBE)
-    except MeasurementError as error:
-        raise UsageError(str(error)) from None
+    manner = _agreed(served, reference)
     gathered = measure.gather(reference.context, reference.loaded, reference.tokenizer)
     material = gathered if manner.token_ids else reference.as_texts(gathered)
     say(f"baseline: {len(material.everything)} prompts")
