@@ -38,9 +38,9 @@ from kvbench.workload.file import Workload, differing_keys, resolve
 M = TypeVar("M", bound=Manifest)
 # Servers that agree in these settings must agree in their weights and in what they run on.
 _IDENTITY = ("model", "load_format", "seed", "dtype", "device", "kernel_backend", "num_threads")
-_TARGET = ("target", "serve_cmd", "preset", "target_args", "target_python", "exact")
-_RUNNING_SERVER = ("model", "vocab_size", "max_model_len", "tokenizer")  # what was measured; not how it is reached
-_OF_A_PROCESSOR = ("model", "architecture", "cores")
+_TARGET = {"target", "serve_cmd", "preset", "target_args", "target_python", "exact"}
+_RUNNING_SERVER = {"model", "vocab_size", "max_model_len", "tokenizer"}  # what was measured; not how it is reached
+_OF_A_PROCESSOR = {"model", "architecture", "cores"}
 _MIX = "or add --force to continue anyway: the manifest then records both, and the results mix them"
 
 
@@ -75,18 +75,17 @@ def new_manifest(record: type[M], workload: Workload, blocks: Sequence[Block], *
         "started": None,
         "ended": None,
         "model": None,
-        "plan": tuple(
-            PlannedBlock(
-                block_id=block.block_id,
-                repeat=block.repeat,
-                configuration=block.configuration.config_id,
-                cells=tuple(cell.cell_id for cell in block.cells),
-            )
-            for block in blocks
-        ),
+        "plan": tuple(map(_planned, blocks)),
         "failures": (),
     }  # fmt: skip
     return record(**known | facts)
+
+
+def _planned(block: Block) -> PlannedBlock:
+    cells = tuple(cell.cell_id for cell in block.cells)
+    return PlannedBlock(
+        block_id=block.block_id, repeat=block.repeat, configuration=block.configuration.config_id, cells=cells
+    )
 
 
 def with_server(manifest: Manifest, config_id: str, info: ServerInfo) -> Manifest:
@@ -98,7 +97,8 @@ def with_server(manifest: Manifest, config_id: str, info: ServerInfo) -> Manifes
     servers = {**manifest.servers, config_id: manifest.servers.get(config_id, info)}
     resolved = [server.resolved for server in servers.values()]
     settled = {"device": [_device_name(manifest, each) for each in resolved]}
-    settled |= {name: [getattr(each, name) for each in resolved] for name in ("dtype", "kernel_backend", "num_threads")}
+    for name in ("dtype", "kernel_backend", "num_threads"):
+        settled[name] = [getattr(each, name) for each in resolved]
     update: dict[str, Any] = {"servers": servers}
     for name, values in settled.items():
         different = list(dict.fromkeys(value for value in values if value is not None))
@@ -144,11 +144,11 @@ def reopen(
     """
     now = now or Environment(**environment())
     differences, remarks = environment_differences(begun, now)
-    targets = ({name: getattr(each, name) for name in _TARGET} for each in (begun, target))
-    machines = ({"simulated": each.simulated.to_json() if each.simulated else None} for each in (begun, target))
-    differences += _changed(*targets) + _changed(*machines)
-    servers = (each.target_options for each in (begun, target))
-    differences += _changed(*({name: getattr(each, name) for name in _RUNNING_SERVER} for each in servers))
+    differences += _changed(begun.model_dump(include=_TARGET), target.model_dump(include=_TARGET))
+    machines = ({"simulated": side.simulated.to_json() if side.simulated else None} for side in (begun, target))
+    differences += _changed(*machines)
+    servers = (side.target_options.model_dump(include=_RUNNING_SERVER) for side in (begun, target))
+    differences += _changed(*servers)
     if differences and not force:
         raise UsageError(
             f"{path} was started under other conditions than now: {'; '.join(differences)}. Go back to those, "
@@ -163,13 +163,10 @@ def environment_differences(before: Environment, now: Environment) -> tuple[list
     """Lists what makes two environments incomparable, and what only might, of what ``before`` records."""
     differences, remarks = _git_differences(before.git, now.git)
     differences += _changed(before.versions, now.versions)
-    then, here = (
-        {name: getattr(each.cpu, name) for name in _OF_A_PROCESSOR if name in each.cpu.model_fields_set}
-        for each in (before, now)
-    )
-    differences += [f"processor {text}" for text in _changed(then, here)]
+    processors = (side.cpu.model_dump(include=_OF_A_PROCESSOR, exclude_unset=True) for side in (before, now))
+    differences += [f"processor {text}" for text in _changed(*processors)]
     if "gpus" in before.model_fields_set:
-        differences += _changed(*({"GPUs": _gpu_names(each.gpus)} for each in (before, now)))
+        differences += _changed({"GPUs": _gpu_names(before.gpus)}, {"GPUs": _gpu_names(now.gpus)})
     return differences, remarks
 
 

@@ -365,7 +365,7 @@ class ClusterExecution(Record):
 
 
 class RunningServer(Record):
-    """What the command line said of a server that runs already."""
+    """The options of the command line on a server that runs already."""
 
     model: str | None = None
     vocab_size: int | None = None
@@ -377,7 +377,7 @@ class RunningServer(Record):
 
 
 class SimulatedMachine(Record):
-    """On what a simulated run ran, and where its step times came from."""
+    """The machine that a run was simulated on, and the source of its step times."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -390,7 +390,7 @@ class SimulatedMachine(Record):
 
 
 class MeasuredTarget(Record):
-    """What is measured, under the names of the command line. ``simulated``: on what a simulation runs."""
+    """The target under the names of the command line. ``simulated``: the machine of a simulation."""
 
     target: str | Mapping[str, Any] | None = None
     serve_cmd: str | None = None
@@ -410,7 +410,7 @@ class MeasuredTarget(Record):
 
 
 class Manifest(Environment, MeasuredTarget):
-    """What a sweep measured, with what, on what: manifest.json. Fields that only some targets have are kept too."""
+    """The manifest.json of a run: target, workload, plan and machine. Fields that only some targets have are kept."""
 
     FORMAT: ClassVar[int] = 1
     model_config = ConfigDict(extra="allow")

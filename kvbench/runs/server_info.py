@@ -107,7 +107,7 @@ class ModelAnswer(ServerAnswer):
 
 
 class Resolved(ServerAnswer):
-    """What a server has settled on, whatever was asked for. ``bound_cores``: those that its threads are bound to."""
+    """The settings that a server chose, whatever was asked for. ``bound_cores``: of its threads."""
 
     device: Name = None
     device_name: Name = None
@@ -139,7 +139,7 @@ class OutlierFacts(ServerAnswer):
 
 
 class ServerFacts(ServerAnswer):
-    """How kvbench asks a server: its kind, its launch command, and what a reader of its figures should know."""
+    """The kind and launch command of a server, and what a reader of its figures should know."""
 
     kind: Name = None
     title: Name = None
@@ -166,7 +166,7 @@ class ServerInfo(ServerAnswer):
     kv_outliers: OutlierFacts = Field(default_factory=OutlierFacts)
 
     def fact(self, section: str, key: str) -> Any:
-        """What the server tells of ``key`` in a section; None where it does not."""
+        """Returns a value of a section; None where the server does not tell it."""
         part = getattr(self, section)
         return part.get(key) if isinstance(part, dict) else getattr(part, key, None)
 

@@ -321,12 +321,7 @@ def calibrate_command(
     if output is not None:
         cost_model.write_calibration(output, fitted)
     if figure is not None and predictions:
-        from kvbench.report.predictions import predicted_figure
-
-        last = predictions[-1]
-        title = f"{last.run.name}: simulated over measured ({last.how})"
-        drawn = predicted_figure(last.run.series, last.predicted.series, title)
-        write_text(figure, drawn.to_html(include_plotlyjs=True))
+        _draw(predictions[-1], figure)
     if as_json:
         facts = {"calibration": fitted.model_dump(exclude_none=True), "runs": [p.as_dict() for p in predictions]}
         print(json.dumps(facts, indent=2))
@@ -369,6 +364,14 @@ def _table(predictions: Sequence[_Prediction]) -> Table:
     table = make_table(heads, lines, numbers_from=2, title="predicted over measured")
     table.caption = "running, KV use: mean distance over the measured seconds"
     return table
+
+
+def _draw(prediction: _Prediction, path: Path) -> None:
+    from kvbench.report.predictions import predicted_figure
+
+    title = f"{prediction.run.name}: simulated over measured ({prediction.how})"
+    figure = predicted_figure(prediction.run.series, prediction.predicted.series, title)
+    write_text(path, figure.to_html(include_plotlyjs=True))
 
 
 def _calibrate_sweep(folder: Path, check: Sequence[Path], output: Path | None, *, as_json: bool) -> int:

@@ -60,15 +60,6 @@ def make_app(workspace: Workspace) -> FastAPI:
     def history_page(stamps: tuple[tuple[str, Stamp], ...]) -> str:
         return pages.history(workspace, LINKS)
 
-    @app.middleware("http")
-    async def _add_headers(request: Request, answer: Callable) -> Response:
-        try:
-            response = await answer(request)
-        except Exception as error:  # a defect of one page must not look like one of all
-            response = HTMLResponse(pages.defect(error, LINKS), status_code=500)
-        response.headers.update(_HEADERS)
-        return response
-
     @app.get("/", response_class=HTMLResponse)
     def runs(request: Request) -> str:
         return _runs_page(workspace, request)
@@ -108,8 +99,18 @@ def make_app(workspace: Workspace) -> FastAPI:
         headers = {"cache-control": "max-age=31536000, immutable"}  # its address has its version
         return Response(template_file(PLOTLY_JS), media_type="text/javascript", headers=headers)
 
+    app.middleware("http")(_add_headers)
     app.add_exception_handler(HTTPException, _answer_error)
     return app
+
+
+async def _add_headers(request: Request, answer: Callable) -> Response:
+    try:
+        response = await answer(request)
+    except Exception as error:  # a defect of one page must not look like one of all
+        response = HTMLResponse(pages.defect(error, LINKS), status_code=500)
+    response.headers.update(_HEADERS)
+    return response
 
 
 def _runs_page(workspace: Workspace, request: Request, error: str = "") -> str:

@@ -96,7 +96,7 @@ class Length(Range):
 
 
 class Turns(Range):
-    """How many turns a conversation has."""
+    """The number of turns of a conversation."""
 
     WANTED = "a number of turns; write a whole number from 1 to 1000, or [low, high] with low before high"
     LEAST = 1
