@@ -207,7 +207,7 @@ class Comparisons:
     not_varied: titles of the settings that every reader asks about and that no configuration at ``load`` varies
     served, engine: cell id -> metric -> against the baseline at its load, as served and in engine time
     decisive: the same from the clock that decides it: engine time before served
-    to_reference: cell id -> its throughput against the reference at its load, as served
+    to_reference: cell id -> its throughput against the reference at its load, as served; None where there is no ratio
     """
 
     clock: str
@@ -223,7 +223,7 @@ class Comparisons:
     served: Mapping[str, Mapping[str, Comparison]]
     engine: Mapping[str, Mapping[str, Comparison]]
     decisive: Mapping[str, Mapping[str, Comparison]]
-    to_reference: Mapping[str, Comparison]
+    to_reference: Mapping[str, Comparison | None]
 
     @classmethod
     def of(cls, run: Run) -> Comparisons:
@@ -239,7 +239,10 @@ class Comparisons:
         pairs = {at: (run.cell(pair[0], at), run.cell(pair[1], at)) for at in run.loads} if pair else {}
         base = baselines[load] if load else None
         references = baselines | {at: contiguous for at, (_, contiguous) in pairs.items() if contiguous}
-        to_reference = {c.cell_id: served(c, ref, THROUGHPUT) for c in run.cells if (ref := references[c.load])}
+        to_reference = {}
+        for cell in run.cells:
+            reference = references[cell.load]
+            to_reference[cell.cell_id] = served(cell, reference, THROUGHPUT) if reference else None
         return cls(
             clock=run.clock,
             cells=run.cells,
@@ -254,7 +257,7 @@ class Comparisons:
             served=served_by_cell,
             engine=engine_by_cell,
             decisive=decisive,
-            to_reference={cell_id: ratio for cell_id, ratio in to_reference.items() if ratio},
+            to_reference=to_reference,
         )
 
     @property
@@ -304,6 +307,9 @@ class Comparisons:
     def throughput_of(self, cell: MeasuredCell) -> Comparison | None:
         """Returns the throughput against the baseline, by the clock that decides it."""
         return self.decisive[cell.cell_id].get(THROUGHPUT)
+
+    def as_served(self, cell: MeasuredCell, metric: str) -> Comparison | None:
+        return self.served[cell.cell_id].get(metric)
 
     def between(self, cell: MeasuredCell, other: MeasuredCell, metric: str) -> Comparison | None:
         """A configuration against any other at its load: by the clock that decides where one is the baseline."""

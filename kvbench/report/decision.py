@@ -148,9 +148,9 @@ class Candidate:
     @property
     def ttft(self) -> str:
         """p95 TTFT level; p95 TTFT −24 %; with its clock where that is not the throughput's; empty without any."""
-        known = self.p95.get(TTFT)
-        if known is None:
+        if TTFT not in self.p95:
             return ""
+        known = self.p95[TTFT]
         other = f" {known.clock}" if self.throughput and self.throughput.clock != known.clock else ""
         return f"p95 TTFT {_CALLS.get(known.call) or amount(known.ratio)}{other}"
 

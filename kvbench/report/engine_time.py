@@ -25,14 +25,14 @@ def engine_time_table(comparisons: Comparisons, known: EngineTime | None) -> Rep
     cells = {cell.cell_id: cell for cell in comparisons.by_load}
     for cell_id in dict.fromkeys([*cells, *(effect.cell for effect in known.effects)]) if known else ():
         effects = [known.of(cell_id, metric) for metric in JUDGED]
-        cell = cells.get(cell_id)
         if not any(effects):
             continue
-        if cell is None:
+        if cell_id not in cells:
             rows.append(Row(None, (*texts(cell_id), Value("–"), *map(_value, effects), Value("–")), "not served"))
             continue
+        cell = cells[cell_id]
         base = comparisons.baselines[cell.load]
-        ratio = ratio_value(comparisons.served[cell_id].get(THROUGHPUT), cell, base) if base else Value("–")
+        ratio = ratio_value(comparisons.as_served(cell, THROUGHPUT), cell, base) if base else Value("–")
         load = Value(cell.load.short, cell.load.value)
         rows.append(Row(cell, (*texts(cell.name), load, *map(_value, effects), ratio), cell.load))
     return listed_table(("configuration", "load", *_HEADS), rows)

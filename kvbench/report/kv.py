@@ -39,7 +39,7 @@ from kvbench.runs.kv_ledger import (
     swapped_bytes,
 )
 from kvbench.runs.model import DOUBTS, WRONG, MeasuredCell, MeasuredLoad, number
-from kvbench.runs.server_info import ServerInfo
+from kvbench.runs.results import Manifest
 from kvbench.workload.settings import effective
 
 _NOTE = "Every byte of the KV budget by its use, mean of the steady window."
@@ -123,7 +123,7 @@ def kv_parts(decision: Decision) -> Iterator[Part]:
     table = ledger_table(known)
     note = " ".join([_NOTE, *(_NOTES[column.key] for column in table.columns if column.key in _NOTES)])
     yield Section("ledger", "Use by use", table, note)
-    memory = memory_table(comparisons.cells, decision.run.manifest.servers)
+    memory = memory_table(comparisons.cells, decision.run.manifest)
     yield Section("memory", "Bytes a token, scales and page table", memory)
 
 
@@ -156,7 +156,7 @@ def ledger_table(known: Bars) -> ReportTable:
     return cell_table(shown, [cell for cell, _ in known], {column.key for column in shown})
 
 
-def memory_table(measured: Sequence[MeasuredCell], servers: Mapping[str, ServerInfo]) -> ReportTable:
+def memory_table(measured: Sequence[MeasuredCell], manifest: Manifest) -> ReportTable:
     """A row a configuration on its KV budget: bytes a token, scales, page table, tokens it holds.
 
     Of the highest load of each; empty where neither the server nor the arithmetic before the sweep tells.
@@ -165,7 +165,7 @@ def memory_table(measured: Sequence[MeasuredCell], servers: Mapping[str, ServerI
     cells = [cell for cell in last.values() if bytes_per_slot(cell) is not None]
 
     def outliers(cell: MeasuredCell) -> Value:
-        facts = servers.get(cell.config_id, ServerInfo()).kv_outliers
+        facts = manifest.server_of(cell.config_id).kv_outliers
         unknown = facts.k is None or facts.v is None
         return Value("–") if unknown else Value(times(facts.k), facts.k, f"V: {times(facts.v)}")
 

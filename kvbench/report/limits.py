@@ -218,7 +218,7 @@ def facts_of(cell: MeasuredCell, comparisons: Comparisons) -> LoadFacts:
     requests, preempted = cell.count("completed"), cell.counter("num_preemptions_total")
     itl, p95 = (cell.percentile("itl_ms", which)[0] for which in ("p50", "p95"))
     queue, ttft = cell.counter("request_queue_time_seconds_sum"), cell.counter("time_to_first_token_seconds_sum")
-    knows_defaults = cell.settings.get("layout") is not None  # those of the built-in engine
+    knows_defaults = cell.layout is not None  # those of the built-in engine
     seats = effective(cell.settings, "max_num_seqs") if knows_defaults else cell.settings.get("max_num_seqs")
     spent, lasted = step_seconds(cell), sum(cell.per_repeat("duration_s").values())
     facts = LoadFacts(

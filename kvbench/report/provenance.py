@@ -220,7 +220,7 @@ def target(run: Run) -> str:
 
 def server_facts(run: Run, cell: MeasuredCell) -> ServerInfo:
     """Returns what the server of the cell's configuration reported of itself; empty where it is not known."""
-    return run.manifest.servers.get(cell.config_id, ServerInfo())
+    return run.manifest.server_of(cell.config_id)
 
 
 def _workload_model(run: Run) -> Mapping[str, Any]:

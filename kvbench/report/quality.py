@@ -146,7 +146,8 @@ def qualities(run: Run) -> dict[str, Quality]:
     for config_id in dict.fromkeys(cell.config_id for cell in run.cells):
         cells = [cell for cell in run.cells if cell.config_id == config_id]
         wrong = tuple(why for cell in cells for why in cell.wrong_answers)
-        if result and (known := result.configurations.get(config_id)):
+        if result and config_id in result.configurations:
+            known = result.configurations[config_id]
             by_id[config_id] = Quality(known, result.model if result.beside else "", doubt, wrong=wrong)
             continue
         counted = [cell.canaries for cell in cells if not is_quantised(cell)]
@@ -334,8 +335,8 @@ def answer_quality_table(result: QualityResult, comparisons: Comparisons) -> Rep
 def _figures(known: ConfigurationFigures | None, limits: Mapping[str, float]) -> Iterator[Value]:
     """An entry a column, marked where it is beyond its limit."""
     for key, *_, value_of in _COLUMNS:
-        value, limit = value_of(known), limits.get(key)
-        beyond = limit is not None and isinstance(value.sort, float) and is_beyond(key, value.sort, limit)
+        value = value_of(known)
+        beyond = key in limits and isinstance(value.sort, float) and is_beyond(key, value.sort, limits[key])
         outside = known.outside if known else ()
         beyond |= key == "full_pool" and any("full pool" in why for why in outside)
         yield replace(value, mark="worse") if beyond else value

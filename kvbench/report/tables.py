@@ -187,7 +187,7 @@ def main_table(comparisons: Comparisons, slo: str = "", cache_state: str = "") -
         "ratio",
         f"ratio to {ref.name if ref else 'baseline'}",
         f"paired by repeat; {RATIO_MARKS}",
-        lambda c: _ratio_to(comparisons.references[c.load], c, comparisons.to_reference.get(c.cell_id)),
+        lambda c: _ratio_to(comparisons.references[c.load], c, comparisons.to_reference[c.cell_id]),
     )
 
     def configuration(cell: MeasuredCell) -> Value:
@@ -252,7 +252,7 @@ def flat_rows(table: ReportTable, comparisons: Comparisons) -> list[dict[str, An
         if s := spread(cell.throughput()):
             bounds = {"min": s.low, "max": s.high, "window": _WINDOWS[cell.has_steady]}
             flat |= {f"output_tokens_per_s_{end}": value for end, value in bounds.items()}
-        ref, ratio = comparisons.references[cell.load], comparisons.to_reference.get(cell.cell_id)
+        ref, ratio = comparisons.references[cell.load], comparisons.to_reference[cell.cell_id]
         if ref is not None and ratio is not None:
             low, high = ratio.spread
             flat |= {"ratio_to": ref.name, "ratio_min": low, "ratio_max": high, "ratio_verdict": str(ratio.call)}
@@ -454,8 +454,7 @@ def effect_table(comparisons: Comparisons) -> ReportTable:
     rows = []
     for e in listed:
         change = " → ".join(value_words(e.setting, value) for value in (e.baseline_value, e.value))
-        served = comparisons.served[e.cell.cell_id]
-        ratios = (ratio_value(served.get(metric), e.cell, e.base) for metric in compared())
+        ratios = (ratio_value(comparisons.as_served(e.cell, metric), e.cell, e.base) for metric in compared())
         shown = (*texts(setting_title(e.setting), change, e.cell.load.short), *ratios)
         rows.append(Row(e.cell if e.base.valid else e.base, shown, change))
     return listed_table(("setting", "change", "load", *compared_heads()), rows, numbers_from=3)
@@ -463,8 +462,8 @@ def effect_table(comparisons: Comparisons) -> ReportTable:
 
 def effects_note(comparisons: Comparisons) -> str:
     """The note under the table of effects."""
-    ids = [effect.cell.cell_id for effect in comparisons.alone]
-    ratios = [[comparisons.served[cell_id].get(metric) for cell_id in ids] for metric in compared()]
+    cells = [effect.cell for effect in comparisons.alone]
+    ratios = [[comparisons.as_served(cell, metric) for cell in cells] for metric in compared()]
     seen = _smallest_effects(dict(zip(compared_heads(), ratios, strict=True)))
     return f"Ratio to the baseline, paired by repeat: median and, small, lowest to highest. {RATIO_MARKS}. {seen}"
 
@@ -553,7 +552,7 @@ def served_words(cell: MeasuredCell) -> str:
 def cells_note(table: ReportTable, comparisons: Comparisons, slo: str) -> str:
     """The note under the table of all cells, about the marks that it has."""
     cells = [cell for cell in comparisons.cells if cell is not comparisons.references[cell.load]]
-    ratios = [comparisons.to_reference.get(cell.cell_id) for cell in cells]
+    ratios = [comparisons.to_reference[cell.cell_id] for cell in cells]
     entries = [value.text + value.note for row in table.rows for value in row.values]
     sentences = {
         f"Medians over repeats, small: lowest to highest; of the steady window, else marked {WHOLE_RUN}. Ratios are "

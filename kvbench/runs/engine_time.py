@@ -104,7 +104,7 @@ class EngineTime(Record):
 def read_engine_time(run: Path) -> EngineTime | None:
     """Reads the effects; None where no launch was measured to its end, or in format 1.
 
-    Raises UsageError for a damaged file.
+    Raises UsageError for a damaged file, or one of another format.
     """
     path = run / FOLDER / EFFECTS
     if not path.is_file():

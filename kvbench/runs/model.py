@@ -265,8 +265,13 @@ class MeasuredCell:
         return sum(b.low for b in bounds) / queries, sum(b.high for b in bounds) / queries
 
     @property
+    def layout(self) -> str | None:
+        """The layout of the KV cache; None for an engine whose settings do not name it."""
+        return self.settings.get("layout")
+
+    @property
     def is_contiguous(self) -> bool:
-        return self.settings.get("layout") == "contiguous"
+        return self.layout == "contiguous"
 
     @property
     def page_size(self) -> int | None:
@@ -275,7 +280,7 @@ class MeasuredCell:
 
     @property
     def is_paged(self) -> bool:
-        return self.settings.get("layout") == "paged"
+        return self.layout == "paged"
 
     def requests(self, steady: bool = False) -> pd.DataFrame:
         """Reads all successful requests; empty without the file. ``steady``: those that came in the steady windows."""

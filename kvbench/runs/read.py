@@ -97,7 +97,7 @@ def display_rank(cell: MeasuredCell) -> tuple:
     """Sorts configurations: contiguous ones by what they know of the output's length, then paged ones by page size."""
     extras = sum(key not in IN_LAYOUT for key in cell.varied)
     knows = {"max": 0, "pow2": 1, "oracle": 2}.get(str(cell.settings.get("reservation")), 0)
-    size = knows if cell.is_contiguous else number(cell.settings.get("page_size")) or 0
+    size = knows if cell.is_contiguous else number(cell.page_size) or 0
     return not cell.is_contiguous, extras, size, cell.name
 
 

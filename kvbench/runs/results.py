@@ -454,6 +454,10 @@ class Manifest(Environment, MeasuredTarget):
         """The clock of the times of its loads."""
         return SIMULATED if self.simulated else SERVED
 
+    def server_of(self, config_id: str) -> ServerInfo:
+        """Returns what a configuration's server reported of itself; empty where it is not known."""
+        return self.servers.get(config_id, ServerInfo())
+
     @property
     def load_section(self) -> Mapping[str, Any]:
         """The workload's section ``load``."""

@@ -202,8 +202,7 @@ def _loads_of(run: Run) -> tuple[LoadsByCell, list[str]]:
     loads: dict[str, list[_StoredLoad]] = {}
     left_out, section = [], stored_workload(run.manifest).load
     for cell in run.cells:
-        info = run.manifest.servers.get(cell.config_id)
-        engine = info.engine.to_json() if info else {}  # as its server said it
+        engine = run.manifest.server_of(cell.config_id).engine.to_json()  # as its server said it
         why = _why_not(cell, engine, run, section)
         repeats = () if why else cell.repeats
         of_cell = [load for repeat in repeats if (load := _load(cell, engine, repeat, run, section))]

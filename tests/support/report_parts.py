@@ -151,7 +151,7 @@ def timeline_drawing(run: Run, load: MeasuredLoad) -> Drawing | None:
 
 
 def memory_table(run: Run) -> ReportTable:
-    return kv.memory_table(run.cells, run.manifest.servers)
+    return kv.memory_table(run.cells, run.manifest)
 
 
 def output_samples(run: Run) -> samples.OutputSamples | None:

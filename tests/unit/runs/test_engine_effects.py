@@ -35,13 +35,15 @@ def test_a_call_of_an_older_version_is_read_in_todays_words(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("changes", [{"format": 1}, {"effects": []}])
-def test_another_format_and_no_effects_are_nothing_measured(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_the_first_format_and_no_effects_are_nothing_measured(tmp_path: Path, changes: dict[str, Any]) -> None:
     assert read(tmp_path, **changes) is None and read_engine_time(tmp_path / "elsewhere") is None
 
 
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
+        ({"format": 3}, "format is 3, and this kvbench reads 2"),
+        ({"format": None}, "format is None, and this kvbench reads 2"),
         ({"turns": {"c3": None}}, "turns"),
         ({"turns": []}, "turns"),
         ({"effects": [ROW | {"ratio": 0}]}, "ratio"),
