@@ -8,7 +8,6 @@ import pandas as pd
 
 from kvbench.effects.comparison import Comparison
 from kvbench.report import (
-    comparisons,
     document,
     engine_time,
     hits,
@@ -22,7 +21,7 @@ from kvbench.report import (
 )
 from kvbench.report.comparisons import Comparisons
 from kvbench.report.decision import Candidate, Decision
-from kvbench.report.figures import distributions, effects, frontier, heat_map, slowest, step_time
+from kvbench.report.figures import distributions, effects, frontier, heat_map
 from kvbench.report.provenance import random_weights
 from kvbench.report.style import Drawing
 from kvbench.report.tables import ReportTable, Section
@@ -32,10 +31,6 @@ from kvbench.runs.model import MeasuredCell, MeasuredLoad, Run
 
 def change(run: Run, cell: MeasuredCell, metric: str) -> Comparison | None:
     return Comparisons.of(run).decisive[cell.cell_id].get(metric)
-
-
-def leaders(run: Run, load: MeasuredLoad) -> dict:
-    return comparisons.leaders(run.at(load))
 
 
 def candidate(run: Run, cell: MeasuredCell) -> Candidate:
@@ -50,24 +45,12 @@ def flat_rows(run: Run) -> list[dict]:
     return tables.flat_rows(main_table(run), Comparisons.of(run))
 
 
-def effect_table(run: Run) -> ReportTable:
-    return tables.effect_table(Comparisons.of(run))
-
-
-def plateau_table(run: Run) -> ReportTable:
-    return tables.plateau_table(run.cells)
-
-
 def class_table(run: Run) -> ReportTable:
     return tables.group_parts(run.by_load)[0].table
 
 
 def turn_table(run: Run) -> ReportTable:
     return tables.group_parts(run.by_load)[1].table
-
-
-def console_table(run: Run) -> object:
-    return terminal.console_table(document.document(run))
 
 
 def engine_time_console(run: Run) -> object:
@@ -82,25 +65,13 @@ def engine_time_note(run: Run) -> str:
     return engine_time.engine_time_note(run.engine_time) if run.engine_time else ""
 
 
-def facts_of(run: Run, cell: MeasuredCell) -> limits.LoadFacts:
-    return limits.facts_of(cell, Comparisons.of(run))
-
-
-def cell_limits(run: Run) -> tuple[limits.CellLimit, ...]:
-    return Decision.of(run).limits
-
-
 def limit_lines(run: Run) -> list[limits.LimitLine]:
     return limits.limit_lines(Decision.of(run).limits, Comparisons.of(run).names)
 
 
-def breaks(run: Run) -> tuple[limits.Break, ...]:
-    return Decision.of(run).breaks
-
-
 def growth(run: Run) -> tuple[str, ReportTable]:
     """The sentence and the table of the chapter on growing loads."""
-    parts = list(limits.growth_parts(breaks(run), limits.sized_loads(Comparisons.of(run))))
+    parts = list(limits.growth_parts(Decision.of(run).breaks, limits.sized_loads(Comparisons.of(run))))
     sentences = [part for part in parts if isinstance(part, str)]
     (section,) = (part for part in parts if isinstance(part, Section))
     return "".join(sentences), section.table
@@ -156,26 +127,6 @@ def memory_table(run: Run) -> ReportTable:
 
 def output_samples(run: Run) -> samples.OutputSamples | None:
     return samples.output_samples(Comparisons.of(run), random_weights(run))
-
-
-def slowest_of(run: Run) -> MeasuredCell | None:
-    return slowest.slowest_of(Comparisons.of(run))
-
-
-def slowest_parts(run: Run) -> tuple:
-    return slowest.slowest_parts(Comparisons.of(run))
-
-
-def step_time_frame(run: Run) -> pd.DataFrame:
-    return step_time.step_time(run.by_load)
-
-
-def step_time_table(run: Run) -> ReportTable:
-    return step_time.step_time_table(run.by_load)
-
-
-def step_time_drawing(run: Run) -> Drawing | None:
-    return step_time.drawing(run.by_load)
 
 
 def heat_map_frame(run: Run, load: MeasuredLoad) -> pd.DataFrame:

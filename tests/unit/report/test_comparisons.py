@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvbench.report.comparisons import THROUGHPUT, Comparisons, best, differing, scatters, served, spread
+from kvbench.report.comparisons import THROUGHPUT, Comparisons, best, differing, leaders, scatters, served, spread
 from kvbench.runs.model import MeasuredLoad
 from tests.support.records import put, take
 from tests.support.report_cells import cell, mark_few, run
-from tests.support.report_parts import leaders
 
 AT_24 = MeasuredLoad("closed", 24)
 
@@ -44,21 +43,21 @@ def test_leaders_are_all_that_are_not_decided_to_be_worse(
 ) -> None:
     top = (100.0, 101.0, 102.0)
     cells = [cell(throughput=top), cell(page_size=8, throughput=page_8), cell(page_size=32, throughput=page_32)]
-    assert leaders(run(*cells), AT_24)["output_tokens_per_s"] == marked
+    assert leaders(run(*cells).at(AT_24))["output_tokens_per_s"] == marked
     faster = [tuple(10_000 / value for value in values) for values in (top, page_8, page_32)]  # of latencies
     for key, name in (("ttft_ms_p95", "ttft"), ("tpot_ms_p50", "tpot")):
         cells = [
             cell(**{name: values}, throughput=(1.0,) * len(values), **sizes)
             for values, sizes in zip(faster, ({}, {"page_size": 8}, {"page_size": 32}), strict=True)
         ]
-        assert leaders(run(*cells), AT_24)[key] == marked
+        assert leaders(run(*cells).at(AT_24))[key] == marked
 
 
 def test_leaders_are_valid_and_not_alone() -> None:
     slow, best_of_all = cell("contiguous", throughput=(50.0,) * 3), cell(throughput=(900.0,) * 3, reasons=("lag",))
-    assert not any(leaders(run(cell()), AT_24).values())  # of one configuration there is no best
-    assert not any(leaders(run(best_of_all, slow), AT_24).values())
-    shown = leaders(run(best_of_all, slow, cell(page_size=8)), AT_24)
+    assert not any(leaders(run(cell()).at(AT_24)).values())  # of one configuration there is no best
+    assert not any(leaders(run(best_of_all, slow).at(AT_24)).values())
+    shown = leaders(run(best_of_all, slow, cell(page_size=8)).at(AT_24))
     assert shown["output_tokens_per_s"] == {PAGE_8: "level"}
 
 
@@ -69,7 +68,7 @@ def test_a_percentile_of_too_few_samples_is_neither_the_best_nor_worse(few: tupl
     cells = [cell(ttft=(500.0,) * 3), cell(page_size=8, ttft=(700.0,) * 3), cell("contiguous", ttft=(900.0,) * 3)]
     for number in few:
         mark_few(cells[number], "ttft_ms")
-    assert leaders(run(*cells), AT_24)["ttft_ms_p95"] == marked
+    assert leaders(run(*cells).at(AT_24))["ttft_ms_p95"] == marked
 
 
 def test_there_is_no_leader_where_medians_and_paired_ratios_contradict_each_other() -> None:
@@ -77,8 +76,8 @@ def test_there_is_no_leader_where_medians_and_paired_ratios_contradict_each_othe
     ahead = cell(throughput=(100.0,) * 3 + (500.0,) * 4, **more)  # the machine was faster in the last four repeats
     behind, slow = cell(page_size=8, throughput=(130.0, 130.0, 131.0)), cell("contiguous", throughput=(50.0,) * 3)
     assert served(behind, ahead, THROUGHPUT).call == "better"  # type: ignore[union-attr]
-    assert leaders(run(ahead, behind, slow), AT_24)["output_tokens_per_s"] == {}
-    assert leaders(run(ahead, slow), AT_24)["output_tokens_per_s"] == {PAGE_16: "level"}
+    assert leaders(run(ahead, behind, slow).at(AT_24))["output_tokens_per_s"] == {}
+    assert leaders(run(ahead, slow).at(AT_24))["output_tokens_per_s"] == {PAGE_16: "level"}
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from kvbench.report.comparisons import Comparisons
+from kvbench.report.decision import Decision
 from kvbench.report.limits import (
     BUSY,
     CLIENT,
@@ -23,12 +25,13 @@ from kvbench.report.limits import (
     STORM,
     UNKNOWN,
     LoadFacts,
+    facts_of,
     judge,
 )
 from kvbench.runs.read import read_run
 from tests.support.records import put, take
 from tests.support.report_cells import cell, run, stored
-from tests.support.report_parts import breaks, cell_limits, facts_of, growth, limit_lines
+from tests.support.report_parts import growth, limit_lines
 
 ROOM = LoadFacts(asked=24, running=24.0, waiting=0.0, seats=32, kv_wait=0.0, kv_peak=0.4)
 
@@ -100,7 +103,7 @@ def test_kv_that_ran_out_before_compute_says_so_and_hides_that_steps_were_filled
 
 def test_the_toy_engines_contiguous_layout_is_limited_by_kv_where_it_queues(run_folder: Callable[[str], Path]) -> None:
     measured = read_run(run_folder("normal"))
-    found = {(each.cell.config_id, each.cell.load.value): each.limit for each in cell_limits(measured)}
+    found = {(each.cell.config_id, each.cell.load.value): each.limit for each in Decision.of(measured).limits}
     low, high = sorted({load for _, load in found})
     assert found["layout-contiguous", high] == KV and found["layout-contiguous", low] != KV
 
@@ -108,10 +111,10 @@ def test_the_toy_engines_contiguous_layout_is_limited_by_kv_where_it_queues(run_
 def test_headroom_is_of_layouts_that_compute_the_same_and_only_where_it_is_decided() -> None:
     base, slow = cell(), cell("contiguous", throughput=(50.0, 51.0, 49.0))
     cached = cell(enable_prefix_caching=True, throughput=(300.0, 301.0, 302.0))  # computes less
-    assert facts_of(run(base, slow, cached), slow).headroom == pytest.approx(2.0, rel=0.05)
-    assert facts_of(run(base, slow, cached), base).headroom is None
+    assert facts_of(slow, Comparisons.of(run(base, slow, cached))).headroom == pytest.approx(2.0, rel=0.05)
+    assert facts_of(base, Comparisons.of(run(base, slow, cached))).headroom is None
     scattered = cell("contiguous", throughput=(20.0, 100.0, 260.0))
-    assert facts_of(run(base, scattered), scattered).headroom is None
+    assert facts_of(scattered, Comparisons.of(run(base, scattered))).headroom is None
 
 
 def test_scaling_compares_with_the_load_below_and_needs_more_sequences() -> None:
@@ -122,7 +125,7 @@ def test_scaling_compares_with_the_load_below_and_needs_more_sequences() -> None
         for one in cells:
             for repeat in one.repeats:
                 put(repeat.metrics, output_throughput=repeat.metrics.steady_output_throughput)
-        return facts_of(run(*cells), cells[-1]).scaling
+        return facts_of(cells[-1], Comparisons.of(run(*cells))).scaling
 
     assert scaling(at(3, 100.0, 3.0), at(24, 200.0, 24.0)) == pytest.approx(1 / 3)  # 2x of 2x2x2x
     assert scaling(at(3, 100.0, 3.0), at(24, 800.0, 24.0)) == pytest.approx(1.0)
@@ -139,11 +142,11 @@ def test_an_open_loads_queue_grows_between_the_thirds_of_its_arrivals_and_not_in
     one = stored(cell(mode="open", load=4), tmp_path, requests, polls)
     one = replace(one, repeats=one.repeats[:1])
     take(one.repeats[0].metrics, "steady_end_s")  # it never settled
-    assert facts_of(run(one), one).grown == pytest.approx(20.0, abs=1.0)
+    assert facts_of(one, Comparisons.of(run(one))).grown == pytest.approx(20.0, abs=1.0)
     closed = replace(one, load=cell().load)
-    assert facts_of(run(closed), closed).grown is None
+    assert facts_of(closed, Comparisons.of(run(closed))).grown is None
     put(one.repeats[0].metrics, steady_end_s=30.0)  # it settled, so it only swings
-    assert facts_of(run(one), one).grown is None
+    assert facts_of(one, Comparisons.of(run(one))).grown is None
 
 
 def test_lines_put_configurations_with_the_same_limit_together_highest_load_first() -> None:
@@ -170,11 +173,11 @@ def test_at_which_load_a_configuration_breaks_is_read_of_one_window() -> None:
         replace(one, pooled=other.pooled.model_copy(update={"steady_latency": one.pooled.steady_latency}))
         for one, other in zip(cells, whole, strict=True)
     ]
-    (steady,) = breaks(run(*cells))
+    (steady,) = Decision.of(run(*cells)).breaks
     (row,) = growth(run(*cells))[1].rows
     assert steady.at is cells[1] and row.values[2].sort == 250.0
     put(cells[1].repeats[0].metrics.steady_latency.ttft_ms, n=7)
-    assert breaks(run(*cells))[0].at is None
+    assert Decision.of(run(*cells)).breaks[0].at is None
     assert [value.sort for value in growth(run(*cells))[1].rows[0].values[1:3]] == [
         200.0,
         300.0,

@@ -23,13 +23,12 @@ from kvbench.report.decision import Decision
 from kvbench.report.document import Document, document
 from kvbench.report.page import PLOTLY_JS, markdown, page, template_file, write_report
 from kvbench.report.style import looks
-from kvbench.report.terminal import DROP_FIRST
+from kvbench.report.terminal import DROP_FIRST, console_table
 from kvbench.runs.model import MeasuredCell, Run
 from kvbench.runs.read import read_run
 from tests.support.records import put, take
 from tests.support.report_cells import cell, refused, wrong
 from tests.support.report_cells import run as run_of_cells
-from tests.support.report_parts import console_table
 from tests.support.synthetic_run import VARIANTS
 
 EVIL = '<script>alert("x")</script><img src="https://evil.example/x.png">'
@@ -183,7 +182,7 @@ def test_the_console_table_fits_80_columns_and_marks_what_is_invalid(
     variant: str, run_of: Callable[[str], Run]
 ) -> None:
     out = io.StringIO()
-    rich.console.Console(file=out, width=80).print(console_table(run_of(variant)))
+    rich.console.Console(file=out, width=80).print(console_table(document(run_of(variant))))
     text = out.getvalue()
     rows = [line for line in text.splitlines() if "contiguous" in line and "ratio" not in line]
     assert rows and all(("! contiguous" in line) == (variant == "invalid") for line in rows)
@@ -195,7 +194,7 @@ def test_the_console_table_fits_80_columns_and_marks_what_is_invalid(
 def test_a_terminal_shows_whole_columns_and_names_the_others(width: int, run_of: Callable[[str], Run]) -> None:
     out = io.StringIO()
     terminal = rich.console.Console(file=out, width=width, force_terminal=True, color_system=None)
-    print_table(terminal, console_table(run_of("normal")), drop_first=DROP_FIRST)
+    print_table(terminal, console_table(document(run_of("normal"))), drop_first=DROP_FIRST)
     text = out.getvalue()
     assert max(map(len, text.splitlines())) <= width and "…" not in text
     heads = next(line for line in text.splitlines() if "configuration" in line)
@@ -208,7 +207,7 @@ def test_a_terminal_shows_whole_columns_and_names_the_others(width: int, run_of:
 def test_the_console_explains_its_marks_once_and_only_where_they_are() -> None:
     def printed(*cells: MeasuredCell) -> str:
         out = io.StringIO()
-        rich.console.Console(file=out, width=80).print(console_table(run_of_cells(*cells)))
+        rich.console.Console(file=out, width=80).print(console_table(document(run_of_cells(*cells))))
         return out.getvalue()
 
     drifting = [(90.0, 400.0, 1000.0), (100.0, 300.0, 1100.0)]
@@ -225,7 +224,7 @@ def test_the_console_explains_its_marks_once_and_only_where_they_are() -> None:
 def test_the_console_table_marks_the_best_of_each_load_where_that_is_decided() -> None:
     def printed(*cells: MeasuredCell, **how: object) -> str:
         out = io.StringIO()
-        rich.console.Console(file=out, width=80, **how).print(console_table(run_of_cells(*cells)))  # type: ignore
+        rich.console.Console(file=out, width=80, **how).print(console_table(document(run_of_cells(*cells))))  # type: ignore
         return out.getvalue()
 
     fast = {"throughput": (200.0,) * 3, "tpot": (10.0,) * 3}
@@ -245,7 +244,7 @@ def test_no_ratio_of_an_invalid_pair_is_anywhere_in_the_report() -> None:
     late = {"throughput": (207.0,) * 3, "tpot": (41.4,) * 3, "ttft": (1035.0,) * 3, "reasons": ("repeat 1: lag",)}
     broken = run_of_cells(cell(**late), cell("contiguous"), cell(load=3, **late), cell("contiguous", load=3))
     out = io.StringIO()
-    rich.console.Console(file=out, width=100).print(console_table(broken))
+    rich.console.Console(file=out, width=100).print(console_table(document(broken)))
     figures = " ".join(drawing.figure.to_json() + drawing.title for drawing in document(broken).drawings)
     for text in (visible(page(document(broken))), markdown(document(broken)), out.getvalue(), figures):
         assert "2.07" not in text and "--resume" in visible(page(document(broken)))
@@ -253,7 +252,7 @@ def test_no_ratio_of_an_invalid_pair_is_anywhere_in_the_report() -> None:
 
 def test_the_console_table_and_the_page_say_what_a_server_refused() -> None:
     shown, out = run_of_cells(refused(), cell("contiguous")), io.StringIO()
-    rich.console.Console(file=out, width=80).print(console_table(shown))
+    rich.console.Console(file=out, width=80).print(console_table(document(shown)))
     text = " ".join(out.getvalue().split())
     assert "! paged (page 16)" in text and "! contiguous" not in text and "invalid" not in text
     assert "! paged (page 16) at 24 at once served 20 of 48 requests and refused the others" in text
@@ -273,7 +272,7 @@ def test_a_servers_sentence_is_escaped_in_page_and_markdown() -> None:
 
 def test_wrong_answers_are_said_first_in_console_page_and_markdown() -> None:
     shown, out = run_of_cells(wrong(), cell("contiguous")), io.StringIO()
-    print_table(rich.console.Console(file=out, width=200), console_table(shown))
+    print_table(rich.console.Console(file=out, width=200), console_table(document(shown)))
     assert "! WRONG ANSWERS: paged (page 16) at 24 at once" in out.getvalue() and "invalid meas" not in out.getvalue()
     report = document(shown)
     assert report.status == "wrong" and "passkey-7" in report.details[0]

@@ -7,9 +7,9 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from kvbench.report.figures.slowest import CLIENT, DECODE, FIRST, GAP, slowest
+from kvbench.report.comparisons import Comparisons
+from kvbench.report.figures.slowest import CLIENT, DECODE, FIRST, GAP, slowest, slowest_of, slowest_parts
 from tests.support.report_cells import cell, run, stored
-from tests.support.report_parts import slowest_of, slowest_parts
 from tests.support.request_rows import frame, row
 
 STEADY = [1.5 + 0.1 * i for i in range(21)]  # a token every 100 ms for 2 s
@@ -59,16 +59,16 @@ def test_requests_of_one_chunk_or_none_are_one_wait() -> None:
 def test_the_baseline_at_the_highest_load_is_shown_else_the_best(tmp_path: Path) -> None:
     base, low = stored(cell(), tmp_path, ROWS), stored(cell(load=3), tmp_path, ROWS)
     other = stored(cell("contiguous", throughput=(200.0,) * 3), tmp_path, ROWS)
-    assert slowest_of(run(base, low, other)) is base
+    assert slowest_of(Comparisons.of(run(base, low, other))) is base
     bad = stored(cell(reasons=("lag",)), tmp_path / "bad", ROWS)
-    assert slowest_of(run(bad, low, other)) is other
-    assert slowest_of(run(bad, low)) is low
-    assert slowest_parts(run(bad)) == ()
+    assert slowest_of(Comparisons.of(run(bad, low, other))) is other
+    assert slowest_of(Comparisons.of(run(bad, low))) is low
+    assert slowest_parts(Comparisons.of(run(bad))) == ()
 
 
 def test_figure_and_table_say_the_same(tmp_path: Path) -> None:
     shown = run(stored(cell(), tmp_path, ROWS))
-    made, section = slowest_parts(shown)
+    made, section = slowest_parts(Comparisons.of(shown))
     table = section.table
     assert made.title.startswith("The slowest 10 of 12 requests: ") and "paged (page 16)" in made.caption
     first = dict(zip((column.key for column in table.columns), table.rows[0].values, strict=True))
@@ -84,4 +84,4 @@ def test_figure_and_table_say_the_same(tmp_path: Path) -> None:
 
 def test_names_of_classes_are_escaped(tmp_path: Path) -> None:
     evil = pd.DataFrame(ROWS.assign(**{"class": "<script>alert(1)</script>"}))
-    assert "<script" not in slowest_parts(run(stored(cell(), tmp_path, evil)))[0].figure.to_json()
+    assert "<script" not in slowest_parts(Comparisons.of(run(stored(cell(), tmp_path, evil))))[0].figure.to_json()

@@ -11,26 +11,16 @@ import pytest
 from kvbench.effects.comparison import Call
 from kvbench.metrics.model import CanaryCounts
 from kvbench.report.client_quality import calibrations, quality_table, worst_of_all
-from kvbench.report.comparisons import TTFT, served
+from kvbench.report.comparisons import TTFT, Comparisons, leaders, served
 from kvbench.report.document import document
 from kvbench.report.figures.distributions import EVERY, distributions
 from kvbench.report.side_by_side import CellSide, ratios
-from kvbench.report.tables import ReportTable, Section, Value
+from kvbench.report.tables import ReportTable, Section, Value, effect_table, plateau_table
 from kvbench.runs.metric_names import measured
 from kvbench.runs.model import MeasuredCell, Run
 from tests.support.records import put
 from tests.support.report_cells import cell, refused, run, with_cache, wrong
-from tests.support.report_parts import (
-    class_table,
-    effect_table,
-    flat_rows,
-    frontier_frame,
-    frontier_table,
-    leaders,
-    main_table,
-    plateau_table,
-    turn_table,
-)
+from tests.support.report_parts import class_table, flat_rows, frontier_frame, frontier_table, main_table, turn_table
 
 COUNTERS = {"prefix_cache_hits_total": 96.0, "prefix_cache_queries_total": 1920.0}
 
@@ -85,9 +75,9 @@ def test_cells_of_two_windows_are_compared_by_the_whole_run_which_is_said() -> N
     base = changed(base, {"steady_latency": settled}, steady_latency=settled)
     other = changed(other, {"steady_latency": {}})
     both = run(base, other)
-    assert leaders(both, base.load)["ttft_ms_p95"] == {other.name: Call.LEVEL}
+    assert leaders(both.at(base.load))["ttft_ms_p95"] == {other.name: Call.LEVEL}
     assert served(other, base, TTFT).ratio == pytest.approx(1 / 3)
-    (row,) = effect_table(both).rows
+    (row,) = effect_table(Comparisons.of(both)).rows
     assert [value.note.endswith("whole run") for value in row.values[3:]] == [False, True, True, True]
     assert sorted(frontier_frame(both)["ttft"]) == [300.0, 900.0]
     columns = frontier_table(frontier_frame(both)).columns[3:5]
@@ -268,7 +258,7 @@ def test_a_refused_cell_is_marked_and_has_its_servers_message() -> None:
     assert flat["valid"] is False and "28 of 48" in flat["refused"] and flat["invalid_reasons"] == ""
     assert [row[2] for row in texts(quality_table(shown.by_load))] == ["yes", "yes"]
     assert found["ratio"].text == "–" and "ratio_to" not in flat  # compared with none
-    changed_alone = effect_table(run(cell(), refused(page_size=8)))
+    changed_alone = effect_table(Comparisons.of(run(cell(), refused(page_size=8))))
     assert [value.text for value in changed_alone.rows[0].values[3:]] == ["–"] * 4
 
 
@@ -281,10 +271,10 @@ def test_messages_of_repeats_are_counted_together() -> None:
 
 def test_effects_are_ratios_to_the_baseline_the_highest_load_first() -> None:
     cells = [cell(load=load, **more) for load in (3, 24) for more in ({}, {"page_size": 8, "throughput": (200.0,) * 3})]
-    table = effect_table(run(*cells))
+    table = effect_table(Comparisons.of(run(*cells)))
     assert [row[:4] for row in texts(table)] == [("page size", "16 → 8", f"{n} at once", "2.00x") for n in (24, 3)]
     assert table.rows[0].values[3].mark == "better"
-    slower = effect_table(run(cell(), cell(preemption_mode="swap", tpot=(40.0,) * 3)))
+    slower = effect_table(Comparisons.of(run(cell(), cell(preemption_mode="swap", tpot=(40.0,) * 3))))
     assert texts(slower)[0][:2] == ("preemption", "recompute → swap")
     assert [(v.text, v.mark) for v in slower.rows[0].values[5:]] == [("2.00x", "worse")] * 2
 
@@ -326,11 +316,11 @@ def test_the_steps_of_a_rate_have_a_table_of_medians() -> None:
     plain = run(cell(load=0, mode="open"))
     for repeat, rate in zip(one.repeats, (5.0, 5.5, 7.0), strict=True):
         put(repeat.metrics, plateaus=[step(2, 2.0), step(8, rate)])
-    assert [row[1:] for row in texts(plateau_table(run(one)))] == [
+    assert [row[1:] for row in texts(plateau_table(run(one).cells))] == [
         ("2/s", "0–30", "60", "2.00", "100", "120 ms", "9.0 ms", "–"),
         ("8/s", "0–30", "60", "5.50", "275", "120 ms", "9.0 ms", "–"),
     ]
-    assert plateau_table(plain).rows == ()
+    assert plateau_table(plain.cells).rows == ()
 
 
 def sections(shown: Run) -> list[Section]:
@@ -413,8 +403,8 @@ def test_the_clients_calibration_is_a_sentence(calibration: dict | None, said: l
 def test_a_row_that_is_not_told_apart_says_what_would_have_shown() -> None:
     scattered = (80.0, 100.0, 130.0)
     shown = run(cell(), cell(page_size=8, throughput=scattered), cell(page_size=64, throughput=(150.0, 151.0, 152.0)))
-    unclear, told = ({c.key: v for c, v in zip(effect_table(shown).columns, row.values, strict=True)}
-                     for row in effect_table(shown).rows)  # fmt: skip
+    unclear, told = ({c.key: v for c, v in zip(effect_table(Comparisons.of(shown)).columns, row.values, strict=True)}
+                     for row in effect_table(Comparisons.of(shown)).rows)  # fmt: skip
     assert "121 % would show" in unclear["output tok/s"].note and "would show" not in told["output tok/s"].note
     note = next(section.note for section in sections(shown) if section.key == "effects")
     assert "2.2 % to 121 % in output tok/s" in note

@@ -15,8 +15,8 @@ import yaml
 
 from kvbench.cli.main import main
 from kvbench.history.runs import read_runs
+from kvbench.report.decision import Decision
 from kvbench.runs.read import read_run
-from tests.support.report_parts import breaks
 
 CHAT = {"name": "chat", "share": 1.0, "prompt_tokens": [16, 48], "output_tokens": [4, 12]}
 WORKLOAD: dict[str, Any] = {
@@ -214,5 +214,5 @@ def test_where_ttft_doubles_is_what_the_raw_samples_say(run: Path) -> None:
     frames = [pd.read_parquet(path) for path in sorted(run.glob("cells/*/requests.parquet"))]
     p95 = [np.percentile(frame["first"] - frame["t0"], 95) for frame in frames]
     doubles = dict(zip(("contiguous", "paged"), (p95[1] > 2 * p95[0], p95[3] > 2 * p95[2]), strict=True))
-    found = {each.name.split()[0]: each.at and each.at.load.value for each in breaks(read_run(run))}
+    found = {each.name.split()[0]: each.at and each.at.load.value for each in Decision.of(read_run(run)).breaks}
     assert found == {name: 8.0 if broken else None for name, broken in doubles.items()} and doubles["contiguous"]
