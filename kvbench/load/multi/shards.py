@@ -44,8 +44,12 @@ def deal(requests: Sequence[RequestSpec], workers: int, places: int | None = Non
     """
     worker_of = {}
     for k, conversation in enumerate(conversations(requests)):
-        worker_of |= dict.fromkeys((request.index for request in conversation), k % (places or workers) % workers)
-    return [[request for request in requests if worker_of[request.index] == worker] for worker in range(workers)]
+        for request in conversation:
+            worker_of[request.index] = k % (places or workers) % workers
+    shards: list[list[RequestSpec]] = [[] for _ in range(workers)]
+    for request in requests:
+        shards[worker_of[request.index]].append(request)
+    return shards
 
 
 def cap_note(spec: LoadSpec, workers: int) -> Notes:
