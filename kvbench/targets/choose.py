@@ -257,7 +257,7 @@ def _launched(
         arithmetic=arithmetic,
         extra=tuple(shlex.split(options.target_args or "")),
         template=template,
-        max_in_flight=max(load.concurrency or (), default=None) if load.mode == "closed" else load.max_concurrency,
+        max_in_flight=max(load.concurrency or (), default=load.max_concurrency),
     )
     workload, changes = _baseline(workload, launcher, exact=bool(options.exact))
     if (lost := launcher.lost_capacity(workload.engine)) is not None:

@@ -65,7 +65,7 @@ def cap_note(spec: LoadSpec, workers: int) -> Notes:
 
 def make_shards(spec: LoadSpec, requests: RequestList, workers: int) -> list[Shard]:
     """One shard a worker. ``workers``: no more than ``useful_workers``. Sums of users and of caps are the spec's."""
-    users = split_evenly(spec.concurrency, workers) if spec.mode == "closed" and spec.concurrency else None
+    users = split_evenly(spec.concurrency, workers) if spec.mode == "closed" else None
     caps = split_evenly(spec.max_concurrency, workers) if spec.max_concurrency else None
     shards = []
     for k, dealt in enumerate(deal(requests, workers, spec.concurrency if users else spec.max_concurrency)):
