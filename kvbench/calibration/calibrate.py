@@ -36,16 +36,10 @@ from kvbench.common.foreign_cpu import MAX_STEAL_SHARE, MachineReport, MachineWa
 from kvbench.common.machine import machine, usable_cores, versions
 from kvbench.common.records import read_record
 from kvbench.load import launch
+from kvbench.load.client_figures import percentile_ms
 from kvbench.load.completion import SENT_TOGETHER_S
 from kvbench.load.spec import LoadSpec
-from kvbench.load.validity import (
-    MAX_COALESCED_SHARE,
-    MAX_CPU_FRACTION,
-    MAX_SLIP_MS,
-    RATE_MARGIN,
-    lag_limit_ms,
-    percentile_ms,
-)
+from kvbench.load.validity import MAX_COALESCED_SHARE, MAX_CPU_FRACTION, MAX_SLIP_MS, RATE_MARGIN, lag_limit_ms
 from kvbench.metrics.model import ClientFigures, LoadOutcome
 from kvbench.requests.request import RequestSpec, write_requests
 

@@ -32,7 +32,7 @@ from kvbench.gate.verdict.verdict import EMPTY, FAIL, INVALID, PASS, Finding, Ve
 from kvbench.gate.verdict.wording import number, quantity
 from kvbench.measure.words import repeat_notes
 from kvbench.metrics.canaries import ALPHA, WRONG_ANSWERS, chance_of_so_many, wrong_words
-from kvbench.metrics.definitions import THROUGHPUT, figure
+from kvbench.metrics.definitions import TOKENS_PER_S, figure
 from kvbench.metrics.model import failure_words
 from kvbench.report.comparisons import paging_pair
 from kvbench.report.provenance import on_what, title
@@ -49,7 +49,7 @@ _MOST_NAMED = 5  # cells in one sentence
 _MOST_REASONS = 3  # limits of quality.json in one sentence
 _SHARES = ("same_argmax", "rms_dp", "greedy", "passkey", "perplexity_change")
 _CHARTED = {  # columns of summary.csv -> their figures
-    THROUGHPUT: THROUGHPUT, "ttft_ms_p95": "p95_ttft_ms", "itl_ms_p95": "p95_itl_ms",
+    TOKENS_PER_S: TOKENS_PER_S, "ttft_ms_p95": "p95_ttft_ms", "itl_ms_p95": "p95_itl_ms",
 }  # fmt: skip
 _PATHS = {"greedy": "greedy.share", "passkey": "passkey.share"}  # name in a policy -> in quality.json
 

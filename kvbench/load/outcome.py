@@ -13,9 +13,9 @@ from kvbench.common.errors import storage_sentence
 from kvbench.common.parsing import json_at
 from kvbench.common.records import write_record
 from kvbench.load import validity
+from kvbench.load.client_figures import Clocked, tokens_added
 from kvbench.load.samples import Sample, unknown_answers, write_samples, write_wrong_answers
 from kvbench.load.spec import LoadSpec
-from kvbench.load.validity import Clocked
 from kvbench.metrics.canaries import WRONG_ANSWERS
 from kvbench.metrics.model import ClientFigures, LoadOutcome, LocustTotals
 from kvbench.metrics.steady_window import steady_state
@@ -71,7 +71,7 @@ def _outcome_of(spec: LoadSpec, requests: RequestList, driven: DrivenLoad, ended
     exact_texts = bool(json_at(requests.notes, "exact_texts"))
     of_server = too_short + validity.other_prompts(samples, spec.dialect, exact_texts=exact_texts)
     of_server += validity.nothing_streamed(samples)
-    added = validity.tokens_added(samples) if spec.dialect.usage else []
+    added = tokens_added(samples) if spec.dialect.usage else []
     missing = len(requests) - sum(s.completion.error_kind != "interrupted" for s in samples)
     most_tokens = sum(s.request.n * s.request.max_tokens for s in samples if s.completion.ok)
     asked = {"short_outputs": short, "asked_output_tokens": most_tokens}

@@ -18,8 +18,8 @@ from locust.runners import STATE_STOPPED, Runner
 from kvbench.common.errors import EXIT_INVALID, EXIT_OK
 from kvbench.common.kernel_timer import kernel_timer, set_timer
 from kvbench.load.client import StreamFailure
+from kvbench.load.client_figures import PROBE_PERIOD_S, Clocked
 from kvbench.load.session import ClosedLoopUser, LoadSession, OpenLoopUser
-from kvbench.load.validity import PROBE_PERIOD_S, Clocked
 
 PROGRESS_S = 0.25
 START_LIMIT_S = 30.0

@@ -19,11 +19,11 @@ from locust.env import Environment
 from kvbench.common.errors import EXIT_INVALID, EXIT_USAGE, storage_sentence
 from kvbench.load import process
 from kvbench.load.client import StreamFailure
+from kvbench.load.client_figures import client_figures
 from kvbench.load.multi.shards import useful_workers
 from kvbench.load.outcome import DrivenLoad, write_outcome
 from kvbench.load.session import LoadSession
 from kvbench.load.spec import LoadSpec, parse, read_spec, requests_of
-from kvbench.load.validity import client_figures
 from kvbench.metrics.model import LocustTotals
 from kvbench.requests.request import RequestList
 

@@ -2,7 +2,7 @@
 
 The files are those of a load over HTTP (requests.parquet, load.json, counters.json, done.json), and so are the metrics'
 definitions. Their times are the engine's own: TTFT, TPOT, ITL and throughput are what the engine itself needs, without
-HTTP and load client. ``clock: engine time`` says so in load.json and done.json.
+HTTP and load client. ``clock: engine`` says so in load.json and done.json.
 
 A load may be computed several times. Its steps are the same each time (``is_repeatable``), so each step takes its
 median over the repetitions, all of them stretched to add up to the mean duration. An interruption from outside then
@@ -59,13 +59,13 @@ def requests_of(
     load: LoadConfig, point: LoadPoint, *, vocab_size: int, max_model_len: int, seed: int, repeat: int, times: int = 1
 ) -> RequestList:
     """The requests of ``repeat`` (from 1): ``times`` draws, which no other repeat shares. Raises ValueError."""
-    draws = [
-        build_requests(LoadDraw(
+    draws = []
+    for part in range(1, times + 1):
+        draw = LoadDraw(
             load, vocab_size=vocab_size, max_model_len=max_model_len, seed=seed, repeat=(repeat - 1) * times + part,
             concurrency=point.concurrency, rate=point.request_rate,
-        ))
-        for part in range(1, times + 1)
-    ]  # fmt: skip
+        )  # fmt: skip
+        draws.append(build_requests(draw))
     drawn = (dataclasses.replace(each, index=i) for i, each in enumerate(itertools.chain(*draws)))
     return RequestList(drawn, draws[-1].notes)
 

@@ -61,9 +61,8 @@ import scipy  # its parts load when they are used: stats takes a second
 
 from kvbench.common.stats import detectable_errors
 from kvbench.effects.comparison import Call, Comparison, call_of
-from kvbench.metrics.definitions import ENGINE
+from kvbench.metrics.definitions import ENGINE, THROUGHPUT
 
-THROUGHPUT = "output_throughput"
 POOLED = "pooled"
 """The basis of a comparison whose noise is known from other configurations too."""
 CONFIDENCE = 0.95

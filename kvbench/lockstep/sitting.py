@@ -34,7 +34,6 @@ from kvbench.effects.comparison import Comparison
 from kvbench.lockstep import instrument as loads
 from kvbench.lockstep.intervals import (
     POOLED,
-    THROUGHPUT,
     LaunchRatio,
     Steps,
     as_it_recurs,
@@ -50,7 +49,7 @@ from kvbench.lockstep.intervals import (
 from kvbench.lockstep.process import LOCKSTEP_COMMAND, EngineProcess, open_all
 from kvbench.lockstep.turns import TurnTaker, choose_turn, cold_facts, mean_step, share_done, warm_up
 from kvbench.measure.instrument import Job
-from kvbench.metrics.definitions import figure
+from kvbench.metrics.definitions import THROUGHPUT, figure
 from kvbench.metrics.latency import QUANTILES, request_latencies
 from kvbench.metrics.rows import request_gaps
 from kvbench.runs.engine_time import EFFECTS, FOLDER, EngineEffect, EngineTime
@@ -183,7 +182,7 @@ class Sitting:
                         f"its KV cache of {budget / 2**30:.1f} GiB has no room beside those of the others: "
                         f"{room / 2**30:.1f} GiB are free"
                     )
-                if not on_cpu and each.settings.get("kv_budget") is None:
+                if not on_cpu and "kv_budget" not in each.settings:
                     raise UsageError("set kv_budget: on a GPU each engine would take most of the memory that is free")
                 limit_s = max(1.0, min(self.open_limit_s, until - time.monotonic()))
                 [info] = open_all([(process, each.config_id, each.settings)], limit_s)

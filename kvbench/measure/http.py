@@ -127,7 +127,7 @@ class HttpInstrument(TargetInstrument):
 
     @classmethod
     def guess_s(cls, point: LoadPoint, requests: Sequence[RequestSpec], profile: str) -> float:
-        rate = _GUESS_TOKENS_PER_S.get(profile, _GUESS_TOKENS_PER_S["cpu"])
+        rate = _GUESS_TOKENS_PER_S["gpu" if profile == "gpu" else "cpu"]
         work = sum(r.width * r.max_tokens for r in requests) / (rate * min(1.0, (point.concurrency or 8) / 4))
         return max(work, max((r.arrival_s or 0.0 for r in requests), default=0.0)) + 3.0
 
@@ -226,7 +226,8 @@ class _HttpLoad:
         calibration = recalibrated(job, server, self.calibration, outcome, metrics)
         client = metrics.client.model_copy(update={"cpu_s_per_1000_output_tokens": client_cost(machine, metrics)})
         metrics = metrics.model_copy(update={"client": client})
-        disturbed, uncalibrated = contention_reasons(machine), tuple(calibration.reasons) if calibration else ()
+        disturbed = contention_reasons(machine)
+        uncalibrated = calibration.reasons if calibration else ()
         reasons = [*uncalibrated, *self.cache_reasons, *outcome.invalid_reasons]
         reasons += [*disturbed, *self._lost(readings, outcome, metrics)]
         if calibration and not any(attempt.disturbed for attempt in calibration.attempts):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvbench.common.errors import MeasurementError, UsageError
+from kvbench.common.errors import MeasurementError, UsageError, as_usage_error
 from kvbench.requests.build import LoadDraw, build_requests
 from kvbench.requests.canaries import CanarySet, canaries_of, fitting
 from kvbench.requests.request import RequestList, RequestSpec
@@ -56,12 +56,12 @@ def requests_for(load: LoadConfig, point: LoadPoint, target: Target, seed: int, 
             "the server does not tell its longest sequence, which length_scale: auto needs: give --max-model-len N"
         )
     longest = facts.most_tokens - (target.template_tokens or 0)
-    sizes = {"vocab_size": facts.vocab_size, "max_model_len": longest}
+    draw = LoadDraw(
+        load, vocab_size=facts.vocab_size, max_model_len=longest, seed=seed, repeat=repeat,
+        concurrency=point.concurrency, rate=point.request_rate, canaries=canaries,
+    )  # fmt: skip
     try:
-        made = build_requests(LoadDraw(
-            load, **sizes, seed=seed, repeat=repeat, concurrency=point.concurrency, rate=point.request_rate,
-            canaries=canaries,
-        ))  # fmt: skip
+        made = build_requests(draw)
     except ValueError as error:
         raise MeasurementError(f"no requests can be made: {error}") from None
     return target.as_sent(made if canaries is None else as_taken(made, canaries, target))
@@ -80,11 +80,9 @@ def canaries_for(load: LoadConfig, target: Target) -> CanarySet | None:
             "changes what is asked: leave load.canaries out"
         )
     model = target.server_info().model
-    try:
+    with as_usage_error():
         canaries = canaries_of(load, model.name or target.model.name)
         fitting(canaries, target.model.vocab_size, target.model.most_tokens)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
     served = model.weights_fingerprint
     if served and served not in canaries.weights_fingerprints:
         raise UsageError(

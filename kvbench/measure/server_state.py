@@ -117,7 +117,7 @@ def prepare_cache(target: Target, load: LoadConfig, requests: Sequence[RequestSp
 
 
 def _reset(target: Target) -> bool:
-    """Empties the cache; False where the server has no way to."""
+    """Empties the cache; returns whether the server has a way to. Raises MeasurementError where it stays as it is."""
     deadline = time.monotonic() + RELEASE_BOUND_S
     while (answer := target.reset_prefix_cache()) is False:
         if time.monotonic() > deadline:

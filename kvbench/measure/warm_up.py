@@ -10,7 +10,9 @@ import queue
 import random
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 from kvbench.common.errors import MeasurementError, RefusedError
@@ -161,14 +163,16 @@ def _begin(server: MeasuredServer, requests: Sequence[Any], at_once: int, send: 
     The threads are daemons, so that an interruption does not wait for a server that does not answer.
     """
     results: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    todo = iter(requests)  # each of which one thread takes
+    todo = deque(requests)
 
     def work() -> None:
-        for request in todo:
-            try:
-                results.put(send(server, request))
-            except BaseException as error:
-                results.put(error)
+        with suppress(IndexError):
+            while True:
+                request = todo.popleft()
+                try:
+                    results.put(send(server, request))
+                except BaseException as error:
+                    results.put(error)
 
     for _ in range(min(at_once, len(requests))):
         threading.Thread(target=work, name="warm-up", daemon=True).start()

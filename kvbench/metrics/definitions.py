@@ -59,7 +59,8 @@ LOWER, HIGHER = "lower", "higher"
 """Which value of a metric is better."""
 STEADY = "steady_"
 STATISTICS = {f"p{q}": f"p{q}" for q in (50, 90, 95, 99)} | {"median": "p50", "mean": "mean", "max": "max"}
-THROUGHPUT = "output_tokens_per_s"  # as in summary.csv: of the steady window, of the whole run where there is none
+THROUGHPUT = "output_throughput"
+TOKENS_PER_S = "output_tokens_per_s"  # as in summary.csv: of the steady window, of the whole run where there is none
 
 
 _TEXTS: Mapping[str, Callable[[float | None], str]] = {
@@ -336,8 +337,8 @@ class Figure:
 
 def find(name: str) -> Figure | None:
     """The figure named ``p95_ttft_ms``, ``steady_output_throughput`` or ``ttft_ms.p95``; None for another name."""
-    if name == THROUGHPUT:
-        return Figure(METRICS["output_throughput"])
+    if name == TOKENS_PER_S:
+        return Figure(METRICS[THROUGHPUT])
     if name in METRICS and not METRICS[name].is_distribution:
         return Figure(METRICS[name])
     if name.startswith(STEADY):
@@ -374,4 +375,4 @@ def names() -> list[str]:
     plain += [Figure(metric, statistic) for metric in latencies() for statistic in STATISTICS.values()]
     twins = [each.of_steady(True) for each in plain if each.metric.steady]
     shorts = {f"{short}_{metric.path}" for metric in latencies() for short in STATISTICS}
-    return [THROUGHPUT, *dict.fromkeys([*(each.name for each in (*plain, *twins)), *sorted(shorts)])]
+    return [TOKENS_PER_S, *dict.fromkeys([*(each.name for each in (*plain, *twins)), *sorted(shorts)])]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, ConfigDict
+from pydantic import BeforeValidator, ConfigDict, PlainSerializer
 
 from kvbench.common.records import Record
 from kvbench.common.text import shorten
@@ -237,12 +237,16 @@ class LocustTotals(Record):
     num_failures: int = 0
 
 
-def _todays_clock(word: Any) -> Any:
+def _read_clock(word: Any) -> Any:
     return ENGINE if word == "engine" else word
 
 
-Clock = Annotated[str, BeforeValidator(_todays_clock)]
-"""SERVED, ENGINE or SIMULATED; files of older versions call ENGINE "engine"."""
+def _stored_clock(clock: str | None) -> str | None:
+    return "engine" if clock == ENGINE else clock
+
+
+Clock = Annotated[str, BeforeValidator(_read_clock), PlainSerializer(_stored_clock)]
+"""SERVED, ENGINE or SIMULATED; files call ENGINE "engine"."""
 
 
 def _finite(rate: Any) -> Any:

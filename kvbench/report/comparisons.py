@@ -15,11 +15,11 @@ import numpy as np
 
 from kvbench.common import text as words
 from kvbench.effects.comparison import Call, Comparison, contradicts, paired
-from kvbench.metrics.definitions import compared, figure
+from kvbench.metrics.definitions import THROUGHPUT, compared, figure
 from kvbench.runs.model import MeasuredCell, MeasuredLoad, Run, all_steady, all_steady_latency
 from kvbench.workload.settings import applies, effective, phrase, setting_title
 
-THROUGHPUT, TTFT, ITL = "output_throughput", "p95_ttft_ms", "p95_itl_ms"
+TTFT, ITL = "p95_ttft_ms", "p95_itl_ms"
 JUDGED = (THROUGHPUT, TTFT, ITL)  # by which a configuration is ahead or behind
 SCATTER = 1.5  # largest over smallest throughput of one cell's repeats from which on they are said to scatter
 NOT_TOLD = "not told apart"

@@ -12,7 +12,7 @@ from typing import Any
 
 from kvbench.common import text
 from kvbench.common.records import Number
-from kvbench.metrics.definitions import THROUGHPUT, figure, find
+from kvbench.metrics.definitions import TOKENS_PER_S, figure, find
 from kvbench.metrics.model import Figures, LoadMetrics, flatten
 from kvbench.runs.model import MeasuredCell, all_steady, all_steady_latency
 from kvbench.runs.results import CacheCounts, prefix_hits
@@ -59,7 +59,7 @@ def window_of(name: str, *cells: MeasuredCell) -> str:
     known = find(name)
     if known is None or known.steady:
         return ""
-    if name == THROUGHPUT:
+    if name == TOKENS_PER_S:
         return "" if all_steady(cells) else _WHOLE_RUN
     if known.statistic:
         return "" if "." not in name and all_steady_latency(cells) else _WHOLE_RUN
@@ -72,7 +72,7 @@ def measured(cell: MeasuredCell, name: str, *others: MeasuredCell) -> MetricValu
     ``others``: what it will be compared with; throughput and latencies are of one window in all of them.
     """
     every = [cell, *others]
-    if name == THROUGHPUT:
+    if name == TOKENS_PER_S:
         return MetricValues(cell.throughput(all_steady(every)))
     known = find(name)
     if known and known.statistic and not known.steady and "." not in name and all_steady_latency(every):

@@ -212,10 +212,11 @@ def preflight(
             if model is not None or (workload.load.canaries and workload.load.canaries.file):
                 canaries = canaries_of(workload.load, str(model or ""))  # else only the server tells its model
             for repeat in range(1, workload.load.repeats + 1):
-                requests = build_requests(LoadDraw(
+                draw = LoadDraw(
                     workload.load, vocab_size=vocab, max_model_len=limit, seed=workload.seed, repeat=repeat,
                     concurrency=cell.load.concurrency, rate=cell.load.request_rate, canaries=canaries,
-                ))  # fmt: skip
+                )  # fmt: skip
+                requests = build_requests(draw)
         except (ValueError, OSError) as error:
             raise UsageError(f"{cell.cell_id}: {error}") from None
         guesses[cell.load.load_id] = instrument.guess_s(cell.load, requests, workload.profile)

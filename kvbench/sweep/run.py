@@ -449,6 +449,7 @@ class Sweep:
             before = capacity.get(config_id, Capacity())
             told["kv_budget_bytes"] = told.get("budget_bytes", before.kv_budget_bytes)
             capacity[config_id] = before.model_copy(update=told)
+            self.known.capacity[config_id] = capacity[config_id]  # which the next server of it is held against
         new = [note for note in dict.fromkeys(info.server.notes) if note not in manifest.notes]
         for note in new:
             self._note(note)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvbench.common.errors import MeasurementError, RefusedError, UsageError
+from kvbench.common.errors import MeasurementError, RefusedError, as_usage_error
 from kvbench.common.foreign_cpu import ServerProcess, server_at
 from kvbench.common.parsing import json_at, parse_json
 from kvbench.common.secrets import api_key, without_key
@@ -57,19 +57,15 @@ class Access:
         """Raises UsageError when the variable holds no key, or one that cannot be sent."""
         if self.api_key_env is None:
             return {}
-        try:
+        with as_usage_error():
             return {"Authorization": f"Bearer {api_key(self.api_key_env)}"}
-        except ValueError as error:
-            raise UsageError(str(error)) from None
 
     def trust(self, base_url: str) -> ssl.SSLContext | None:
         """None where nothing is encrypted. Raises UsageError for a file without certificates."""
         if self.tls_ca_file is None and not base_url.startswith("https:"):
             return None  # reading the system's certificates takes 20 ms
-        try:
+        with as_usage_error():
             return tls_context(self.tls_verify, self.tls_ca_file)
-        except ValueError as error:
-            raise UsageError(str(error)) from None
 
     def fields(self) -> Fields:
         """Returns the fields of LoadSpec that differ from its defaults."""
@@ -119,10 +115,8 @@ class HttpCalls:
         """
         limit = self.timeout_s if timeout_s is None else timeout_s
         due, connection = time.perf_counter() + limit, None
-        try:
+        with as_usage_error():
             address = Address.from_url(self.base_url)
-        except ValueError as error:
-            raise UsageError(str(error)) from None
         payload = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
         request = call_bytes(address, method, path, [*self._head, *headers, "Connection: close"], payload)
         try:

@@ -28,7 +28,7 @@ from kvbench.workload.design import Block, Design, plan_sweep
 from kvbench.workload.file import Workload
 from kvbench.workload.prompts_section import SyntheticPrompts
 from kvbench.workload.request_form import RequestForm
-from kvbench.workload.settings import Settings, effective
+from kvbench.workload.settings import Settings
 
 BUILTIN = "the built-in server, or a command in its place"
 RUNNING = "a server that runs already (--target URL)"
@@ -249,7 +249,7 @@ def _launched(
             template.require(workload.sweep)
         if lost := template.not_passed_on(workload.engine):
             notes.append(f"--serve-cmd does not pass on {', '.join(lost)}: there the server's own values hold")
-    elif effective(workload.engine, "kv_budget") is None:
+    elif "kv_budget" not in workload.engine:
         notes.append(f"the workload has no kv_budget: how much KV there is, is left to {preset.title}")
     launcher = Launcher(
         preset,
@@ -257,7 +257,7 @@ def _launched(
         arithmetic=arithmetic,
         extra=tuple(shlex.split(options.target_args or "")),
         template=template,
-        max_in_flight=max(load.concurrency or (), default=None) if load.mode == "closed" else load.max_concurrency,
+        max_in_flight=max(load.concurrency or (), default=load.max_concurrency),
     )
     workload, changes = _baseline(workload, launcher, exact=bool(options.exact))
     if (lost := launcher.lost_capacity(workload.engine)) is not None:

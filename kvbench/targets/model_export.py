@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.common import processes
-from kvbench.common.errors import MeasurementError, UsageError
+from kvbench.common.errors import MeasurementError, UsageError, as_usage_error
 from kvbench.common.files import write_json
 from kvbench.common.parsing import json_at
 from kvbench.runs.server_info import ModelAnswer
-from kvbench.workload.settings import Settings, effective
+from kvbench.workload.settings import Settings
 
 _EXPORT_S = 1800.0  # tens of gigabytes on a slow disk
 _WEIGHT_SETTINGS = ("model", "load_format", "seed", "dtype", "device")
@@ -62,7 +62,7 @@ class ModelFolders:
 
     def __init__(self, *, ignore_eos: bool, text_tokenizer: Path | None) -> None:
         self._ignore_eos, self._text_tokenizer = ignore_eos, text_tokenizer
-        self._made: dict[str, ServedModel] = {}
+        self._made: dict[tuple[str, _WeightSource, bool], ServedModel] = {}
         self._scratch: Path | None = None
 
     @property
@@ -90,8 +90,8 @@ class ModelFolders:
         if source.path.suffix == ".gguf":
             return ServedModel(source.path.resolve(), source.path, None, None)
         drop = drop_eos and self._ignore_eos
-        job = {name: value for name in _WEIGHT_SETTINGS if (value := effective(settings, name)) is not None}
-        key = json.dumps([job, str(effective(settings, "tokenizer")), drop], sort_keys=True)
+        job = {name: settings[name] for name in _WEIGHT_SETTINGS if name in settings}
+        key = (json.dumps(job, sort_keys=True), source, drop)
         if key not in self._made:
             export = partial(self._export, job, source.tokenizer, model_format)
             self._made[key] = export(drop) if source.written else self._link(source, drop)
@@ -102,8 +102,8 @@ class ModelFolders:
         from engine.model.gguf import refusal
         from engine.model.spec import find_model, model_folder
 
-        named, load_format = str(effective(settings, "model") or ""), str(effective(settings, "load_format") or "auto")
-        given = Path(str(settings["tokenizer"])) if effective(settings, "tokenizer") else None
+        named, load_format = str(settings["model"]), str(settings.get("load_format", "auto"))
+        given = Path(str(settings["tokenizer"])) if settings.get("tokenizer") else None
         path = Path(named).expanduser()
         if model_format == "gguf" and path.suffix == ".gguf":
             if not path.is_file():
@@ -117,10 +117,8 @@ class ModelFolders:
             if tokenizer is None:
                 raise UsageError(f"the model folder {folder} has no tokenizer: name one with -o model.tokenizer=FOLDER")
             return _WeightSource(folder or path, False, tokenizer, own and given is None)
-        try:
+        with as_usage_error():
             spec = find_model(named, load_format)
-        except ValueError as error:
-            raise UsageError(str(error)) from None
         if model_format == "gguf" and (why := refusal(spec.config, tokenizer)):
             raise UsageError(f"model {spec.name}: {why}")
         return _WeightSource(folder or path, True, tokenizer, own)

@@ -16,10 +16,10 @@ from gevent import monkey
 
 from kvbench.load import process
 from kvbench.load.client import RawStream
+from kvbench.load.client_figures import read_delays
 from kvbench.load.process import Measuring
 from kvbench.load.session import InFlightCap, LoadSession, Returned
 from kvbench.load.spec import LoadSpec
-from kvbench.load.validity import read_delays
 from kvbench.requests.request import RequestList, RequestSpec
 
 STUCK_S = 0.1

@@ -29,6 +29,7 @@ from kvbench.common import processes
 from kvbench.common.errors import EXIT_INVALID, EXIT_OK
 from kvbench.common.machine import boot_id
 from kvbench.common.parsing import json_at
+from kvbench.load.client_figures import Clocked
 from kvbench.load.multi import messages
 from kvbench.load.multi.merge import (
     Data,
@@ -46,7 +47,6 @@ from kvbench.load.multi.shards import cap_note, make_shards, useful_workers
 from kvbench.load.outcome import DrivenLoad, write_outcome
 from kvbench.load.process import PROGRESS_S, LoadEvents
 from kvbench.load.spec import LoadSpec
-from kvbench.load.validity import Clocked
 from kvbench.metrics.model import LocustTotals
 from kvbench.requests.request import RequestList
 

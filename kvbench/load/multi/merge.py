@@ -15,10 +15,11 @@ import gevent
 import msgpack
 import numpy as np
 
+from kvbench.load.client_figures import Clocked, client_figures
 from kvbench.load.completion import Completion
 from kvbench.load.multi.shards import Shard
 from kvbench.load.samples import FIRST_TIMES, Sample
-from kvbench.load.validity import Clocked, client_figures, invalid_reasons, lag_limit_ms
+from kvbench.load.validity import invalid_reasons, lag_limit_ms
 from kvbench.metrics.model import ClientFigures, ProcessClock, ProcessFigures
 from kvbench.requests.request import RequestSpec
 

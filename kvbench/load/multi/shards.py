@@ -44,8 +44,12 @@ def deal(requests: Sequence[RequestSpec], workers: int, places: int | None = Non
     """
     worker_of = {}
     for k, conversation in enumerate(conversations(requests)):
-        worker_of |= dict.fromkeys((request.index for request in conversation), k % (places or workers) % workers)
-    return [[request for request in requests if worker_of[request.index] == worker] for worker in range(workers)]
+        for request in conversation:
+            worker_of[request.index] = k % (places or workers) % workers
+    shards: list[list[RequestSpec]] = [[] for _ in range(workers)]
+    for request in requests:
+        shards[worker_of[request.index]].append(request)
+    return shards
 
 
 def cap_note(spec: LoadSpec, workers: int) -> Notes:
@@ -61,7 +65,7 @@ def cap_note(spec: LoadSpec, workers: int) -> Notes:
 
 def make_shards(spec: LoadSpec, requests: RequestList, workers: int) -> list[Shard]:
     """One shard a worker. ``workers``: no more than ``useful_workers``. Sums of users and of caps are the spec's."""
-    users = split_evenly(spec.concurrency, workers) if spec.mode == "closed" and spec.concurrency else None
+    users = split_evenly(spec.concurrency, workers) if spec.mode == "closed" else None
     caps = split_evenly(spec.max_concurrency, workers) if spec.max_concurrency else None
     shards = []
     for k, dealt in enumerate(deal(requests, workers, spec.concurrency if users else spec.max_concurrency)):

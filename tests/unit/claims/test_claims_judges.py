@@ -13,8 +13,7 @@ from kvbench.claims.judges import DEPENDS, DID_NOT_HOLD, HELD, UNDECIDED
 from kvbench.claims.kernel_cost import IN_ORDER, RESERVED, SCATTERED, KernelCost
 from kvbench.claims.served import Abandoned, Malformed, ServedFacts
 from kvbench.effects.comparison import Call, Comparison
-from kvbench.lockstep.intervals import THROUGHPUT
-from kvbench.metrics.definitions import ENGINE
+from kvbench.metrics.definitions import ENGINE, THROUGHPUT
 from kvbench.runs.results import Capacity
 
 SIZES = (1, 2, 4, 8, 32, 64)  # beside 16

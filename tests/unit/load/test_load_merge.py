@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from kvbench.load.client_figures import Clocked
 from kvbench.load.completion import Completion
 from kvbench.load.multi.merge import (
     ClockMap,
@@ -23,7 +24,6 @@ from kvbench.load.multi.merge import (
 from kvbench.load.multi.shards import Shard
 from kvbench.load.outcome import most_in_flight
 from kvbench.load.samples import Sample, write_samples
-from kvbench.load.validity import Clocked
 from kvbench.requests.request import RequestSpec
 
 SAME = ClockMap((Reading(0.0, 0.0, 1e-4),), True)

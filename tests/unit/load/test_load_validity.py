@@ -9,23 +9,13 @@ import pytest
 
 from engine.boot import BOOT_HEADER, boot_id
 from kvbench.common.records import read_record
+from kvbench.load.client_figures import Clocked, busiest_second, client_figures, stamp_errors, turnarounds
 from kvbench.load.completion import Completion, judge
 from kvbench.load.endpoints import Dialect
 from kvbench.load.outcome import DrivenLoad, write_outcome
 from kvbench.load.samples import Sample
 from kvbench.load.spec import LoadSpec
-from kvbench.load.validity import (
-    Clocked,
-    busiest_second,
-    client_figures,
-    client_reasons,
-    invalid_reasons,
-    nothing_streamed,
-    other_prompts,
-    short_outputs,
-    stamp_errors,
-    turnarounds,
-)
+from kvbench.load.validity import client_reasons, invalid_reasons, nothing_streamed, other_prompts, short_outputs
 from kvbench.metrics.model import LoadOutcome
 from kvbench.requests.request import RequestList, RequestSpec
 

@@ -10,7 +10,6 @@ from kvbench.effects.comparison import Call, Comparison, call_of
 from kvbench.lockstep import intervals
 from kvbench.lockstep.intervals import (
     POOLED,
-    THROUGHPUT,
     LaunchRatio,
     Steps,
     as_it_recurs,
@@ -26,7 +25,7 @@ from kvbench.lockstep.intervals import (
     share_ends,
     with_confidence,
 )
-from kvbench.metrics.definitions import ENGINE
+from kvbench.metrics.definitions import ENGINE, THROUGHPUT
 
 
 def steps_of(rng: np.random.Generator, many: int = 400, factor: float = 1.0, sd: float = 0.1) -> Steps:

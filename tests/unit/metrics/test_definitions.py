@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvbench.metrics.definitions import HIGHER, LOWER, METRICS, THROUGHPUT, Metric, figure, names, over_slo
+from kvbench.metrics.definitions import HIGHER, LOWER, METRICS, TOKENS_PER_S, Metric, figure, names, over_slo
 from kvbench.metrics.latency import summarise
 from kvbench.runs.metric_names import unit_of, value_of, values_of
 from kvbench.runs.results import CacheCounts
@@ -26,7 +26,7 @@ STREAM = Metric(
         ("steady_p95_itl_ms", "steady_latency.itl_ms.p95", "p95 ITL"),
         ("steady_latency.itl_ms.p95", "steady_latency.itl_ms.p95", "p95 ITL"),
         ("steady_output_throughput", "steady_output_throughput", "output tokens/s"),
-        (THROUGHPUT, "output_throughput", "output tokens/s"),
+        (TOKENS_PER_S, "output_throughput", "output tokens/s"),
         ("num_preemptions", "server.num_preemptions_total", "preemptions"),
     ],
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvbench.metrics.latency import summarise
@@ -62,6 +62,7 @@ STREAMS = st.lists(
 )
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(STREAMS, st.randoms(use_true_random=False))
 def test_interleaving_in_any_order_gives_the_metrics_of_separate_streams(streams, rng) -> None:
     """``streams``: of each sequence its gaps [ms] and the tokens of its chunks; all are of one request."""

@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scipy import integrate, stats
 
@@ -92,6 +92,7 @@ def test_ramp_has_the_promised_rate_at_every_time(profile: tuple[Segment, ...]) 
 rates = st.floats(0.1, 50.0)
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.lists(st.tuples(st.floats(0.5, 20.0), rates, rates, st.sampled_from(["linear", "exponential"])), max_size=3),
     rates,
@@ -152,6 +153,7 @@ def test_plateaus_are_the_stretches_of_one_rate() -> None:
     assert plateaus(ramp(1, 5, "linear", seconds=10), 16.0) == [(10, 16, 5)]
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.lists(st.integers(0, 12), min_size=1, max_size=40),
     st.sampled_from(["even", "uniform"]),

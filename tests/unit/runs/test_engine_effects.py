@@ -62,6 +62,7 @@ def test_what_cannot_be_is_refused_by_name(tmp_path: Path, changes: dict[str, An
 
 
 @pytest.mark.parametrize(("stored", "clock"), [("engine", ENGINE), (ENGINE, ENGINE), ("simulated", SIMULATED)])
-def test_a_load_in_engine_time_of_an_older_version_is_of_the_same_clock(stored: str, clock: str) -> None:
-    assert LoadResult.parse({"metrics": {}, "clock": stored}).clock == clock
-    assert LoadOutcome.parse({"clock": stored}).clock == clock
+def test_a_load_in_engine_time_is_read_and_stored_by_the_word_of_older_versions(stored: str, clock: str) -> None:
+    for record in (LoadResult.parse({"metrics": {}, "clock": stored}), LoadOutcome.parse({"clock": stored})):
+        assert record.clock == clock
+        assert record.to_json()["clock"] == ("engine" if clock == ENGINE else clock)

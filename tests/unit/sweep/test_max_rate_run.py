@@ -16,7 +16,8 @@ from scipy.optimize import brentq
 
 from kvbench.calibration.calibrate import CalibrationSettings
 from kvbench.common.errors import EXIT_INCONCLUSIVE, EXIT_INVALID, EXIT_OK, MeasurementError
-from kvbench.load.validity import Clocked, client_figures, invalid_reasons
+from kvbench.load.client_figures import Clocked, client_figures
+from kvbench.load.validity import invalid_reasons
 from kvbench.metrics.latency import summarise
 from kvbench.metrics.model import LoadMetrics
 from kvbench.sweep.load_folder import LoadFolder
