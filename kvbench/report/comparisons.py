@@ -343,7 +343,7 @@ def _against_baseline(
 
 
 def _decisive(in_turns: Mapping[str, Comparison], as_served: Mapping[str, Comparison]) -> dict[str, Comparison]:
-    """Takes the first clock that decides a metric. As served decides nothing that engine time excludes, undecided."""
+    """Takes what decides each metric: engine time, else what was served, if engine time does not exclude it."""
     decisive = {}
     for metric in JUDGED:
         ratios = [clock[metric] for clock in (in_turns, as_served) if metric in clock]
