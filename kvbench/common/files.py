@@ -82,14 +82,15 @@ def flush(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def read_json(path: Path) -> Any:
-    """Raises UsageError when the file is missing or is not JSON."""
+def read_json(path: Path, what_to_do: str = "") -> Any:
+    """Raises UsageError when the file is missing, or is not JSON: then ``what_to_do`` is added."""
     try:
         return parse_json(path.read_bytes())
     except FileNotFoundError:
         raise UsageError(f"there is no {path}: give the folder of a run, such as results/mixed/<time>") from None
     except (OSError, ValueError) as error:
-        raise UsageError(f"{path} cannot be read as JSON: {error}") from None
+        why = error.strerror if isinstance(error, OSError) else error
+        raise UsageError(f"{path} cannot be read as JSON: {why}{what_to_do and f'; {what_to_do}'}") from None
 
 
 def pack(root: Path, paths: Sequence[Path]) -> bytes:

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+_LARGEST_LOG = 700.0  # exp of more than 709 is no finite float64
+
 
 def time_mean(at: Sequence[float] | np.ndarray, values: Sequence[float] | np.ndarray) -> float:
     """The mean over time of what was read at ``at`` [s, ascending]; NaN values are unknown. NaN of none.
@@ -54,6 +56,11 @@ def welch_interval(
     freedom = sum(parts) ** 2 / sum(part**2 / (len(sample) - 1) for part, sample in zip(parts, samples, strict=True))
     half = float(t.ppf((1 + confidence) / 2, freedom)) * math.sqrt(sum(parts))
     return shift - half, shift + half
+
+
+def bounded_log(log_ratio: float | np.ndarray) -> np.ndarray:
+    """Returns the log ratio, or 700 where it is more: of two far values an interval's end may be without bound."""
+    return np.minimum(log_ratio, _LARGEST_LOG)
 
 
 def detectable_shift(values: Sequence[float] | np.ndarray) -> float:

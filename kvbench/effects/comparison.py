@@ -19,7 +19,7 @@ from enum import StrEnum
 
 import numpy as np
 
-from kvbench.common.stats import detectable_shift, t_interval, welch_interval
+from kvbench.common.stats import bounded_log, detectable_shift, t_interval, welch_interval
 from kvbench.metrics.definitions import ENGINE, SERVED, SIMULATED, figure
 
 FEWEST = 3  # repeats for a call
@@ -115,14 +115,14 @@ def paired(metric: str, clock: str, values: Mapping[int, float], base: Mapping[i
     median, n, margin = float(np.median(ratios)), len(ratios), MARGINS[clock]
     if n < FEWEST:
         return Comparison(metric, clock, median, None, None, n, Call.UNDECIDED, ratios)
-    low, high = (float(end) for end in np.exp(t_interval(np.log(ratios))))
+    low, high = (float(end) for end in np.exp(bounded_log(t_interval(np.log(ratios)))))
     if min(ratios) >= 1 - margin and max(ratios) <= 1 + margin:
         call = Call.LEVEL
     elif low <= 1.0 <= high:
         call = Call.UNDECIDED
     else:
         call = _side(metric, median > 1)
-    smallest = float(np.expm1(detectable_shift(np.log(ratios))))
+    smallest = float(np.expm1(bounded_log(detectable_shift(np.log(ratios)))))
     return Comparison(metric, clock, median, low, high, n, call, ratios, smallest)
 
 
@@ -135,8 +135,8 @@ def independent(metric: str, clock: str, values: Sequence[float], base: Sequence
     if not values or not base or min(*values, *base) <= 0:
         return None
     old, new = (np.log(np.asarray(side, dtype=float)) for side in (base, values))
-    ratio, n = math.exp(float(new.mean() - old.mean())), min(len(values), len(base))
-    low, high = (math.exp(end) for end in welch_interval(old, new))
+    ratio, n = math.exp(bounded_log(new.mean() - old.mean())), min(len(values), len(base))
+    low, high = (math.exp(bounded_log(end)) for end in welch_interval(old, new))
     if math.isnan(low):
         return Comparison(metric, clock, ratio, None, None, n, Call.UNDECIDED)
     call = Call.UNDECIDED if n < FEWEST else call_of(metric, clock, low, high)

@@ -22,9 +22,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from kvbench.common.errors import UsageError
+from kvbench.common.errors import UsageError, as_usage_error
 from kvbench.common.text import and_more, plural
 from kvbench.gate.policy import WITHIN, GateLimit, Policy, matches
 from kvbench.gate.verdict.outputs import Benchmark
@@ -60,10 +59,8 @@ def judge_sweep(results: Path, policy: Policy, *, force: bool = False) -> Verdic
     ``force``: accept a quality that was measured with other code, versions or weights than the run. Raises UsageError
     where ``results`` is not the folder of a sweep, or there is neither a policy nor a canary.
     """
-    try:
+    with as_usage_error():
         run = read_run(results)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
     has_canaries = any(cell.canaries.sent for cell in run.cells)
     if policy.source is None and not has_canaries:
         raise UsageError(f"{results} is the run of a sweep, which only limits can judge: give --policy ci/gates.yaml")
@@ -294,8 +291,14 @@ def _within(limit: GateLimit, where: str, outside: Sequence[str], details: Seque
     """Judges whether a configuration breaks any of the limits in quality.json."""
     broken = and_more([reason.rstrip(".") for reason in outside], _MOST_REASONS, "; ")
     text = broken or "all figures are within the limits of quality.json"
-    numbers = {"unit": "count", "higher_is_better": False, "candidate": float(len(outside)), "figures": {"max": 0.0}}
-    return _finding(limit, where, FAIL if outside else PASS, text, details=(*outside, *details), **numbers)
+    return replace(
+        _finding(limit, where, FAIL if outside else PASS, text),
+        unit="count",
+        higher_is_better=False,
+        candidate=float(len(outside)),
+        figures={"max": 0.0},
+        details=(*outside, *details),
+    )
 
 
 def _hold(
@@ -313,23 +316,26 @@ def _hold(
     words = {"min": "at least", "max": "at most"}
     bounds = " and ".join(f"{words[name]} {quantity(end, unit)}" for name, end in ends.items())
     text = f"{which}{quantity(judged, unit)}, {'but the' if broken else 'the'} limit is {bounds}"
-    higher = None if len(ends) == 2 else "min" in ends
-    numbers = {"unit": unit or None, "higher_is_better": higher, "candidate": judged, "figures": ends}
-    outcome, shown = FAIL if broken else PASS, f" ({window})" if window else ""
-    return _finding(limit, where, outcome, text, shown, f", {bounds}", details=tuple(details), **numbers)
+    shown = f" ({window})" if window else ""
+    return replace(
+        _finding(limit, where, FAIL if broken else PASS, text, shown, f", {bounds}"),
+        unit=unit or None,
+        higher_is_better=None if len(ends) == 2 else "min" in ends,
+        candidate=judged,
+        figures=ends,
+        details=tuple(details),
+    )
 
 
 def _invalid(limit: GateLimit, where: str, why: str) -> Finding:
     return _finding(limit, where, INVALID, why)
 
 
-def _finding(
-    limit: GateLimit, where: str, outcome: str, text: str, window: str = "", bounds: str = "", **numbers: Any
-) -> Finding:
+def _finding(limit: GateLimit, where: str, outcome: str, text: str, window: str = "", bounds: str = "") -> Finding:
     """The finding on a limit; ``window`` and ``bounds`` are added to its title."""
     about = (f"{limit.name}: {where}" if limit.name else f"{limit.label} of {where}") + window
     name, sentence = f"{SUITE}/{where}/{limit.label}", f"{about}: {text}"
-    return Finding(name, SUITE, f"{about}{bounds}", outcome, sentence, metric=limit.what, **numbers)
+    return Finding(name, SUITE, f"{about}{bounds}", outcome, sentence, metric=limit.what)
 
 
 def _unmeasured(cell: MeasuredCell, what: str) -> str:

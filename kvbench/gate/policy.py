@@ -193,6 +193,7 @@ class _TimingSection(StrictModel):
     classes: dict[str, Globs] = Field(default_factory=dict)
 
     def rules(self) -> TimingRules:
+        """Raises UsageError for rules that cannot decide anything."""
         entries = [(getattr(self.metrics, rule.name), rule) for rule in DEFAULT_RULES.metrics]
         looks = DEFAULT_RULES.looks
         if self.looks is not None:  # looks that do not say their own share the chance of a false pass evenly

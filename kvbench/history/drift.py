@@ -11,12 +11,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvbench.common.errors import EXIT_INCONCLUSIVE, EXIT_NOTHING, EXIT_OK, EXIT_REGRESSION, UsageError
 from kvbench.common.git import try_git
-from kvbench.effects.comparison import Call, Comparison, independent
+from kvbench.effects.comparison import Comparison, independent
 from kvbench.gate.timing.rules import CELL, DEFAULT_RULES
 from kvbench.history.runs import Series, StoredRun, TrendPoint
 from kvbench.metrics.definitions import SERVED
@@ -26,35 +26,33 @@ _MIN_SHA = 7
 
 
 @dataclass(frozen=True)
-class DriftWords:
-    """The words for a call in JSON, on a page, beside a figure and in the legend, and the code of --fail-on-drift."""
+class DriftOutcome:
+    """An outcome in JSON, on a page, beside a figure and in the legend, and its code of --fail-on-drift."""
 
-    outcome: str
+    word: str
     title: str
     mark: str
     legend: str
     exit_code: int
 
 
-WORDS = {
-    Call.WORSE: DriftWords(
-        "drifted", "Worse than the release by more than the margin", " !",
-        "! worse than the release by more than the margin", EXIT_REGRESSION,
-    ),
-    Call.UNDECIDED: DriftWords(
-        "unclear", "Unclear: too few repeats, or too much variance", " ?",
-        "? too few repeats, or too much variance, to exclude a drift beyond the margin", EXIT_INCONCLUSIVE,
-    ),
-    Call.LEVEL: DriftWords("within", "Within the margin", "", "", EXIT_OK),
-}  # fmt: skip
-"""By the call of a drift, the most urgent first."""
+DRIFTED = DriftOutcome(
+    "drifted", "Worse than the release by more than the margin", " !",
+    "! worse than the release by more than the margin", EXIT_REGRESSION,
+)  # fmt: skip
+UNCLEAR = DriftOutcome(
+    "unclear", "Unclear: too few repeats, or too much variance", " ?",
+    "? too few repeats, or too much variance, to exclude a drift beyond the margin", EXIT_INCONCLUSIVE,
+)  # fmt: skip
+WITHIN = DriftOutcome("within", "Within the margin", "", "", EXIT_OK)
+OUTCOMES = (DRIFTED, UNCLEAR, WITHIN)  # the most urgent first
 
 
 @dataclass(frozen=True)
 class Drift:
     """A series' newest counted run against that of a release.
 
-    The call of ``comparison`` is by the ``margin`` of its metric: level is not worse by more, whatever it is better by.
+    ``outcome``: by the ``margin`` of its metric: within it is what is not worse by more, whatever it is better by.
     """
 
     release_name: str
@@ -62,10 +60,7 @@ class Drift:
     last: TrendPoint
     comparison: Comparison
     margin: float
-
-    @property
-    def words(self) -> DriftWords:
-        return WORDS[self.comparison.call]
+    outcome: DriftOutcome
 
     @property
     def change(self) -> float:
@@ -141,23 +136,23 @@ def find_drift(series: Series, name: str, release: TrendPoint) -> Drift | None:
     worse = -1 if shown.higher_is_better else 1
     harm = worse * (comparison.ratio - 1)
     least, most = sorted(worse * (end - 1) for end in (comparison.low or 0.0, comparison.high or math.inf))
-    call = Call.LEVEL if comparison.low is not None and most <= margin else Call.UNDECIDED
-    call = Call.WORSE if harm > margin and least > 0 else call
-    return Drift(name, release, last, replace(comparison, call=call), margin)
+    outcome = WITHIN if comparison.low is not None and most <= margin else UNCLEAR
+    outcome = DRIFTED if harm > margin and least > 0 else outcome
+    return Drift(name, release, last, comparison, margin, outcome)
 
 
 def drift_exit_code(drifts: Sequence[Drift]) -> int:
-    calls = {drift.comparison.call for drift in drifts}
-    return next((words.exit_code for call, words in WORDS.items() if call in calls), EXIT_NOTHING)
+    outcomes = {drift.outcome for drift in drifts}
+    return next((outcome.exit_code for outcome in OUTCOMES if outcome in outcomes), EXIT_NOTHING)
 
 
 def drift_sentence(drifts: Sequence[Drift], has_release: bool) -> str:
     """The drifts in one sentence. ``has_release``: whether any series has a run of a release."""
     if drifts:
-        count = Counter(drift.comparison.call for drift in drifts)
+        count = Counter(drift.outcome for drift in drifts)
         return (
-            f"Drift since the release, {len(drifts)} metrics of cells: {count[Call.WORSE]} worse by more than the "
-            f"margin, {count[Call.LEVEL]} within it, {count[Call.UNDECIDED]} unclear (too few repeats, or too much "
+            f"Drift since the release, {len(drifts)} metrics of cells: {count[DRIFTED]} worse by more than the "
+            f"margin, {count[WITHIN]} within it, {count[UNCLEAR]} unclear (too few repeats, or too much "
             "variance)."
         )
     if has_release:

@@ -10,8 +10,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from kvbench.common import text as words
-from kvbench.effects.comparison import Call
-from kvbench.history.drift import WORDS
+from kvbench.history.drift import DRIFTED, OUTCOMES
 from kvbench.history.runs import INCOMPLETE, VALID, StoredRun, TrendPoint, title_of
 from kvbench.history.show import NARROWEST, Trend, View, change_text, value_text
 from kvbench.metrics.definitions import HIGHER, LOWER, Figure
@@ -48,10 +47,10 @@ def page(view: View) -> str:
 
 
 def _drift_tables(view: View) -> list[tuple[str, bool, list[tuple[str, ...]]]]:
-    """Makes (title, whether it is open, rows) of each call that there is, the largest change for the worse first."""
+    """Makes (title, whether it is open, rows) of each outcome that there is, the largest change for the worse first."""
     tables = []
-    for call, call_words in WORDS.items():
-        some = [trend for trend in view.trends if trend.drift and trend.drift.comparison.call == call]
+    for outcome in OUTCOMES:
+        some = [trend for trend in view.trends if trend.drift and trend.drift.outcome == outcome]
         some.sort(key=lambda trend: trend.drift.change * (1 if trend.series.figure.higher_is_better else -1))
         rows = []
         for trend in some:
@@ -61,7 +60,7 @@ def _drift_tables(view: View) -> list[tuple[str, bool, list[tuple[str, ...]]]]:
             ends = " to ".join(map(change_text, drift.interval)) if drift.interval else "none of one repeat"
             rows.append((*where, *values, change_text(drift.change), ends, words.percent(drift.margin)))
         if rows:
-            tables.append((f"{call_words.title}: {len(rows)}", call == Call.WORSE, rows))
+            tables.append((f"{outcome.title}: {len(rows)}", outcome == DRIFTED, rows))
     return tables
 
 

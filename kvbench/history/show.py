@@ -15,8 +15,7 @@ from rich.text import Text
 
 from kvbench.common.console import make_table
 from kvbench.common.errors import UsageError
-from kvbench.effects.comparison import Call
-from kvbench.history.drift import WORDS, Drift, Releases, drift_sentence, find_drift, find_releases
+from kvbench.history.drift import DRIFTED, OUTCOMES, Drift, Releases, drift_sentence, find_drift, find_releases
 from kvbench.history.runs import (
     VALID,
     Series,
@@ -80,7 +79,7 @@ class Trend:
     @property
     def is_worse(self) -> bool:
         """Tests whether it is worse than the release by more than the margin."""
-        return self.drift is not None and self.drift.comparison.call == Call.WORSE
+        return self.drift is not None and self.drift.outcome == DRIFTED
 
 
 @dataclass(frozen=True)
@@ -184,7 +183,7 @@ def table(group: Sequence[Trend]) -> Table:
         for trend in cell:
             series, drift = trend.series, trend.drift
             counted = series.counted
-            since = change_text(drift.change) + drift.words.mark if drift else "–"
+            since = change_text(drift.change) + drift.outcome.mark if drift else "–"
             made.add_row(
                 Text(f"  {title_of(series.figure)}"),
                 Text(sparkline(series.points)),
@@ -200,9 +199,9 @@ def table(group: Sequence[Trend]) -> Table:
 def legend(view: View) -> list[str]:
     """Explains the marks in the tables."""
     states = {point.state for trend in view.trends for point in trend.series.points}
-    calls = {drift.comparison.call for drift in view.drifts}
+    outcomes = {drift.outcome for drift in view.drifts}
     lines = [f"{GAP} a run that does not count: invalid cell, or incomplete run"] if states - {VALID} else []
-    return lines + [words.legend for call, words in WORDS.items() if call in calls and words.legend]
+    return lines + [outcome.legend for outcome in OUTCOMES if outcome in outcomes and outcome.legend]
 
 
 def as_dict(view: View) -> dict[str, Any]:
@@ -230,7 +229,7 @@ def _as_dict(trend: Trend) -> dict[str, Any]:
             "release_run": drift.release.run.name,
             "run": drift.last.run.name,
             **{name: getattr(drift, name) for name in ("change", "interval", "margin")},
-            "outcome": drift.words.outcome,
+            "outcome": drift.outcome.word,
         },
         "points": [
             {

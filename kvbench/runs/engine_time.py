@@ -5,6 +5,7 @@ An effect is the ratio of a configuration's value to the baseline's, measured by
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -17,6 +18,7 @@ from kvbench.effects.comparison import Call, Comparison, stored_call
 from kvbench.metrics.definitions import ENGINE, figure
 
 FOLDER, EFFECTS = "lockstep", "effects.json"
+_WAY_OUT = "engine time is left out; `kvbench sweep` of the workload measures it anew"
 
 
 class EngineEffect(Record):
@@ -107,10 +109,10 @@ def read_engine_time(run: Path) -> EngineTime | None:
     Raises UsageError for a damaged file, or one of another format.
     """
     path = run / FOLDER / EFFECTS
-    if not path.is_file():
+    if not os.path.lexists(path):
         return None
-    stored = read_json(path)
+    stored = read_json(path, _WAY_OUT)
     if isinstance(stored, dict) and stored.get("format") == 1:
         return None
-    stored = read_record(EngineTime, path, "engine time is left out; `kvbench sweep` of the workload measures it anew")
+    stored = read_record(EngineTime, path, _WAY_OUT)
     return stored if stored.effects else None

@@ -56,7 +56,7 @@ class RunFolder:
 
     def manifest(self) -> Manifest:
         """Reads the manifest. Raises UsageError when there is none, it cannot be read, or it has another format."""
-        stored = read_json(self.manifest_path)
+        stored = read_json(self.manifest_path, "take it from a copy of the folder, or measure again")
         if isinstance(stored, dict) and stored.get("kind") == "load" and not stored.get("plan"):
             raise UsageError(
                 f"{self.path} is the folder of a rate search, or of a `kvbench load` of an older version, and not of a "

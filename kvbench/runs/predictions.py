@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -51,4 +52,4 @@ def read_predictions(folder: Path) -> Predictions | None:
     """None where nothing was predicted. Raises UsageError for a damaged file, or one of another format."""
     path = folder / PREDICTIONS
     again = f"write it again with `kvbench predict {folder}`"
-    return read_record(Predictions, path, again) if path.is_file() else None
+    return read_record(Predictions, path, again) if os.path.lexists(path) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -258,4 +259,4 @@ def _different(name: str, here: str | None, there: str | None) -> Iterator[str]:
 def read_quality(folder: Path) -> QualityResult | None:
     """Reads what was measured for the run in ``folder``; None if nothing was. Raises UsageError for a damaged file."""
     path = folder / QUALITY
-    return read_record(QualityResult, path, f"run `kvbench quality {folder}` again") if path.is_file() else None
+    return read_record(QualityResult, path, f"run `kvbench quality {folder}` again") if os.path.lexists(path) else None

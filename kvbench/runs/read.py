@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ def read_run(folder: Path | str) -> Run:
             "give the folder that `kvbench sweep` printed (results/<workload>/<time>-<sha>)"
         )
     run = RunFolder(folder)
-    manifest = run.manifest() if run.manifest_path.is_file() else Manifest()
+    manifest = run.manifest() if os.path.lexists(run.manifest_path) else Manifest()
     summaries: list[tuple[Path, CellSummary]] = []
     damaged: dict[str, str] = {}
     for cell in sorted((folder / "cells").glob("*")):

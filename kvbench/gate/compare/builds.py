@@ -110,6 +110,7 @@ class Build:
 
     @property
     def env(self) -> dict[str, str | None]:
+        """Environment variables for a server of this build (None: unset)."""
         return _variables(self.folder, self.how)
 
     @property

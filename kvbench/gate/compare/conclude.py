@@ -288,9 +288,19 @@ def _failing_servers(attempts: Sequence[FailedAttempt]) -> tuple[Finding, ...]:
         text += ": too few to tell it from chance, but it did not finish all that it was given"
     if candidate:
         text += f"; the last time: {'; '.join(of_candidate[-1].faults[CANDIDATE])}"
-    numbers = {"base": float(base), "candidate": float(candidate), "higher_is_better": False, "p": p}
-    lines = tuple(map(_attempt_line, (*of_candidate, *of_base)))
-    return (Finding("served", CELL, "servers that fail", outcome, text, **numbers, details=lines),)
+    finding = Finding(
+        "served",
+        CELL,
+        "servers that fail",
+        outcome,
+        text,
+        base=float(base),
+        candidate=float(candidate),
+        higher_is_better=False,
+        p=p,
+        details=tuple(map(_attempt_line, (*of_candidate, *of_base))),
+    )
+    return (finding,)
 
 
 def _attempt_line(attempt: FailedAttempt) -> str:

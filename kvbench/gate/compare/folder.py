@@ -220,6 +220,7 @@ class CompareFolder:
         return read_record(LoadResult, self.load(cell, side, pair) / DONE, _WAY_OUT) if is_done else None
 
     def counters(self, cell: PairedCell, side: str, pair: int) -> Mapping[str, float | None]:
+        """The server's counters over a load. Raises UsageError."""
         path = self.load(cell, side, pair) / "counters.json"
         return read_record(ServerCounters, path, _WAY_OUT).model_extra or {}
 

@@ -119,7 +119,7 @@ def parse_side(text: str, repo: Path = REPOSITORY) -> PairSide:
     is_url = re.match(r"https?://\S+$", text, re.IGNORECASE)
     kinds = [URL] if is_url else [kind for kind, fits in possible.items() if fits]
     if not kinds:
-        raise UsageError(f"{text!r} is {_why_nothing(text, repo)}: {_CHOICES}")
+        raise UsageError(f"{text!r} is {_why_no_side(text, repo)}: {_CHOICES}")
     if len(kinds) > 1:
         titles = " and ".join(_TITLES[kind] for kind in kinds)
         raise UsageError(f"{text!r} could be {titles}: write {' or '.join(f'{kind}:{text}' for kind in kinds)}")
@@ -162,7 +162,7 @@ def _program(text: str) -> str | None:
         return None
 
 
-def _why_nothing(text: str, repo: Path) -> str:
+def _why_no_side(text: str, repo: Path) -> str:
     """Says why ``text`` is of no kind, with what was probably meant."""
     if Path(text).expanduser().exists():
         return f"a file or folder without {MANIFEST}, so no stored run, and no git ref"

@@ -67,6 +67,7 @@ class Change:
 
     @property
     def ratio(self) -> float | None:
+        """now / was - 1; None when it was 0."""
         return self.now / self.was - 1 if self.was else None
 
     @property

@@ -191,6 +191,7 @@ def _scenarios(path: Path, file: CounterFile) -> Iterator[Scenario]:
 
 
 def _engine(settings: Mapping[str, Any]) -> tuple[EngineConfig, KVCapacity]:
+    """Raises ValueError."""
     config = EngineConfig.from_mapping(settings)
     spec = find_model(config.model, "dummy")
     config = config.check_against_model(spec.max_positions)

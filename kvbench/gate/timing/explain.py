@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvbench.common.stats import t_interval
+from kvbench.common.stats import bounded_log, t_interval
 from kvbench.common.text import listing
 from kvbench.gate.timing.plan import BASE, CANDIDATE
 from kvbench.gate.verdict import wording
@@ -129,8 +129,8 @@ class _Paired:
         low, high = t_interval(apart)
         if np.all(base > 0) and np.all(candidate > 0):
             ratios = np.log(candidate / base)
-            low, high = (float(np.expm1(end)) for end in t_interval(ratios))
-            self.change, self.interval = float(np.expm1(ratios.mean())), (low, high)
+            low, high = (float(np.expm1(bounded_log(end))) for end in t_interval(ratios))
+            self.change, self.interval = float(np.expm1(bounded_log(ratios.mean()))), (low, high)
         elif self.base > 0:
             self.change, self.interval = self.difference / self.base, (low / self.base, high / self.base)
         self._beyond_chance = low > 0 or high < 0
@@ -153,11 +153,9 @@ def moved_between(counters: ByCell, findings: Sequence[Finding] = ()) -> tuple[M
         differences = {p.figure.name: p.difference for p in paired if p.figure.name in judged and p.moved(0.0)}
         for p in paired:
             if p.always or p.moved(FLOOR):
-                whole, what = (
-                    differences.get(p.figure.part_of or ""),
-                    (p.figure.name, p.figure.title, cell, p.figure.unit),
-                )
+                figure, whole = p.figure, differences.get(p.figure.part_of or "")
                 share = p.difference / whole if whole else None
+                what = (figure.name, figure.title, cell, figure.unit)
                 row = Moved(*what, p.base, p.candidate, p.change, p.interval, share)
                 rows.append((not p.always, -(share or 0.0), -_size(row), cell, p.figure.name, row))
     return tuple(row for *_, row in sorted(rows, key=lambda entry: entry[:-1]))

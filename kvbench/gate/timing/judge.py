@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kvbench.common.stats import t_interval
+from kvbench.common.stats import bounded_log, t_interval
 from kvbench.common.text import plural
 from kvbench.gate.timing.pairs import HarmHypothesis, Hypotheses, OneSided, PairTable, hypotheses
 from kvbench.gate.timing.plan import BASE, CANDIDATE
@@ -59,7 +59,6 @@ class Judgement:
         return [finding for finding in self.findings if finding.change is not None]
 
 
-@np.errstate(over="ignore")  # a change beyond e^709 is infinite
 def judge(table: PairTable, rules: TimingRules, look_index: int) -> Judgement:
     """The verdict at look ``look_index`` (from 0). Raises ValueError for the pairs of another look."""
     look = rules.looks[look_index]
@@ -113,10 +112,11 @@ def _findings(tested: Hypotheses, table: PairTable, look: Look, rules: TimingRul
     pairs_needed = dict(zip(undecided.tolist(), needed, strict=True))
     findings = []
     for i, (hypothesis, y) in enumerate(zip(tested.each, tested.log_ratio().T, strict=True)):
+        low, high = (float(np.expm1(bounded_log(end))) for end in t_interval(y))
         finding = replace(
             _finding(hypothesis, str(outcomes[i]), table),
-            change=float(np.expm1(y.mean())),
-            interval=tuple(float(np.expm1(end)) for end in t_interval(y)) if pairs > 1 else None,  # decides nothing
+            change=float(np.expm1(bounded_log(y.mean()))),
+            interval=(low, high) if pairs > 1 else None,  # decides nothing
             p=float(p[i]),
             figures={
                 "floor": hypothesis.metric.floor,
@@ -126,7 +126,7 @@ def _findings(tested: Hypotheses, table: PairTable, look: Look, rules: TimingRul
                 "pairs": pairs,
                 "pairs_needed": pairs_needed.get(i),
             },
-            series=tuple(float(x) for x in np.expm1(y)),
+            series=tuple(float(x) for x in np.expm1(bounded_log(y))),
         )
         findings.append(replace(finding, sentence=_sentence_of(finding, len(tested.each), rules.looks[-1].pairs)))
     return findings

@@ -132,6 +132,7 @@ class HarmHypothesis:
 
     @property
     def floor(self) -> float:
+        """The floor as a log ratio."""
         return self.metric.harm_of(self.metric.floor)
 
     @property
@@ -141,6 +142,7 @@ class HarmHypothesis:
 
     @property
     def margin(self) -> float:
+        """The margin as a log ratio."""
         return self.metric.harm_of(self.margin_share)
 
 

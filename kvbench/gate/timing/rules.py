@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from kvbench.common.errors import UsageError
+from kvbench.common.stats import bounded_log
 from kvbench.metrics.definitions import figure
 
 OVERALL, CLASS, CELL = "overall", "class", "cell"
@@ -59,7 +60,7 @@ class MetricRule:
         """The relative change for the worse of a distance in log(candidate / base); None of an infinite one."""
         if not math.isfinite(harm):
             return None
-        return -math.expm1(-harm) if self.higher_is_better else math.expm1(harm)
+        return -math.expm1(-harm) if self.higher_is_better else math.expm1(bounded_log(harm))
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from scipy import stats
@@ -107,6 +109,8 @@ def test_two_runs_are_compared_by_welchs_interval():
     alone = independent("output_throughput", SERVED, [11.0], old)
     assert alone is not None and alone.low is None and alone.ratio == pytest.approx(11 / np.exp(np.mean(np.log(old))))
     assert independent("output_throughput", SERVED, [0.0, 1.0], old) is None
+    far = independent("output_throughput", SERVED, [1e200, 1e-200], [1.0, 2.0])  # its interval is wider than floats are
+    assert far is not None and far.high is not None and 1e300 < far.high < math.inf and far.call == Call.UNDECIDED
 
 
 def test_the_inverse_is_the_other_against_this_one():

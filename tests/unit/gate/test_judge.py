@@ -198,6 +198,15 @@ def test_change_interval_and_sides_are_those_of_geometric_means():
     assert (found.figures["floor"], found.figures["margin"], found.figures["pairs"]) == (0.01, 0.03, 8)
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("shift", [699.0, 709.0, 720.0])
+def test_a_change_that_no_float_holds_is_a_finite_one(shift):
+    """e^709 is the largest power that a float holds; a verdict is stored as JSON, which has no infinity."""
+    for finding in judged(noise(8, sd=50.0) + shift).values():
+        assert np.isfinite([finding.change, *finding.interval, *finding.series]).all() and finding.change > 1e250
+        assert finding.figures["smallest_detectable"] is None or np.isfinite(finding.figures["smallest_detectable"])
+
+
 def test_a_failure_says_what_where_how_much_and_how_sure():
     y = noise(8, sd=0.001)
     y[:, 2, 0] += np.log(1 - 0.2)

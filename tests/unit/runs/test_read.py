@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -144,6 +145,35 @@ def test_of_a_manifest_that_says_nothing_no_report_is_made(tmp_path, text: str, 
     for read in (read_run, open_run):
         with pytest.raises(ValueError, match=message):
             read(tmp_path)
+
+
+def _folder(path: Path) -> None:
+    path.mkdir(parents=True)
+
+
+def _link_to_nothing(path: Path) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.symlink_to("nowhere")
+
+
+@pytest.mark.parametrize("put", [_folder, _link_to_nothing])
+@pytest.mark.parametrize("name", ["lockstep/effects.json", "quality.json", "predictions.json"])
+def test_what_is_no_file_in_the_place_of_one_is_damaged_and_not_absent(make, name: str, put) -> None:
+    """Else a report would replace one that says more, without a word."""
+    run = make(repeats=1, concurrencies=(3,), num_requests=10)
+    assert not read_run(run.folder).damaged
+    put(run.folder / name)
+    (sentence,) = read_run(run.folder).damaged
+    assert name in sentence
+
+
+@pytest.mark.parametrize("put", [_folder, _link_to_nothing])
+def test_what_is_no_file_in_the_place_of_a_manifest_ends_reading(make, put) -> None:
+    run = make(repeats=1, concurrencies=(3,), num_requests=10)
+    (run.folder / "manifest.json").unlink()
+    put(run.folder / "manifest.json")
+    with pytest.raises(ValueError, match=r"manifest\.json"):
+        read_run(run.folder)
 
 
 def test_server_means_are_of_the_steady_window(run_of: Callable[[str], Run]) -> None:
