@@ -466,7 +466,7 @@ class Decision:
             said.append(f"{one.cell.page_size}: {verdict.lower()}, {self.numbers(one)}")
         if best is None:
             unknown = ", others not decided" if all(one.verdict == UNDECIDED for one in every) else ""
-            return ReportAnswer("Page size", f"Keep {base.page_size}{unknown}", "; ".join(said))
+            return ReportAnswer("Page size", f"Keep {base.page_size or 'the default'}{unknown}", "; ".join(said))
         size, (verdict, mark) = best.cell.page_size, self._with_quality(best, best.verdict_words)
         use = f"Use {size}" if best.quality.safe else f"{size} {verdict.lower()}"
         return ReportAnswer("Page size", use, "; ".join(said), mark)

@@ -326,6 +326,11 @@ def test_what_was_served_stands_beside_engine_time_only_with_an_interval() -> No
     assert "worse p95 TTFT +50 %" in evidence(80.0)
 
 
+def test_a_page_size_that_no_one_set_is_kept_as_the_default() -> None:
+    (size,) = answers(run(cell(page_size=None, baseline=True), cell(page_size=8, throughput=(80.0, 80.0, 80.0))))
+    assert size.verdict == "Keep the default"
+
+
 def test_the_answers_say_what_is_safe() -> None:
     other, page = cell(throughput=FAST, **FP8), cell(page_size=8, throughput=FAST)
     for but, fp8, size in (
