@@ -61,15 +61,19 @@ R = TypeVar("R", bound=Record)
 
 def read_record(kind: type[R], path: Path, what_to_do: str = "") -> R:
     """Reads a file as a record of ``kind``. Raises UsageError: what is wrong with it, and ``what_to_do``."""
-    then = f"; {what_to_do}" if what_to_do else ""
     try:
         data = read_json(path)
     except UsageError as error:
-        raise UsageError(f"{error}{then}") from None
+        raise UsageError(f"{error}{what_to_do and f'; {what_to_do}'}") from None
+    return record_of(kind, data, path, what_to_do)
+
+
+def record_of(kind: type[R], data: Any, path: Path, what_to_do: str = "") -> R:
+    """Returns the record of a file's data. Raises UsageError: which field does not fit, and ``what_to_do``."""
     try:
         return kind.parse(data)
     except ValueError as error:
-        raise UsageError(f"{path} cannot be read: {error}{then}") from None
+        raise UsageError(f"{path} cannot be read: {error}{what_to_do and f'; {what_to_do}'}") from None
 
 
 def write_record(path: Path, record: Record) -> None:

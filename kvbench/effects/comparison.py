@@ -127,10 +127,10 @@ def paired(metric: str, clock: str, values: Mapping[int, float], base: Mapping[i
 
 
 def independent(metric: str, clock: str, values: Sequence[float], base: Sequence[float]) -> Comparison | None:
-    """The ratio of geometric means of repeats that are not paired, such as those of two runs; None for a value of 0.
+    """Compares repeats that are not paired, such as those of two runs, by the ratio of their geometric means.
 
-    Its interval is Welch's, on logarithms; None with fewer than two values on a side. Fewer than ``FEWEST`` on a side
-    decide nothing.
+    None where a value is 0. Its interval is Welch's, on logarithms; None with fewer than two values on a side. Fewer
+    than ``FEWEST`` on a side decide nothing.
     """
     if not values or not base or min(*values, *base) <= 0:
         return None

@@ -108,7 +108,7 @@ class LaunchRatio:
 
 
 def is_decided(comparison: Comparison) -> bool:
-    """Tests whether it has a call and an interval of at most ``TARGET`` to each side, or a fifth of a large effect."""
+    """Tests whether a comparison has a call and a narrow interval: ``TARGET`` to a side, or a fifth of the effect."""
     return comparison.decided and comparison.half_width <= max(TARGET, abs(comparison.ratio - 1) / 5)
 
 

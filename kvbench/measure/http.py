@@ -44,7 +44,7 @@ _GUESS_TOKENS_PER_S = {"cpu": 400.0, "gpu": 4000.0}  # until the first load is m
 
 
 class TargetInstrument(Instrument):
-    """Loads on a target: a server, or an engine that is asked like one. A subclass says how it is sent a load.
+    """An instrument for a server, or for an engine that is asked like one. A subclass says how it is sent a load.
 
     ``server``: the one that is up. ``facts``: what done.json says of its start and warm-up. ``requests``: of the load
     that was begun last.

@@ -105,13 +105,13 @@ class InWindow:
         return (float(weights[inside].sum()) + float(prompts)) / self.seconds
 
     def non_reasoning_per_s(self) -> float | None:
-        """None where no request reasoned."""
+        """Counts the output tokens/s beside reasoning; None where no request reasoned."""
         if not rows.reasoned(self.good).any():
             return None
         return float(rows.non_reasoning_weights(self.good)[self._chunks[0]].sum()) / self.seconds
 
     def goodput(self) -> float | None:
-        """None without an SLO."""
+        """Counts the requests/s within the SLO; None without one."""
         over = over_slo(self.good, self.slo)
         met = ~np.any(list(over.values()), axis=0) if over else None
         return None if met is None else float(self.shares[met].sum()) / self.seconds

@@ -219,7 +219,7 @@ def reservation(contiguous: MeasuredCell) -> str:
 
 
 def ledger_sentence(comparisons: Comparisons, ledgers: Ledgers) -> str:
-    """Where the bytes of the headline's pair went, else those of the baseline or the best; "" without data."""
+    """Says where the bytes of the headline's pair went, else of the baseline or the best; "" without data."""
     for paged, contiguous in reversed(comparisons.pairs.values()):
         if paged.cell_id in ledgers and contiguous.cell_id in ledgers:
             doubt = min(filter(None, (paged.doubt, contiguous.doubt)), key=DOUBTS.index, default="")

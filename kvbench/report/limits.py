@@ -335,7 +335,7 @@ def limit_section(known: Sequence[CellLimit]) -> Section:
 
 @dataclass(frozen=True)
 class Break:
-    """Where one configuration breaks.
+    """The load at which one configuration breaks.
 
     ``cells``: by load, ascending; ``at``: the first cell whose p95 TTFT is over twice the first one's, None: none is;
     ``limit``: what limited that; ``steady``: whether all these are of the steady window.

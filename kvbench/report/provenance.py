@@ -60,7 +60,7 @@ _Lenient = Annotated[float | None, BeforeValidator(number)]  # None where it is 
 
 
 class RequestNotes(Record):
-    """What a cell's notes tell of how its requests were made, and how much of a trace; None where they do not."""
+    """The notes of a cell on how its requests were made, and on the part of a trace; None where there are none."""
 
     length_scale: Annotated[
         tuple[_Lenient, ...], BeforeValidator(lambda value: value if isinstance(value, list | tuple) else (value,))

@@ -490,7 +490,7 @@ def _note(made: go.Figure, y: float, text: str) -> None:
 def price_drawing(
     result: QualityResult, comparisons: Comparisons, by_id: Mapping[str, Quality], look: Mapping[str, LineStyle]
 ) -> Drawing | None:
-    """None where no configuration has both figures."""
+    """Draws speed against the quality of answers; None where no configuration has both figures."""
     frame = price_frame(comparisons, by_id)
     if frame.empty or comparisons.load is None:
         return None

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self
 from pydantic import ConfigDict, PositiveFloat, field_validator, model_validator
 
 from kvbench.common.files import read_json
-from kvbench.common.records import Record, read_record
+from kvbench.common.records import Record, record_of
 from kvbench.effects.comparison import Call, Comparison, stored_call
 from kvbench.metrics.definitions import ENGINE, figure
 
@@ -66,7 +66,7 @@ class EngineEffect(Record):
 
 
 class TurnSteps(Record):
-    """The steps in a row of each engine, also in the first launch, and how much longer turns make steps (0.01: 1 %)."""
+    """The steps of a turn, also in the first launch, and by how much turns lengthen a step (0.01: 1 %)."""
 
     turn_steps: int | None = None
     first_turn_steps: int | None = None
@@ -114,5 +114,5 @@ def read_engine_time(run: Path) -> EngineTime | None:
     stored = read_json(path, _WAY_OUT)
     if isinstance(stored, dict) and stored.get("format") == 1:
         return None
-    stored = read_record(EngineTime, path, _WAY_OUT)
-    return stored if stored.effects else None
+    engine_time = record_of(EngineTime, stored, path, _WAY_OUT)
+    return engine_time if engine_time.effects else None

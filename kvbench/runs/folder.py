@@ -30,7 +30,7 @@ import pandas as pd
 from kvbench.common.errors import UsageError, say, storage_sentence
 from kvbench.common.files import flush, read_json
 from kvbench.common.parsing import parse_json
-from kvbench.common.records import read_record
+from kvbench.common.records import read_record, record_of
 from kvbench.runs.results import COMPLETE, LoadResult, Manifest
 
 if TYPE_CHECKING:
@@ -72,12 +72,7 @@ class RunFolder:
                 f"that measured it (version {version.get('kvbench', 'unknown')}, commit "
                 f"{git.get('short_sha', 'unknown')}), or measure again"
             )
-        try:
-            return Manifest.parse(stored)
-        except ValueError as error:
-            raise UsageError(
-                f"{self.manifest_path} cannot be read: {error}; use the kvbench that measured it, or measure again"
-            ) from None
+        return record_of(Manifest, stored, self.manifest_path, "use the kvbench that measured it, or measure again")
 
     def cell(self, cell_id: str) -> Path:
         return self.path / "cells" / cell_id

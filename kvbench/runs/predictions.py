@@ -49,7 +49,7 @@ class Predictions(Record):
 
 
 def read_predictions(folder: Path) -> Predictions | None:
-    """None where nothing was predicted. Raises UsageError for a damaged file, or one of another format."""
+    """Reads the predictions; None where there are none. Raises UsageError for a damaged or newer file."""
     path = folder / PREDICTIONS
     again = f"write it again with `kvbench predict {folder}`"
     return read_record(Predictions, path, again) if os.path.lexists(path) else None

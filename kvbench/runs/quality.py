@@ -184,7 +184,7 @@ class QualityFacts(Record):
 
 
 class QualityResult(_Measured):
-    """What `kvbench quality` measured of each configuration of a run, against the contiguous full-precision baseline.
+    """The quality of each configuration of a run, against the contiguous full-precision baseline.
 
     model: what it was measured with; beside: that is not the run's own model (whose weights are random)
     weights: of which model folder, or random ones of which seed; all of them if there are several
