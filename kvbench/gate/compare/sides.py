@@ -315,7 +315,7 @@ def _of_build(build: Build, workload: Workload, options: TargetOptions) -> Chose
     def make() -> Target:
         return BuiltinTarget(command=launched, start_timeout_s=limit_s, env=build.env, form=workload.load.form)
 
-    return ChosenTarget(workload, make, check_configuration, TargetOptions().manifest("kvbench", shared=True))
+    return ChosenTarget(workload, make, check_configuration, measured_target(TargetOptions(), "kvbench", shared=True))
 
 
 def _is_builtin(choice: ChosenTarget) -> bool:
