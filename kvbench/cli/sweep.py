@@ -230,7 +230,7 @@ def _predict_and_show(folder: Path, console: Console) -> None:
     from kvbench.common.console import print_plain
     from kvbench.common.errors import log_traceback
     from kvbench.runs.read import read_run
-    from kvbench.simulation.predict import predict_run
+    from kvbench.simulation.calibrate.predict import predict_run
 
     run = read_run(folder)
     if run.is_built_in and not run.simulated:

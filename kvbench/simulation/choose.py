@@ -15,12 +15,11 @@ from kvbench.common.errors import UsageError
 from kvbench.common.option_rules import flag
 from kvbench.common.text import data_size, listing
 from kvbench.runs.results import MeasuredTarget
-from kvbench.simulation.cost_model import CostCalibration, read_calibration
-from kvbench.simulation.drive import SettingsByName
+from kvbench.simulation.cost.cost_model import CostCalibration, read_calibration
+from kvbench.simulation.cost.machine import Machine, SettingsByName
+from kvbench.simulation.cost.tables import find_tables, read_tables
+from kvbench.simulation.cost.unit_costs import THIS_CPU, this_cpu
 from kvbench.simulation.instrument import BACKEND, SimulatedTarget, checked
-from kvbench.simulation.machine import Machine
-from kvbench.simulation.tables import find_tables, read_tables
-from kvbench.simulation.unit_costs import THIS_CPU, this_cpu
 from kvbench.targets.choose import STORED, ChosenTarget
 from kvbench.workload.file import SimulateSection, Workload, resolve
 

@@ -26,9 +26,9 @@ from kvbench.metrics.latency import SAMPLES_NEEDED
 from kvbench.metrics.model import Distribution
 from kvbench.runs.results import COST_NOTES
 from kvbench.simulation.choose import Options, machine_facts, machine_of, profile_of, simulated_workload
-from kvbench.simulation.drive import ROUTERS
-from kvbench.simulation.pool import RayOptions, map_simulations
-from kvbench.simulation.recorder import FleetFigures, SimulatedFigures
+from kvbench.simulation.fleet.drive import ROUTERS
+from kvbench.simulation.fleet.pool import RayOptions, map_simulations
+from kvbench.simulation.fleet.recorder import FleetFigures, SimulatedFigures
 from kvbench.simulation.run import (
     FIRST_RATE,
     SimulatedRateSearch,

@@ -1,0 +1,98 @@
+"""Sentences in TOML files: how one is chosen and filled, and that code and file agree on keys and values."""
+
+from __future__ import annotations
+
+import ast
+import string
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvbench.common.wording import Wording
+
+ROOT = Path(__file__).parents[3]
+FILES = {"kvbench/report/sentences_en.toml": ("kvbench/report", "kvbench/view")}
+"""Each file of sentences and the folders whose calls of ``say`` it serves."""
+
+
+@pytest.fixture
+def wording(tmp_path: Path) -> Wording:
+    path = tmp_path / "sentences.toml"
+    path.write_text(
+        '[a]\nkeep = "Keep {name}"\nchanges = {one = "1 change is", other = "{n:,} changes are"}\n'
+        'loads = {zero = "no load", other = "{n} loads"}\nclock = {served = " served", other = ""}\n',
+        encoding="utf-8",
+    )
+    return Wording(path)
+
+
+def test_a_sentence_is_filled_with_its_values(wording: Wording) -> None:
+    assert wording.say("a.keep", name="page 16") == "Keep page 16"
+
+
+@pytest.mark.parametrize(("n", "text"), [(0, "0 changes are"), (1, "1 change is"), (1234, "1,234 changes are")])
+def test_the_number_chooses_the_form(wording: Wording, n: int, text: str) -> None:
+    assert wording.say("a.changes", n=n) == text
+
+
+def test_zero_has_a_form_of_its_own_where_the_file_gives_one(wording: Wording) -> None:
+    assert [wording.say("a.loads", n=n) for n in (0, 1)] == ["no load", "1 loads"]
+
+
+def test_a_named_form_is_taken_else_the_other(wording: Wording) -> None:
+    assert [wording.say("a.clock", form) for form in ("served", "simulated")] == [" served", ""]
+
+
+@pytest.mark.parametrize("key", ["a.missing", "missing.keep", "a.keep"])
+def test_a_sentence_or_value_that_is_missing_raises(wording: Wording, key: str) -> None:
+    with pytest.raises(KeyError):
+        wording.say(key)
+
+
+# --- Code and file agree ---
+
+
+def calls(folder: str) -> Iterator[tuple[str, ast.Call]]:
+    """Every call of ``say``, and where it is."""
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "say":
+                yield f"{path.relative_to(ROOT)}:{node.lineno}", node
+
+
+def entries(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Every key of a file with the templates of its forms; a table of forms is one whose path has two names."""
+    for name, entry in table.items():
+        key = f"{prefix}{name}"
+        if isinstance(entry, str):
+            yield key, (entry,)
+        elif prefix:
+            yield key, tuple(entry.values())
+        else:
+            yield from entries(entry, f"{key}.")
+
+
+def fields(template: str) -> set[str]:
+    return {name for _, name, _, _ in string.Formatter().parse(template) if name is not None}
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_every_sentence_is_used_and_gets_the_values_it_has_places_for(file: str) -> None:
+    sentences = dict(entries(tomllib.loads((ROOT / file).read_text(encoding="utf-8"))))
+    used, problems = set(), []
+    for where, call in (entry for folder in FILES[file] for entry in calls(folder)):
+        key = call.args[0] if call.args else None
+        if not (isinstance(key, ast.Constant) and key.value in sentences):
+            problems.append(f"{where}: {ast.unparse(call)} names no sentence of the file")
+            continue
+        used.add(key.value)
+        values = {keyword.arg for keyword in call.keywords}
+        wanted = set().union(*map(fields, sentences[key.value]))
+        chosen_by_number = {"n"} if len(call.args) == 1 and len(sentences[key.value]) > 1 else set()
+        if values != wanted | chosen_by_number:
+            problems.append(f"{where}: {key.value} has places for {sorted(wanted)} and gets {sorted(values)}")
+    problems += [f"{file}: nothing says {key}" for key in sentences.keys() - used]
+    assert not problems, "\n".join(problems)
