@@ -18,6 +18,7 @@ without its rare options; --help-all shows every option.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, field, fields
@@ -29,6 +30,7 @@ import click
 from click.core import ParameterSource
 
 from kvbench.common.files import why_unwritable
+from kvbench.common.option_rules import flag
 
 
 class FiniteRange(click.FloatRange):
@@ -108,6 +110,15 @@ class Options:
     def stated(self) -> list[str]:
         """The names of the options that have a value."""
         return [each.name for each in fields(self) if each.name != "given" and getattr(self, each.name)]
+
+    @classmethod
+    def typed(cls, name: str) -> str:
+        """Returns the option ``name`` as it is typed, and an argument as help writes it."""
+        (metadata,) = (each.metadata for each in fields(cls) if each.name == name)
+        if "argument" in metadata:
+            return str(metadata["argument"])
+        names = metadata.get("option", {}).get("names")
+        return str(names[0]) if names else flag(name)
 
     def part(self, group: type[AnyOptions]) -> AnyOptions:
         """Returns the options of one of the base classes."""
@@ -230,18 +241,20 @@ def takes(
 
     def decorate(function: Callable[[AnyOptions], int]) -> RequestCommand:
         def callback(**values: Any) -> int:
-            ctx = click.get_current_context()
-            given = tuple(key for key in values if ctx.get_parameter_source(key) is ParameterSource.COMMANDLINE)
-            stated = {key: value for key, value in values.items() if value is not None}
-            return function(request(given=given, **stated))
+            return function(request_in(click.get_current_context(), request))
 
         callback.__doc__ = function.__doc__
-        made = click.command(name or function.__name__.replace("_", "-"), cls=cls, **how)(callback)
-        made.params[:0] = list(parameters(request))
-        made.callback.request = request  # type: ignore[attr-defined]
-        return made
+        command = click.command(name or function.__name__.replace("_", "-"), cls=cls, **how)(callback)
+        command.params[:0] = list(parameters(request))
+        return command
 
     return decorate
+
+
+def request_in(ctx: click.Context, request: type[AnyOptions]) -> AnyOptions:
+    """Makes the request of a command line that is parsed."""
+    given = tuple(name for name in ctx.params if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE)
+    return request(given=given, **{name: value for name, value in ctx.params.items() if value is not None})
 
 
 def parameters(request: type[Options]) -> Iterator[click.Parameter]:
@@ -249,7 +262,7 @@ def parameters(request: type[Options]) -> Iterator[click.Parameter]:
     hints = get_type_hints(request, include_extras=True)
     by_owner: dict[type, list[Any]] = {}
     for declared in fields(request):
-        owner = next(cls for cls in request.__mro__ if declared.name in cls.__dict__.get("__annotations__", ()))
+        owner = next(cls for cls in request.__mro__ if declared.name in inspect.get_annotations(cls))
         by_owner.setdefault(owner, []).append(declared)
     bases = [cls for cls in request.__mro__[1:] if cls in by_owner]
     for owner in (*bases, request):
@@ -278,12 +291,17 @@ def _option(declared: Any, hint: Any, owner: type[Options]) -> RequestOption:
         if isinstance(kind, click.IntRange | click.FloatRange):
             more.setdefault("metavar", "N")
     if default not in (None, MISSING, (), False):
-        more["default"] = default
+        more["default"] = ",".join(map(str, default)) if isinstance(kind, NumberList) else default
         more.setdefault("show_default", "default" not in facts["help"])
-    names = facts["names"] or (f"--{declared.name.replace('_', '-')}",)
+    names = facts["names"] or (flag(declared.name),)
     rare = facts["rare"] or owner.rare
     return RequestOption(
-        [declared.name, *names], heading=owner.heading, rare=rare, required=default is MISSING, help=facts["help"], **more
+        [declared.name, *names],
+        heading=owner.heading,
+        rare=rare,
+        required=default is MISSING,
+        help=facts["help"],
+        **more,
     )
 
 

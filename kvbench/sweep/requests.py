@@ -42,9 +42,7 @@ class MachineOptions(Options, heading="A simulated machine"):
     ops: ExistingFolder | None = option(
         "Measured times of operators, in place of the device's data sheet.", metavar="FOLDER", rare=True
     )
-    calibration: ExistingFile | None = option(
-        "What `kvbench dev calibrate-model` fitted.", metavar="FILE", rare=True
-    )
+    calibration: ExistingFile | None = option("What `kvbench dev calibrate-model` fitted.", metavar="FILE", rare=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +95,9 @@ class SweepRequest(Answers, TargetOptions, FormOptions, MachineOptions, ClusterO
         "Measure nothing: run the same engine on a virtual clock, on a machine that need not be here. The results are "
         "marked as simulated."
     )
-    force: bool = switch("With --resume: go on though code, versions or machine differ from the run's start.", rare=True)
+    force: bool = switch(
+        "With --resume: go on though code, versions or machine differ from the run's start.", rare=True
+    )
     wait_idle_minutes: NotNegative = option(
         "Wait at most N minutes until other programs leave the machine alone: after two disturbed loads in a row, then "
         "end early; before a disturbed load is measured again, then leave it. 0: never wait.",
@@ -151,8 +151,8 @@ class LoadOptions(Options, heading="The load"):
         "Gamma-distributed gaps: below 1 burstier than Poisson, above 1 more regular.", metavar="B", rare=True
     )
     canaries: str | None = option(
-        "Mix in requests whose right answers are known: 0.1 is one in ten. FILE: from `kvbench dev canaries`, or a set's "
-        "name (default: the set that has the model's name).",
+        "Mix in requests whose right answers are known: 0.1 is one in ten. FILE: from `kvbench dev canaries`, or a "
+        "set's name (default: the set that has the model's name).",
         metavar="SHARE[:FILE]", rare=True,
     )  # fmt: skip
 
@@ -180,10 +180,13 @@ class SearchOptions(Options, heading=_SEARCH):
         "Stop the search after N minutes: a run that cannot end by then is not begun, or is cut.", default=60.0
     )
     tolerance: float = option(
-        "Stop once the 95 % interval is this narrow, relative to the rate.", default=0.1, least=0.01, most=0.5, rare=True
-    )
+        "Stop once the 95 % interval is this narrow, relative to the rate.",
+        default=0.1, least=0.01, most=0.5, rare=True,
+    )  # fmt: skip
     min_rate: Positive | None = option("The lowest rate tried (default: 1/64 of the first).", metavar="R", rare=True)
-    max_rate: Positive | None = option("The highest rate tried (default: 1024 times the first).", metavar="R", rare=True)
+    max_rate: Positive | None = option(
+        "The highest rate tried (default: 1024 times the first).", metavar="R", rare=True
+    )
     max_runs: int = option(
         "Stop after so many runs, disturbed ones included.", default=40, least=1, most=1000, rare=True
     )
@@ -209,7 +212,9 @@ class ProcessOptions(Options, heading=_SEVERAL, rare=True):
         "With --master: listen for workers at this address, e.g. 0.0.0.0 on a network of your own.",
         default="127.0.0.1", metavar="HOST",
     )  # fmt: skip
-    bind_port: int = option("With --master: the port to listen at.", default=LOCUST_PORT, least=1, most=65535, metavar="PORT")
+    bind_port: int = option(
+        "With --master: the port to listen at.", default=LOCUST_PORT, least=1, most=65535, metavar="PORT"
+    )
     worker: bool = switch("Be a worker of the master at --master-host; nothing else is needed.")
     master_host: str = option("With --worker: the master's address.", default="127.0.0.1", metavar="HOST")
     master_port: int = option(

@@ -45,7 +45,7 @@ class FormOptions(SeedOptions, heading=_FILE, rare=True):
         "(default: the workload's load.endpoint, else completions, or the first that a running server has)."
     )
     extra_body: str | None = option(
-        "Further fields of each request, e.g. '{\"reasoning_effort\": \"low\"}'.", metavar="JSON"
+        'Further fields of each request, e.g. \'{"reasoning_effort": "low"}\'.', metavar="JSON"
     )
 
     @property

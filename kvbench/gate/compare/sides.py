@@ -48,12 +48,13 @@ from kvbench.targets.choose import (
     STORED,
     TEMPLATE,
     ChosenTarget,
-    TargetOptions,
     check_target_options,
     choose_target,
     kind_of,
+    measured_target,
 )
 from kvbench.targets.launch_plan import is_template
+from kvbench.targets.options import TargetOptions
 from kvbench.targets.presets import PRESETS
 from kvbench.workload.design import Cell, Configuration, Design, make_design, select
 from kvbench.workload.file import Workload, apply_override, differing_keys, resolve
