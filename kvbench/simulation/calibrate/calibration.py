@@ -1,4 +1,4 @@
-"""``kvbench calibrate-model``: fits what operator tables and data sheets lack, checks it on other runs, stores it."""
+"""``kvbench dev calibrate-model``: fits what operator tables and data sheets lack, checks it on other runs."""
 
 from __future__ import annotations
 
@@ -293,7 +293,7 @@ def calibrate_command(
     figure: Path | None,
     as_json: bool,
 ) -> int:
-    """Runs ``kvbench calibrate-model``. Raises UsageError."""
+    """Runs ``kvbench dev calibrate-model``. Raises UsageError."""
     if run is None and calibration is None:
         raise UsageError("nothing to fit: give the folder of a measured run, or a step log")
     if run is not None and calibration is not None:

@@ -144,7 +144,7 @@ def predict_run(run: Run, most_steps: float = math.inf) -> Path:
     """
     counted = sum(cell.counter("steps_total") or 0.0 for cell in run.cells)
     if counted > most_steps:
-        raise UsageError(f"{counted:,.0f} steps take minutes to replay: `kvbench predict {run.folder}` does it")
+        raise UsageError(f"{counted:,.0f} steps take minutes to replay: `kvbench dev predict {run.folder}` does it")
     loads, left_out = _loads_of(run)
     fittable, notes = _fittable(loads)
     notes += left_out

@@ -213,17 +213,17 @@ def this_cpu(model: str, calibration: Path | None) -> ThisCPU:
     if calibration is None:
         raise UsageError(
             f"--device {THIS_CPU} needs unit costs: measure this machine with `kvbench sweep WORKLOAD`, fit them with "
-            f"`kvbench calibrate-model RESULTS --output FILE`, and give --calibration FILE"
+            f"`kvbench dev calibrate-model RESULTS --output FILE`, and give --calibration FILE"
         )
     stored = read_json(calibration)
     if isinstance(stored, dict) and ("format" not in stored or stored["format"] != FORMAT):
-        raise UsageError(f"{calibration} has no unit costs of a CPU: fit them with `kvbench calibrate-model RESULTS`")
+        raise UsageError(f"{calibration} has no unit costs of a CPU: run `kvbench dev calibrate-model RESULTS`")
     try:
         fitted = _UnitCostFile.model_validate(stored)
     except ValidationError as error:
         raise UsageError(f"{calibration} has no unit costs: {explain(error, '')[0]}") from None
     if missing := [name for name in UNITS if name not in fitted.units]:
-        raise UsageError(f"{calibration} has no cost of a {missing[0]}: fit it again with `kvbench calibrate-model`")
+        raise UsageError(f"{calibration} has no cost of a {missing[0]}: run `kvbench dev calibrate-model` again")
     planned = plan_model(model)
     if planned.name.lower() != fitted.model.lower():
         raise UsageError(

@@ -1,4 +1,4 @@
-"""`kvbench calibrate-model`: exit codes, and what is written."""
+"""`kvbench dev calibrate-model`: exit codes, and what is written."""
 
 from __future__ import annotations
 

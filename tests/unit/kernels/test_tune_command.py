@@ -1,4 +1,4 @@
-"""`kvbench tune` as it is called, where there is no GPU."""
+"""`kvbench dev tune` as it is called, where there is no GPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run(capsys, *arguments):
 def test_without_a_gpu_it_is_one_sentence_and_exit_code_2(capsys, tmp_path):
     code, out, err = run(capsys, "--output-dir", str(tmp_path))
     assert code == 2 and not out
-    assert err.startswith("error: kvbench tune times kernels on a CUDA device") and err.count("\n") == 1
+    assert err.startswith("error: kvbench dev tune times kernels on a CUDA device") and err.count("\n") == 1
     assert not list(tmp_path.iterdir())
 
 

@@ -1,4 +1,4 @@
-"""`kvbench predict` and `calibrate-model` on a run whose step times are known: a simulated one, taken for measured."""
+"""`kvbench dev predict` and `calibrate-model` on a run with known step times: a simulated one, taken for measured."""
 
 from __future__ import annotations
 
