@@ -18,7 +18,7 @@ def run(capsys, tmp_path, monkeypatch):
 
     def command(*arguments):
         with pytest.raises(SystemExit) as ended:
-            main(["calibrate-model", *map(str, arguments)])
+            main(["dev", "calibrate-model", *map(str, arguments)])
         return ended.value.code, *capsys.readouterr()
 
     return command

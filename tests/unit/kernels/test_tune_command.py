@@ -16,7 +16,7 @@ NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine w
 
 def run(capsys, *arguments):
     with pytest.raises(SystemExit) as ended:
-        main(["tune", *arguments])
+        main(["dev", "tune", *arguments])
     out, err = capsys.readouterr()
     return ended.value.code, out, err
 
