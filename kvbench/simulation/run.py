@@ -15,6 +15,7 @@ from kvbench.common.errors import as_usage_error
 from kvbench.common.files import pack, write_json
 from kvbench.common.records import Record
 from kvbench.metrics.model import LoadOutcome
+from kvbench.metrics.rows import successful
 from kvbench.requests.build import LoadDraw, RequestStream, stream_requests
 from kvbench.runs.results import COST_NOTES
 from kvbench.simulation.choose import machine_of
@@ -125,9 +126,9 @@ def simulate(job: SimulationJob, on_progress: Progress | None = None) -> Simulat
             prime(replica, stream.prefixes)
             replica.rewind()
     primed = _seconds_by_class(replicas)
-    limits = {name: limit for name, limit in (job.load.slo.model_dump() if job.load.slo else {}).items() if limit}
+    slo = job.load.slo.model_dump(exclude_none=True) if job.load.slo else {}
     with row_writer(job.folder / "requests.parquet" if job.folder is not None else None) as writer:
-        recorder = Recorder(replicas, limits, writer)
+        recorder = Recorder(replicas, slo, writer)
 
         def on_end(ended: EndedRequest) -> None:
             recorder.on_end(ended)
@@ -144,6 +145,7 @@ def simulate(job: SimulationJob, on_progress: Progress | None = None) -> Simulat
             router=ROUTERS[job.router](),
             on_step=recorder.on_step,
         ).run()
+        recorder.flush()
     cost_notes = list(dict.fromkeys(note for replica in replicas for note in replica.cost_notes))
     load = LoadOutcome(
         mode=job.point.mode,
@@ -152,8 +154,8 @@ def simulate(job: SimulationJob, on_progress: Progress | None = None) -> Simulat
         notes=stream.notes | {COST_NOTES: cost_notes},
     )
     figures = recorder.figures(load, _seconds_by_class(replicas) - primed)
-    due, _, e2el, _, _ = recorder.columns()
-    result = Simulation(job.facts, figures, due, due + e2el)
+    answered = successful(recorder.requests())
+    result = Simulation(job.facts, figures, answered["t0"].to_numpy(), answered["end"].to_numpy())
     if job.folder is not None:
         write_json(job.folder / "summary.json", result.to_json())
     return result
