@@ -188,7 +188,7 @@ class Drive:
         self._replicas, self._on_end, self._router, self._on_step = replicas, on_end, router, on_step
         self._source: Iterator[Sequence[RequestSpec]] = iter(conversations)
         self._users, self._turnaround_s, self._began = users, turnaround_s, began
-        self._most = most_in_flight if users is None else None
+        self._most_in_flight = most_in_flight
         self._due: list[tuple[float, int, _Conversation]] = []  # a heap
         self._held: deque[tuple[float, _Conversation]] = deque()  # due, but the client has too many open
         self._in_flight: dict[str, _RequestInFlight] = {}
@@ -228,7 +228,7 @@ class Drive:
 
     def _is_full(self) -> bool:
         """Tests whether the client has as many requests open as it may."""
-        return self._most is not None and len(self._in_flight) >= self._most
+        return self._most_in_flight is not None and len(self._in_flight) >= self._most_in_flight
 
     def _send(self, due: float, now: float, conversation: _Conversation) -> None:
         spec = drawn = conversation.turns[conversation.turn]
