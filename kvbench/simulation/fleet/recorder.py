@@ -36,7 +36,11 @@ from kvbench.simulation.fleet.drive import EndedRequest, Replica
 _ROWS, _TOKENS = 5_000, 1_000_000  # of a batch, which is a row group of the file
 _GAPS = 1 << 20  # gaps that are kept one by one, before equal ones are counted
 _KEPT = ("ok", "t0", "ts", "first", "end", "session")
-_TOKENS_OF = ("prompt", "output", "cached")
+_TOTALS = {
+    "prompt_tokens": "total_input_tokens",
+    "output_tokens": "total_output_tokens",
+    "cached_tokens": "total_cached_tokens",
+}
 _LEVELS = ("running", "waiting", "kv_usage")
 _EMPTY_ROW = dict.fromkeys(SCHEMA.names) | {"user": 0, "unstreamed_tokens": 0, "coalesced": 0, "queued_s": 0.0}
 _EMPTY_ROW |= {"chunk_times": [], "chunk_tokens": [], "text": ""}
@@ -92,13 +96,13 @@ class Tally:
 
     kept: ``_KEPT`` of each request, a batch each; tpot: [ms] of each sequence that has one
     gaps: different times between tokens [ms] and how often each came
-    totals: tokens; ``good``: requests that met every limit; ``not_sent``: later turns of those that failed
+    totals: of ``_TOTALS``; ``good``: requests that met every limit; ``not_sent``: later turns of those that failed
     peaks, integrals: of ``_LEVELS``
     """
 
     kept: list[np.ndarray] = field(default_factory=lambda: [np.empty((0, len(_KEPT)))])
     tpot: list[np.ndarray] = field(default_factory=lambda: [np.empty(0)])
-    gaps: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
+    gaps: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=lambda: [(np.empty(0), np.empty(0))])
     totals: Counter[str] = field(default_factory=Counter)
     failure: str | None = None
     busy_s: float = 0.0
@@ -113,8 +117,8 @@ class Tally:
         self.gaps.append(np.unique(_samples("itl", good), return_counts=True))
         if sum(len(values) for values, _ in self.gaps) > _GAPS + 2 * len(self.gaps[0][0]):
             self.gaps = [_counted(self.gaps)]
-        for name in _TOKENS_OF:
-            self.totals[name] += int(good[f"{name}_tokens"].sum())
+        for column, total in _TOTALS.items():
+            self.totals[total] += int(good[column].sum())
         missed = list(over_slo(good, slo).values())
         self.totals["good"] += len(good) - int(np.any(missed, axis=0).sum())
         self.failure = self.failure or next(iter(failed), None)
@@ -139,7 +143,7 @@ def _samples(name: str, good: pd.DataFrame) -> np.ndarray:
 
 def _counted(parts: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
     """Merges values and their counts: returns the different values, ascending, and how often each came."""
-    values, counts = (np.concatenate([np.empty(0), *column]) for column in zip(*parts, strict=True))
+    values, counts = map(np.concatenate, zip(*parts, strict=True))
     values, where = np.unique(values, return_inverse=True)
     return values, np.bincount(where, counts).astype(np.int64)
 
@@ -267,15 +271,13 @@ def _figures(
         "first_failure": next((tally.failure for tally in tallies if tally.failure), None),
         "duration_s": seconds,
         "request_throughput": rate(len(good)),
-        "output_throughput": rate(totals["output"]),
-        "total_token_throughput": rate(totals["prompt"] + totals["output"]),
+        "output_throughput": rate(totals["total_output_tokens"]),
+        "total_token_throughput": rate(totals["total_input_tokens"] + totals["total_output_tokens"]),
         **({"goodput": rate(totals["good"])} if slo else {}),
         **_distributions(("ttft", "e2el", "client_queue"), good),
         "tpot_ms": distribution(np.concatenate([batch for tally in tallies for batch in tally.tpot])),
         "itl_ms": weighted_distribution(*_counted([part for tally in tallies for part in tally.gaps])),
-        "total_input_tokens": totals["prompt"],
-        "total_output_tokens": totals["output"],
-        "total_cached_tokens": totals["cached"],
+        **{name: totals[name] for name in _TOTALS.values()},
         "busy_s": busy,
         **engine,
         "phase_seconds": phases,

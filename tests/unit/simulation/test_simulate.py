@@ -144,6 +144,13 @@ def test_a_fleet_is_told_apart_and_together(workload: Path, capsys: pytest.Captu
     assert result["imbalance"]["total_output_tokens"] == pytest.approx(most / (result["total_output_tokens"] / 3))
 
 
+def test_a_replica_that_gets_no_request_has_empty_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    simulated("simulate", *MACHINE, *SHORT, "--num-prompts", 2, "--replicas", 3, "--router", "least-loaded", "--json")
+    idle = json.loads(capsys.readouterr().out)["replicas"][2]
+    assert idle["completed"] == idle["itl_ms"]["n"] == idle["ttft_ms"]["n"] == 0 and idle["ttft_ms"]["p95"] is None
+    assert idle["request_throughput"] is None and idle["running"] == {"peak": 0.0, "mean": None}
+
+
 def test_a_trace_is_played_at_its_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [{"timestamp": 500 * i, "input_length": 1024 + 200, "output_length": 3, "hash_ids": [0, 1 + i % 2, 50 + i]}
             for i in range(8)]  # fmt: skip
