@@ -1,4 +1,4 @@
-"""``kvbench simulate``: its request as jobs, which it runs."""
+"""Runs the request of ``kvbench simulate`` as jobs."""
 
 from __future__ import annotations
 

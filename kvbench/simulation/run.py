@@ -1,4 +1,4 @@
-"""One load, or one trace, on a simulated fleet: what is run, its figures, and the highest rate that meets a limit."""
+"""Runs one load or trace on a simulated fleet, and finds the highest rate that meets a limit."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Progress = Callable[[int, int | None], None]
 
 
 class SimulationFacts(Record):
-    """The simulated load and machine, as summary.json has them before the figures."""
+    """The simulated load and machine, which summary.json has before the figures."""
 
     simulated: bool = True
     name: str
@@ -84,7 +84,7 @@ class SimulationJob:
     facts: SimulationFacts | None = None
 
     def stream(self, replica: Replica) -> RequestStream:
-        """The requests for engines such as ``replica``. Raises UsageError."""
+        """Makes the requests for engines such as ``replica``. Raises UsageError."""
         longest = replica.engine.config.max_model_len
         assert longest is not None
         with as_usage_error():
@@ -162,7 +162,7 @@ def simulate(job: SimulationJob, on_progress: Progress | None = None) -> Simulat
 
 
 def _seconds_by_class(replicas: Sequence[Replica]) -> Counter[str]:
-    """Seconds of all replicas' steps so far by class of operator, where the cost model knows them."""
+    """Adds up the seconds of all replicas' steps so far by class of operator, where the cost model knows them."""
     total: Counter[str] = Counter()
     for replica in replicas:
         total.update(replica.seconds_by_class)
@@ -200,7 +200,7 @@ class SimulatedRateSearch:
 def find_rate(
     job: SimulationJob, *, conditions: Sequence[Condition], run_seconds: float, tolerance: float
 ) -> SimulatedRateSearch:
-    """The highest rate that meets ``conditions``, and each rate that was tried."""
+    """Finds the highest rate that meets ``conditions``."""
     trials: list[TriedRate] = []
     first, is_trace = job.point.request_rate or FIRST_RATE, job.load.arrivals == "trace"
     if is_trace:
@@ -226,7 +226,7 @@ def find_rate(
 
 
 def sustainable_rate(run: Callable[[float], bool], first: float, tolerance: float = 0.02) -> float:
-    """The highest rate [1/s] at which ``run(rate)`` says that the limits are met, by bisection.
+    """Finds the highest rate [1/s] at which ``run(rate)`` says that the limits are met, by bisection.
 
     A simulation gives the same answer each time, so no rate is tried twice: from ``first`` the rate is doubled or
     halved until one is met and one missed, then the geometric mean of both is tried until they are within

@@ -372,7 +372,7 @@ def _draw(prediction: _Prediction, path: Path) -> None:
 
 
 def _calibrate_sweep(folder: Path, check: Sequence[Path], output: Path | None, *, as_json: bool) -> int:
-    """Fits unit costs to a sweep of the built-in engine on a CPU, and tells how well they predict other sweeps."""
+    """Fits unit costs to a sweep on a CPU, and tells how well they predict other sweeps."""
     run, console = _read_sweep(folder), Console()
     costs = unit_costs_of(run)
     if output is not None:

@@ -1,4 +1,4 @@
-"""The rows and the figures of a simulated load, gathered while it runs, in memory that does not grow with its tokens.
+"""The rows and figures of a simulated load, gathered while it runs, in memory that its tokens do not fill.
 
 Requests that ended become rows of requests.parquet. The functions of ``kvbench.metrics`` read them in batches, after
 which six numbers of 8 bytes are kept of each request. The gaps between tokens are kept as different values with their

@@ -123,7 +123,7 @@ def _seconds(text: str) -> float:
 
 
 class Store:
-    """Pages of one tier below HBM. The page of the least rank leaves first. ``uses``: None: least recently used."""
+    """The pages of a tier below HBM. The page of the least rank leaves first. ``uses``: None: least recently used."""
 
     def __init__(self, num_pages: int, uses: Counter[int] | None = None) -> None:
         self.num_pages, self._uses = num_pages, uses
@@ -167,9 +167,9 @@ class TieredCache:
         self._node_in: dict[int, int] = {}  # physical page of HBM -> node
 
     def serve(self, page_ids: Sequence[int]) -> list[int]:
-        """The tiers of a prompt's leading pages, 0 for HBM, up to the first that is in none. All are in HBM then.
+        """Returns the tiers of a prompt's leading pages, 0 for HBM, up to the first that is in none.
 
-        Of a prompt of more pages than HBM the first of them are looked up and kept.
+        All its pages are in HBM then. Of a prompt of more pages than HBM the first of them are looked up and kept.
         """
         kept = page_ids[: self._hbm.num_pages]
         nodes = self._nodes.walk(kept)
@@ -198,7 +198,7 @@ class TieredCache:
 
 
 class FirstTokens:
-    """TTFT of requests alone on ``machine``, by the tiers that hold the pages of their prompts.
+    """The TTFT of requests alone on ``machine``, by the tiers that hold the pages of their prompts.
 
     step_tokens: most tokens of a step; page_bytes: KV of a page of ``page_size`` tokens
     """
@@ -220,7 +220,7 @@ class FirstTokens:
         return tier.num_bytes // self.page_bytes
 
     def of(self, tokens: int, tiers: Sequence[int]) -> tuple[float, list[int]]:
-        """Seconds to the first token of a prompt of ``tokens``, and the positions of the pages that are loaded.
+        """Computes the seconds to the first token of a prompt of ``tokens``, and the positions of the loaded pages.
 
         tiers: of each of its leading pages
         """
@@ -242,12 +242,12 @@ class FirstTokens:
         return without, []
 
     def _compute_page_s(self, position: int) -> float:
-        """Seconds that a page costs as a part of a full step of a long prompt."""
+        """Computes the seconds that a page costs as a part of a full step of a long prompt."""
         before = position * self.page_size // self.step_tokens * self.step_tokens
         return self._step_s(((self.step_tokens, before),), 0) / self.step_tokens * self.page_size
 
     def _compute_s(self, tokens: int, held: Sequence[int]) -> float:
-        """Seconds to compute a prompt but for the pages at ``held`` positions; at least its last token."""
+        """Computes the seconds of a prompt without the pages at ``held`` positions; at least its last token's."""
         total, room, parts = 0.0, self.step_tokens, []
         for start, end in self._gaps(tokens, held):
             while start < end:
@@ -260,7 +260,7 @@ class FirstTokens:
         return total + self._step_s(tuple(parts), 1)
 
     def _gaps(self, tokens: int, held: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Ranges of tokens that no held page has, the last token in any case."""
+        """Yields the ranges of tokens that no held page has, the last token in any case."""
         at = 0
         for position in held:
             if position * self.page_size > at:

@@ -191,8 +191,9 @@ def test_a_load_that_is_too_long_for_the_model_is_refused_before_it_is_drawn(mon
         simulated("simulate", *MACHINE, "--input-len", 200_000, "--output-len", 9, "--concurrency", 2)
     one = [{"name": "one", "share": 1, "prompt_tokens": 400, "output_tokens": 3}]
     load = {"sessions": {"turns": 2, "num_sessions": [2]}, "prompts": {"kind": "synthetic", "classes": one}}
+    draw = LoadDraw(LoadConfig.model_validate(load | {"concurrency": [2]}), 1000, 200, seed=4, concurrency=2)
     with pytest.raises(ValueError, match="400 [+] 3 = 403 tokens, more than max_model_len 200"):
-        build_requests(LoadDraw(LoadConfig.model_validate(load | {"concurrency": [2]}), 1000, 200, seed=4, concurrency=2))
+        build_requests(draw)
 
 
 def test_the_highest_rate_that_meets_a_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
