@@ -65,7 +65,8 @@ def report(run_dirs: tuple[Path, ...], output_dir: Path | None, price_per_hour: 
 def _show_side_by_side(run_dirs: Sequence[Path], console: Console, output_dir: Path | None) -> None:
     """Write compare.html and compare.md; print the sentence, what cannot be compared, and the paths. ValueError."""
     from kvbench.common.console import print_plain
-    from kvbench.report.side_by_side import groups_of, headline, not_compared, write_side_by_side
+    from kvbench.report.side_by_side import groups_of, not_compared
+    from kvbench.report.side_by_side_page import headline, write_side_by_side
     from kvbench.runs.read import read_run
 
     groups = groups_of(*map(read_run, run_dirs))
@@ -88,7 +89,7 @@ def show_report(
     from kvbench.common.console import print_plain, print_table
     from kvbench.report.document import document
     from kvbench.report.page import write_report
-    from kvbench.report.terminal import DROP_FIRST, console_table, engine_time_console
+    from kvbench.report.terminal import DROP_FIRST, console_table, engine_time_console, first_lines
     from kvbench.runs.read import read_run
 
     run = read_run(run_dir)
@@ -101,13 +102,8 @@ def show_report(
     print_table(console, console_table(made), drop_first=DROP_FIRST)
     if (engine_time := engine_time_console(made)) is not None:
         print_table(console, engine_time)
-    print_plain(console, made.verdict)
-    for answer in made.answers:
-        print_plain(console, f"  {answer.subject}: {answer.verdict}, {answer.evidence}")
-    for line in made.limits:
-        print_plain(console, f"  limit at {line.load}: {line.limit} ({line.names})")
-    for step in made.next_steps[:1]:
-        print_plain(console, f"next: {step.why}{f': {step.command}' if step.command else ''}")
+    for line in first_lines(made):
+        print_plain(console, line)
     for sentence in run.damaged:
         print_plain(console, f"note: {sentence}")
     if full:
