@@ -187,12 +187,12 @@ def test_bad_input_is_said_before_anything_runs(arguments: list[str], named: lis
 
 def test_a_load_that_is_too_long_for_the_model_is_refused_before_it_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvbench.requests.draw.random_tokens", None)
-    with pytest.raises(UsageError, match="200000 [+] 9 = 200009 tokens, more than max_model_len 131072"):
+    with pytest.raises(UsageError, match=r"200000 [+] 9 = 200009 tokens, more than max_model_len 131072"):
         simulated("simulate", *MACHINE, "--input-len", 200_000, "--output-len", 9, "--concurrency", 2)
     one = [{"name": "one", "share": 1, "prompt_tokens": 400, "output_tokens": 3}]
     load = {"sessions": {"turns": 2, "num_sessions": [2]}, "prompts": {"kind": "synthetic", "classes": one}}
     draw = LoadDraw(LoadConfig.model_validate(load | {"concurrency": [2]}), 1000, 200, seed=4, concurrency=2)
-    with pytest.raises(ValueError, match="400 [+] 3 = 403 tokens, more than max_model_len 200"):
+    with pytest.raises(ValueError, match=r"400 [+] 3 = 403 tokens, more than max_model_len 200"):
         build_requests(draw)
 
 
