@@ -22,6 +22,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationError, create_model, field_validator, model_validator
 
 from kvbench.common.errors import UsageError
+from kvbench.common.parsing import kind_of
 from kvbench.common.records import Record
 from kvbench.common.schema import StrictModel, explain
 from kvbench.common.text import parse_bytes
@@ -123,7 +124,7 @@ def load_policy(path: Path | str | None) -> Policy:
         raise UsageError(f"the policy file {source} cannot be read ({error}): ci/gates.yaml is one to copy") from None
     data = parse_yaml(text, source)
     if not isinstance(data, dict | None):
-        raise UsageError(f"{source}: a policy is a mapping of timing and limits; this file is a {type(data).__name__}")
+        raise UsageError(f"{source}: a policy has the keys timing and limits; this file is {kind_of(data)}")
     try:
         file = _PolicyFile.model_validate(data or {})
     except ValidationError as error:
