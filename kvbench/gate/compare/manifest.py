@@ -20,7 +20,7 @@ from kvbench.gate.compare.folder import (
     KIND,
     LOCKSTEP,
     CompareFolder,
-    CompareManifest,
+    CompareState,
     GivenWorkload,
     LockstepFacts,
 )
@@ -34,9 +34,6 @@ from kvbench.runs.results import Environment, GitState, Resumed
 from kvbench.runs.server_info import ServerInfo
 from kvbench.workload.file import Workload
 
-_EMPTY_AT_FIRST = (  # stored from the beginning
-    "order", "resumed", "voids", "void", "seconds", "pair_s", "pairs", "early_looks", "apart", "stopped", "ended",
-)  # fmt: skip
 _OF_A_BUILD = ("sha", "changes", "build", "environment")
 _NOT_RANDOM = (
     "stored runs, whose order was not random: the stated probabilities hold only if nothing but the candidate changed "
@@ -66,8 +63,8 @@ def new_comparison(
     workloads: Sequence[PairedWorkload],
     policy: Policy,
     notes: Sequence[str],
-) -> CompareFolder:
-    """A new folder with its manifest; ``given``: the workloads before the sides' own settings.
+) -> tuple[CompareFolder, CompareState]:
+    """A new folder, and the state that its manifest holds; ``given``: the workloads before the sides' own settings.
 
     Raises UsageError where it cannot be made, or stored runs are not comparable.
     """
@@ -80,8 +77,7 @@ def new_comparison(
     folder = CompareFolder(create_run(request.output_dir, KIND, git_state()["short_sha"]).path, stored)
     resolved = {w.name: {side: dict(w.sides[side].choice.workload.resolved) for side in SIDES} for w in workloads}
     named = {side: sides[side].facts.model_copy(update={"name": sides[side].name}) for side in SIDES}
-    empty = {name: CompareManifest.model_fields[name].default for name in _EMPTY_AT_FIRST}
-    manifest = CompareManifest(
+    state = CompareState(
         kind=KIND,
         status="incomplete",
         subcommand=subcommand,
@@ -102,11 +98,10 @@ def new_comparison(
         doubt=_NOT_RANDOM if stored else _ONE_LAUNCH if running else None,
         lockstep=LockstepFacts() if method == LOCKSTEP else None,
         started=utc_now(),
-        **empty,
         **environment(),
     )
-    folder.write(manifest)
-    return folder
+    folder.write(state)
+    return folder, state
 
 
 def reproduce_command(request: CompareRequest, sides: Mapping[str, OpenSide], subcommand: str) -> str:
@@ -127,18 +122,20 @@ def _cells(workloads: Sequence[PairedWorkload]) -> tuple[PairedCell, ...]:
     return tuple(cell for workload in workloads for match in workload.matches for cell in match.paired_cells)
 
 
-def resume(manifest: CompareManifest, workloads: Sequence[PairedWorkload], *, force: bool) -> list[str]:
-    """Notes in the manifest that measuring goes on; returns remarks for the user.
+def resume(
+    state: CompareState, workloads: Sequence[PairedWorkload], *, force: bool
+) -> tuple[CompareState, Sequence[str]]:
+    """Returns the state in which measuring goes on, and remarks for the user.
 
     Raises UsageError where code, environment, versions or machine differ from those so far, unless ``force``: the
-    manifest then says so. Other cells than it began with are always refused.
+    state then says so. Other cells than it began with are always refused.
     """
-    if _cells(workloads) != manifest.cells:
+    if _cells(workloads) != state.cells:
         raise UsageError("this kvbench makes other cells of the workload than it began with: start a new comparison")
     now = Environment(**environment())
-    differences, remarks = environment_differences(manifest, now)
+    differences, remarks = environment_differences(state, now)
     for side in SIDES:
-        then, here = manifest.of(side), workloads[0].sides[side].facts
+        then, here = state.of(side), workloads[0].sides[side].facts
         stored = [key for key in _OF_A_BUILD if key in then.model_fields_set]
         changed = [key for key in stored if getattr(then, key) != getattr(here, key)]
         if "changes" in changed:
@@ -150,12 +147,10 @@ def resume(manifest: CompareManifest, workloads: Sequence[PairedWorkload], *, fo
             f"the comparison was begun under other conditions than now: {'; '.join(differences)}. Go back to those, "
             "start a new one without --resume, or add --force to mix both: the verdict then says so"
         )
-    manifest.options = manifest.options.model_copy(update={"force": manifest.options.force or force})
     entry = Resumed(at=utc_now(), **now.fields(), forced=force, differences=tuple(differences), remarks=tuple(remarks))
-    manifest.resumed = (*manifest.resumed, entry)
     mixed = [f"--force: pairs were measured under different conditions: {difference}" for difference in differences]
-    manifest.notes = tuple(dict.fromkeys([*manifest.notes, *mixed]))
-    return remarks
+    options = state.options.model_copy(update={"force": state.options.force or force})
+    return state.but(options=options, resumed=(*state.resumed, entry)).with_notes(mixed), remarks
 
 
 def stored_differences(stored: Mapping[str, Path], workloads: Sequence[PairedWorkload]) -> list[str]:
@@ -194,26 +189,26 @@ def varied_settings(match: Match) -> frozenset[str]:
     return frozenset(key for key in a.keys() | b.keys() if a.get(key) != b.get(key))
 
 
-def record_server(
-    manifest: CompareManifest, match: Match, side: str, facts: ServerInfo, *, alone: bool, force: bool
-) -> None:
-    """Stores what the first server of a configuration reports, and compares every later one with it and with the
-    other side's.
+def with_server(
+    state: CompareState, match: Match, side: str, facts: ServerInfo, *, alone: bool, force: bool
+) -> CompareState:
+    """Adds what the first server of a configuration reports, and compares every later one with it and the other side's.
 
     ``alone``: it was launched for one load, since its prefix cache could not be emptied. Raises UsageError for a
-    difference, unless ``force``: the manifest then says so.
+    difference, unless ``force``: the state then says so.
     """
-    names = {each: f"{match.workload}/{match.of(each).config_id}" for each in SIDES}
-    manifest.servers = {**manifest.servers, side: {names[side]: facts, **manifest.servers[side]}}
-    servers = {each: manifest.servers[each].get(names[each]) for each in SIDES}
-    if alone and side not in (apart := manifest.apart.get(match.key, ())):
-        manifest.apart = {**manifest.apart, match.key: (*apart, side)}
+    names = {s: f"{match.workload}/{match.of(s).config_id}" for s in SIDES}
+    state = state.but(servers={**state.servers, side: {names[side]: facts, **state.servers[side]}})
+    servers = {s: state.servers[s].get(names[s]) for s in SIDES}
+    if alone and side not in (apart := state.apart.get(match.key, ())):
+        state = state.but(apart={**state.apart, match.key: (*apart, side)})
     if changed := server_differences(servers[side], facts):
         what = f"the server of {side} is not the one that was launched before for {names[side]}: {'; '.join(changed)}"
-        _refuse_or_store(manifest, [what], "serve the same again, or start a new comparison", force=force)
-    if None not in servers.values():
-        differences = server_differences(*(servers[each] for each in SIDES), varied_settings(match))
-        _refuse_or_store(manifest, differences, "make them the same", force=force)
+        state = _with_differences(state, [what], "serve the same again, or start a new comparison", force=force)
+    if None in servers.values():
+        return state
+    differences = server_differences(*(servers[s] for s in SIDES), varied_settings(match))
+    return _with_differences(state, differences, "make them the same", force=force)
 
 
 def request_differences(folder: CompareFolder, cells: Sequence[PairedCell], pair: int) -> list[str]:
@@ -226,16 +221,17 @@ def request_differences(folder: CompareFolder, cells: Sequence[PairedCell], pair
     return different
 
 
-def require_same_requests(folder: CompareFolder, manifest: CompareManifest, pair: int, *, force: bool) -> None:
-    """Raises UsageError where the loads of a pair had different requests, unless ``force``: the manifest says so."""
-    differences = request_differences(folder, manifest.cells, pair)
-    _refuse_or_store(manifest, differences, "give both the same vocabulary, length and kind of server", force=force)
+def with_compared_requests(folder: CompareFolder, state: CompareState, pair: int, *, force: bool) -> CompareState:
+    """Raises UsageError where the loads of a pair had different requests, unless ``force``: the state then says so."""
+    differences = request_differences(folder, state.cells, pair)
+    way_out = "give both the same vocabulary, length and kind of server"
+    return _with_differences(state, differences, way_out, force=force)
 
 
-def _refuse_or_store(manifest: CompareManifest, found: Sequence[str], way_out: str, *, force: bool) -> None:
-    if found and not force:
+def _with_differences(state: CompareState, differences: Sequence[str], way_out: str, *, force: bool) -> CompareState:
+    if differences and not force:
         raise UsageError(
-            f"base and candidate are not the same in what must be equal: {'; '.join(found)}. Either {way_out}, or add "
-            "--force to judge them all the same: the verdict then says what differed"
+            f"base and candidate are not the same in what must be equal: {'; '.join(differences)}. Either {way_out}, "
+            "or add --force to judge them all the same: the verdict then says what differed"
         )
-    manifest.differences = tuple(sorted({*manifest.differences, *found}))
+    return state.but(differences=tuple(sorted({*state.differences, *differences})))

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from time import monotonic
+from typing import Any
 
 from rich.console import Console
 
@@ -33,13 +34,13 @@ from kvbench.gate.compare.folder import (
     STORED_RUNS,
     TWINS,
     CompareFolder,
-    CompareManifest,
+    CompareState,
     FailedAttempt,
     GivenUp,
     LockstepFacts,
 )
 from kvbench.gate.compare.lockstep_pairs import LockstepPairs, why_not_lockstep
-from kvbench.gate.compare.manifest import new_comparison, record_server, require_same_requests, resume
+from kvbench.gate.compare.manifest import new_comparison, resume, with_compared_requests, with_server
 from kvbench.gate.compare.pair_runner import MeasurePair, PairRunner, measure_launched
 from kvbench.gate.compare.request import CompareRequest
 from kvbench.gate.compare.runner_noise import noise_notes, store_noise
@@ -73,7 +74,7 @@ POLL_S = 1.0
 
 @dataclass(frozen=True)
 class _Plan:
-    """A comparison that is to be measured. ``folder``: of one that is resumed, None for a new one."""
+    """A comparison that is to be measured. ``folder``, ``state``: of one that is resumed, None for a new one."""
 
     subcommand: str
     request: CompareRequest
@@ -81,17 +82,18 @@ class _Plan:
     sides: Mapping[str, PairSide]
     workloads: Sequence[Workload]
     folder: CompareFolder | None = None
+    state: CompareState | None = None
 
 
 def compare_command(request: CompareRequest) -> int:
     """Runs ``kvbench compare``. Raises UsageError and MeasurementError."""
     with ExitStack() as held:
         plan = _make_plan(request, COMPARE, held)
-        folder, verdict = _run(plan, Console(), held)
+        folder, state, verdict = _run(plan, Console(), held)
         if verdict is None:
             return EXIT_INTERRUPTED
         code = report_verdict(verdict, folder.path)
-        write_pairs(folder, folder.manifest(), plan.policy.timing.metrics)
+        write_pairs(folder, state, plan.policy.timing.metrics)
         return code
 
 
@@ -100,12 +102,12 @@ def calibrate_pairs_command(request: CompareRequest) -> int:
     console = Console()
     with ExitStack() as held:
         plan = _make_plan(request, CALIBRATE, held)
-        folder, verdict = _run(plan, console, held)
+        folder, state, verdict = _run(plan, console, held)
         if verdict is None:
             return EXIT_INTERRUPTED
         if verdict.facts["pairs"] < FEWEST_PAIRS:
             print_verdict(verdict, console)
-        return store_noise(folder, plan.policy.timing, plan.request, partial(print_plain, console))
+        return store_noise(folder, state, plan.policy.timing, plan.request, partial(print_plain, console))
 
 
 def _make_plan(request: CompareRequest, subcommand: str, held: ExitStack) -> _Plan:
@@ -130,26 +132,26 @@ def _make_plan(request: CompareRequest, subcommand: str, held: ExitStack) -> _Pl
         return _Plan(subcommand, request, policy, sides, workloads)
     folder = CompareFolder.open(request.resume)
     held.enter_context(folder.locked())
-    manifest = folder.manifest()
-    if manifest.subcommand != subcommand:
-        raise UsageError(f"{folder.path} was begun by `kvbench {manifest.subcommand}`: go on with that")
-    begun = manifest.options.resumed_by(request)
-    workloads = [stored_workload(given) for given in manifest.given]
-    return _Plan(subcommand, begun, Policy.of(manifest.policy), _sides(begun), workloads, folder)
+    state = folder.state()
+    if state.subcommand != subcommand:
+        raise UsageError(f"{folder.path} was begun by `kvbench {state.subcommand}`: go on with that")
+    begun = state.options.resumed_by(request)
+    workloads = [stored_workload(given) for given in state.given]
+    return _Plan(subcommand, begun, Policy.of(state.policy), _sides(begun), workloads, folder, state)
 
 
 def _sides(request: CompareRequest) -> dict[str, PairSide]:
     return {side: parse_side(getattr(request, side), request.repository) for side in SIDES}
 
 
-def _run(plan: _Plan, console: Console, held: ExitStack) -> tuple[CompareFolder, Verdict | None]:
+def _run(plan: _Plan, console: Console, held: ExitStack) -> tuple[CompareFolder, CompareState, Verdict | None]:
     """Opens both sides and measures; no verdict when it was interrupted. The folder stays locked in ``held``."""
-    request, folder, say = plan.request, plan.folder, partial(print_plain, console)
-    if folder is not None:
-        if finished := finished_verdict(folder, plan.policy):
+    request, folder, state, say = plan.request, plan.folder, plan.state, partial(print_plain, console)
+    if folder is not None and state is not None:
+        if finished := finished_verdict(folder, state, plan.policy):
             say(f"{folder.path} is finished: nothing is measured, and this is its verdict")
-            return folder, finished
-        if folder.manifest().method == TWINS:
+            return folder, state, finished
+        if state.method == TWINS:
             raise UsageError(
                 f"{folder.path} was measured with --method twins, which this kvbench does not have: start a new "
                 f"comparison (`kvbench gate {folder.path}` judges the pairs of one that is complete)"
@@ -163,31 +165,43 @@ def _run(plan: _Plan, console: Console, held: ExitStack) -> tuple[CompareFolder,
             _write_invalid(plan, path, None, error, say)
         raise
     time = Clock.of(request.max_minutes)
-    if folder is None:
-        method, why = choose_method(request.method, workloads)
-        notes = [why] if why else []
-        if plan.subcommand == COMPARE:
-            names = [workload.name for workload in workloads]
-            notes = [*noise_notes(request, names, method, plan.policy.timing), *notes]
-        folder = new_comparison(request, plan.subcommand, method, plan.workloads, workloads, plan.policy, notes)
+    if folder is None or state is None:
+        folder, state = _begin(plan, workloads)
         held.enter_context(folder.locked())
-    manifest = folder.manifest()
-    if plan.folder is not None and not folder.stored:
-        for remark in resume(manifest, workloads, force=request.force):
+    elif not folder.stored:
+        state, remarks = resume(state, workloads, force=request.force)
+        for remark in remarks:
             say(f"note: {remark}")
     say(f"results: {folder.path}")
-    for note in filter(None, (*manifest.notes, manifest.doubt)):
+    for note in filter(None, (*state.notes, state.doubt)):
         say(f"note: {note}")
-    comparison = ComparisonRun(folder, manifest, workloads, plan.policy, request, console, time)
+    comparison = ComparisonRun(folder, state, workloads, plan.policy, request, console, time)
     try:
-        return folder, comparison.judge_stored() if folder.stored else comparison.execute()
+        verdict = comparison.judge_stored() if folder.stored else comparison.execute()
+        return folder, comparison.state, verdict
     except MeasurementError as error:
-        _write_invalid(plan, folder.path, manifest, error, say)
+        _write_invalid(plan, folder.path, comparison.state, error, say)
         raise
     except UsageError:
         if plan.folder is None and folder.remove_unmeasured():
             say(f"removed: {folder.path}, since nothing was measured")
         raise
+
+
+def _begin(plan: _Plan, workloads: Sequence[PairedWorkload]) -> tuple[CompareFolder, CompareState]:
+    """Makes the folder of a new comparison."""
+    request, rules = plan.request, plan.policy.timing
+    method, why = choose_method(request.method, workloads)
+    notes = [why] if why else []
+    if plan.subcommand == COMPARE:
+        names = [workload.name for workload in workloads]
+        notes = [*noise_notes(request, names, method, rules), *notes]
+    cells = [name for workload in workloads for match in workload.matches for name in match.names]
+    notes += [
+        f"no cell belongs to the class {name!r} of the policy ({', '.join(rules.classes[name])}): correct its globs"
+        for name in rules.empty_classes(cells)
+    ]
+    return new_comparison(request, plan.subcommand, method, plan.workloads, workloads, plan.policy, notes)
 
 
 def choose_method(wanted: str, workloads: Sequence[PairedWorkload]) -> tuple[str, str | None]:
@@ -208,13 +222,13 @@ def choose_method(wanted: str, workloads: Sequence[PairedWorkload]) -> tuple[str
 
 
 def _write_invalid(
-    plan: _Plan, folder: Path, manifest: CompareManifest | None, error: Exception, say: Callable[[str], None]
+    plan: _Plan, folder: Path, state: CompareState | None, error: Exception, say: Callable[[str], None]
 ) -> None:
     """Writes the files of an invalid verdict for CI, if they fit on the disk."""
     if plan.subcommand != COMPARE:
         return
-    sides = {side: (manifest.of(side) if manifest else plan.sides[side].facts()).to_json() for side in SIDES}
-    reproduce = manifest.reproduce if manifest else shlex.join(["kvbench", *sys.argv[1:]])
+    sides = {side: (state.of(side) if state else plan.sides[side].facts()).to_json() for side in SIDES}
+    reproduce = state.reproduce if state else shlex.join(["kvbench", *sys.argv[1:]])
     unmeasured = Finding("measured/comparison", "measured", "the comparison is measured", INVALID, str(error))
     verdict = Verdict("compare", INVALID, str(error), (unmeasured,), **sides, reproduce=reproduce)
     with suppress(OSError):
@@ -262,11 +276,12 @@ class _Elapsed:
 class ComparisonRun:
     """Measures in a folder that has its manifest already and is locked by the caller.
 
+    ``state``: of the comparison now; every step replaces it, and ``write`` stores it.
     ``check``: raises if a signal has come; ``show``: gets what is being done, on the status line.
     """
 
     folder: CompareFolder
-    manifest: CompareManifest
+    state: CompareState
     workloads: Sequence[PairedWorkload]
     policy: Policy
     request: CompareRequest
@@ -278,7 +293,7 @@ class ComparisonRun:
     @property
     def stop_early(self) -> bool:
         """Tests whether a look may end it. Pairs that calibrate a runner are all measured, whatever they show."""
-        return self.manifest.subcommand == COMPARE
+        return self.state.subcommand == COMPARE
 
     @property
     def pairs(self) -> int:
@@ -291,13 +306,12 @@ class ComparisonRun:
 
     def execute(self) -> Verdict | None:
         """Measures what is missing and returns the verdict, None when it was interrupted."""
-        self.manifest.void = None
-        self.write("incomplete")
-        next_step = kept(self.folder.resume_command(self.manifest.subcommand))
+        self.write("incomplete", void=None)
+        next_step = kept(self.folder.resume_command(self.state.subcommand))
         with orderly_end(self.folder.path, next_step, self._say) as work:
             with status_line(self.console, "starting") as status:
                 self.check, self.show = work.check, _Elapsed(status)
-                if self.manifest.method == LOCKSTEP:
+                if self.state.method == LOCKSTEP:
                     stopped = self._measure()
                     stopped = (self._check_served() if self.stop_early else None) or stopped
                 else:
@@ -311,7 +325,7 @@ class ComparisonRun:
             for workload in self.workloads:
                 workload.compile(self.folder.path, self._say, self.show, self._check_time, self.clock)
         except DeadlineError:
-            pair = self.folder.whole_pairs(self.manifest.cells) + 1
+            pair = self.folder.whole_pairs(self.state.cells) + 1
             return f"{self._over(pair)}: servers were still being launched for the first time"
         return None
 
@@ -325,20 +339,20 @@ class ComparisonRun:
 
     def _check_served(self) -> str | None:
         """Checks the servers around engines that have not failed; why it could not, None where it did."""
-        manifest, pairs = self.manifest, self.folder.whole_pairs(self.manifest.cells)
-        if manifest.void or not pairs or conclude(self.folder, manifest, self.policy).outcome == FAIL:
+        state, pairs = self.state, self.folder.whole_pairs(self.state.cells)
+        if state.void or not pairs or conclude(self.folder, state, self.policy).outcome == FAIL:
             return None
         self._say("served check: single requests to both servers, for what engine time leaves out")
-        resumed = len(manifest.resumed)
-        served = ServedCheck(self.folder, manifest.order_seed, self.check, self.show, self._on_failed, resumed)
+        resumed = len(state.resumed)
+        served = ServedCheck(self.folder, state.order_seed, self.check, self.show, self._on_failed, resumed)
         if given_up := served.run(self.workloads):
-            manifest.void = GivenUp(given_up.pair, given_up.turn)
+            self._give_up(given_up)
             return f"{given_up.turn} could not be measured"
         return None
 
     def judge_stored(self) -> Verdict:
         """The verdict on stored runs. Raises MeasurementError where their first repeat is invalid."""
-        cells, notes = self.manifest.cells, self.manifest.notes
+        cells = self.state.cells
         repeat = self.folder.whole_pairs(cells) + 1
         for cell, side in itertools.product(cells, SIDES):
             done = self.folder.done(cell, side, repeat)
@@ -347,23 +361,27 @@ class ComparisonRun:
                 text = f"repeat {repeat} of {cell.on(side)} of {side} is invalid ({why}), and ends what can be paired"
                 if repeat == 1:
                     raise MeasurementError(f"{text}: measure that run again")
-                self.manifest.notes = (*notes, text) if text not in notes else notes
+                self.state = self.state.with_notes([text])
                 break
         return self.finish(None)
 
     def finish(self, stopped: str | None) -> Verdict:
         """Marks the comparison as complete and returns its verdict. ``stopped``: why it ended before a look decided."""
-        manifest, pairs = self.manifest, self.folder.whole_pairs(self.manifest.cells)
-        manifest.stopped, manifest.pair_s = stopped, self._pair_s()
-        if stopped and pairs and pairs not in look_points(self.policy.timing, manifest.early_looks):
-            manifest.early_looks = (*manifest.early_looks, pairs)
-        self.write("complete")  # first: what is judged again later says the same, the time of its end too
-        return conclude(self.folder, manifest, self.policy)
+        looks, pairs = self.state.early_looks, self.folder.whole_pairs(self.state.cells)
+        if stopped and pairs and pairs not in look_points(self.policy.timing, looks):
+            looks = (*looks, pairs)
+        # first: what is judged again later says the same, the time of its end too
+        self.write("complete", stopped=stopped, pair_s=self._pair_s(), early_looks=looks)
+        return conclude(self.folder, self.state, self.policy)
 
-    def write(self, status: str) -> None:
-        self.manifest.status, self.manifest.ended = status, utc_now()
-        self.manifest.calibration = self._calibrator().facts()
-        self.folder.write(self.manifest)
+    def write(self, status: str, **changes: Any) -> None:
+        """Replaces the state by one with ``changes``, and writes the manifest."""
+        calibration = self._calibrator().facts()
+        self.state = self.state.but(status=status, ended=utc_now(), calibration=calibration, **changes)
+        self.folder.write(self.state)
+
+    def _give_up(self, attempt: FailedAttempt) -> None:
+        self.state = self.state.but(void=GivenUp(attempt.pair, attempt.turn))
 
     def _calibrator(self, *more: Callable[..., None]) -> Calibrator:
         return Calibrator(self.folder.path, not self.request.no_calibration, *more)
@@ -374,32 +392,31 @@ class ComparisonRun:
 
     def _measure(self) -> str | None:
         """Measures pair after pair; returns why it ended early, None if a look decided or the last one was taken."""
-        manifest, measured = self.manifest, 0
-        looks = look_points(self.policy.timing, manifest.early_looks)
+        measured, looks = 0, look_points(self.policy.timing, self.state.early_looks)
         runner = PairRunner(
             self.folder,
             self._way_to_measure(),
             self.policy.timing.metrics,
             self._on_measured,
             self._on_failed,
-            len(manifest.resumed),
+            len(self.state.resumed),
             self.clock,
         )
         for pair in range(1, self.pairs + 1):
-            if not self.folder.is_whole(manifest.cells, pair):
+            if not self.folder.is_whole(self.state.cells, pair):
                 if stopped := self._measure_pair(runner, pair, measured):
                     return stopped
                 measured += 1
                 self._say_pair(pair, looks)
-            require_same_requests(self.folder, manifest, pair, force=self.request.force)
+            self.state = with_compared_requests(self.folder, self.state, pair, force=self.request.force)
             is_look = self.stop_early and pair in looks
-            if is_look and conclude(self.folder, manifest, self.policy, pairs=pair).outcome != INCONCLUSIVE:
+            if is_look and conclude(self.folder, self.state, self.policy, pairs=pair).outcome != INCONCLUSIVE:
                 return None
         return None
 
     def _measure_pair(self, runner: PairRunner, pair: int, measured: int) -> str | None:
         """Measures one pair, after ``measured`` others; why it could not, None where it did."""
-        manifest, began = self.manifest, self.clock.elapsed_s
+        began = self.clock.elapsed_s
         if not measured and (known_s := self._pair_s()):
             self._require_time_for_a_verdict(pair - 1, known_s)
         try:
@@ -407,15 +424,14 @@ class ComparisonRun:
         except DeadlineError:
             return self._over(pair)
         try:
-            given_up = runner.run(turns(self.matches, pair, manifest.order_seed), pair)
+            given_up = runner.run(turns(self.matches, pair, self.state.order_seed), pair)
         except DeadlineError:
             return f"{self._over(pair)}: pair {pair} was cut"
         if given_up:
-            manifest.void = GivenUp(pair, given_up.turn)
+            self._give_up(given_up)
             return f"pair {pair} could not be measured"
         took_s = self.clock.elapsed_s - began
-        manifest.seconds, manifest.pairs = (*manifest.seconds, took_s), pair
-        self.write("incomplete")
+        self.write("incomplete", seconds=(*self.state.seconds, took_s), pairs=pair)
         if measured < 2:  # the first one may have calibrated the client, or compiled kernels
             self._require_time_for_a_verdict(pair, took_s if measured else took_s / 2)
         return None
@@ -424,15 +440,15 @@ class ComparisonRun:
         """Guesses what a pair takes: as attempts, else as pairs before --resume, else as its launches; 0: unknown."""
         keys = [match.key for match in self.matches]
         attempts = sum(map(self.clock.attempt_s, keys))
-        return attempts if self.clock.took.keys() >= set(keys) else longest(self.manifest.seconds) or attempts
+        return attempts if self.clock.took.keys() >= set(keys) else longest(self.state.seconds) or attempts
 
     def _say_pair(self, pair: int, looks: Sequence[int]) -> None:
         """Says what ``pair`` measured, and how long it is until something can be decided."""
-        seconds, up_to = self.manifest.seconds, "up to " if self.stop_early else ""
+        seconds, up_to = self.state.seconds, "up to " if self.stop_early else ""
         ahead = next((look for look in looks if look >= pair), self.pairs) if self.stop_early else self.pairs
         left = clock((ahead - pair) * sum(seconds) / len(seconds))
         until = f", {f'the next look, after {ahead},' if self.stop_early else 'the end'} in about {left}"
-        line = pair_line(self.folder, self.manifest.cells, self.policy.timing, pair)
+        line = pair_line(self.folder, self.state.cells, self.policy.timing, pair)
         elapsed = f"elapsed {clock(self.clock.elapsed_s)}{until if ahead > pair else ''}"
         self._say(f"pair {pair} of {up_to}{self.pairs}: {line}  ({elapsed})")
 
@@ -452,29 +468,36 @@ class ComparisonRun:
         if self.request.force:
             self._say(f"note: {too_few}: the first look, after {rules.looks[0].pairs}, needs about {minutes}")
             return
-        where = f" to `{self.folder.resume_command(self.manifest.subcommand)}`" if pairs else ""
+        where = f" to `{self.folder.resume_command(self.state.subcommand)}`" if pairs else ""
         raise UsageError(f"{too_few}: give about {minutes}{where}, or --force to measure what fits")
 
     def _on_measured(self, turn: Turn, first: str) -> None:
-        order, pair = self.manifest.order, str(turn.pair)
-        self.manifest.order = {**order, pair: {**order.get(pair, {}), turn.match.key: first}}
+        self.state = self.state.with_first_side(turn.pair, turn.match.key, first)
         self.write("incomplete")
 
     def _on_failed(self, attempt: FailedAttempt, most: int) -> None:
-        self.manifest.voids = (*self.manifest.voids, attempt)
-        self.write("incomplete")
+        self.write("incomplete", voids=(*self.state.voids, attempt))
         again = "" if attempt.attempt == most else ", and is measured again"
         counted = f"attempt {attempt.attempt} of up to {most}"
         self._say(f"{attempt.where} failed{again} ({counted}): {attempt}")
 
     def _way_to_measure(self) -> MeasurePair:
-        if self.manifest.method != LOCKSTEP:
+        if self.state.method != LOCKSTEP:
             return partial(measure_launched, self._runners(), self.clock)
-        facts = self.manifest.lockstep = self.manifest.lockstep or LockstepFacts()
-        workloads = {workload.name: workload for workload in self.workloads}
-        limit, seed = self.request.start_timeout or OPEN_LIMIT_S, self.manifest.order_seed
-        pairs = LockstepPairs(self.folder, workloads, facts, seed, self._on_engine, limit, self.show, self._check_time)
-        return pairs.measure
+        return LockstepPairs(
+            self.folder,
+            {workload.name: workload for workload in self.workloads},
+            self.state.lockstep or LockstepFacts(),
+            self.state.order_seed,
+            self._on_facts,
+            self._on_engine,
+            self.request.start_timeout or OPEN_LIMIT_S,
+            self.show,
+            self._check_time,
+        ).measure
+
+    def _on_facts(self, facts: LockstepFacts) -> None:
+        self.state = self.state.but(lockstep=facts)
 
     def _runners(self) -> dict[tuple[str, str], BlockRunner]:
         calibrator, runners = self._calibrator(self.show, self._say, self.clock.require), {}
@@ -498,16 +521,16 @@ class ComparisonRun:
     def _on_server(self, workload: PairedWorkload, side: str, block: Block, info: ServerInfo, target: Target) -> None:
         """Stores what the server says of itself, or compares it with what the first one of its configuration said."""
         match = next(m for m in workload.matches if m.of(side) == block.configuration)
-        new = [note for note in info.server.notes if note not in self.manifest.notes]
-        self.manifest.notes = (*self.manifest.notes, *new)
-        for note in new:
-            self._say(f"note: {note}")
+        for note in dict.fromkeys(info.server.notes):
+            if note not in self.state.notes:
+                self._say(f"note: {note}")
+        self.state = self.state.with_notes(info.server.notes)
         served = ModelAnswer(**dataclasses.asdict(target.model))
         info, force = info.model_copy(update={"served_model": served}), self.request.force
-        record_server(self.manifest, match, side, info, alone=block.alone, force=force)
+        self.state = with_server(self.state, match, side, info, alone=block.alone, force=force)
 
     def _on_engine(self, side: str, match: Match, engine: ServerInfo) -> None:
         """Does what ``_on_server`` does, for an engine without a server."""
         served = ModelAnswer(**{name: engine.fact("model", name) for name in ("name", "vocab_size", "max_model_len")})
         engine = engine.model_copy(update={"served_model": served})
-        record_server(self.manifest, match, side, engine, alone=False, force=self.request.force)
+        self.state = with_server(self.state, match, side, engine, alone=False, force=self.request.force)

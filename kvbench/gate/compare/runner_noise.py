@@ -12,7 +12,7 @@ from kvbench.common.files import read_json
 from kvbench.common.machine import environment
 from kvbench.common.records import write_record
 from kvbench.gate.compare.conclude import read_table, write_pairs
-from kvbench.gate.compare.folder import CompareFolder
+from kvbench.gate.compare.folder import CompareFolder, CompareState
 from kvbench.gate.compare.request import CompareRequest
 from kvbench.gate.timing.noise import FEWEST_PAIRS, RunnerNoise, noise_of, warnings_of
 from kvbench.gate.timing.rules import TimingRules
@@ -27,11 +27,16 @@ def runner_class(facts: Mapping[str, Any]) -> str:
     return re.sub(r"[^a-z0-9]+", "-", " ".join(words).lower()).strip("-")
 
 
-def store_noise(folder: CompareFolder, rules: TimingRules, request: CompareRequest, say: Callable[[str], None]) -> int:
+def store_noise(
+    folder: CompareFolder,
+    state: CompareState,
+    rules: TimingRules,
+    request: CompareRequest,
+    say: Callable[[str], None],
+) -> int:
     """Stores the noise that the pairs of a calibration show, and prints it. The command's exit code."""
-    manifest = folder.manifest()
-    cells = manifest.cells
-    write_pairs(folder, manifest, rules.metrics)
+    cells = state.cells
+    write_pairs(folder, state, rules.metrics)
     pairs = folder.whole_pairs(cells)
     rest = f"{pairs} of {request.pairs} pairs were measured. Go on with --resume {folder.path}"
     if pairs < FEWEST_PAIRS:
@@ -39,8 +44,8 @@ def store_noise(folder: CompareFolder, rules: TimingRules, request: CompareReque
         return EXIT_INVALID
     noise = noise_of(read_table(folder, cells, rules, range(1, pairs + 1)), rules)
     name = request.runner_class or runner_class(environment())
-    facts = {"runner_class": name, "side": manifest.base.name, "workloads": tuple(manifest.workloads)}
-    facts |= {"started": manifest.started, "ended": manifest.ended, "method": manifest.method}
+    facts = {"runner_class": name, "side": state.base.name, "workloads": tuple(state.workloads)}
+    facts |= {"started": state.started, "ended": state.ended, "method": state.method}
     path = request.store / f"{name}.json"
     write_record(path, noise.model_copy(update=facts))
     last = rules.looks[-1].pairs
@@ -55,7 +60,7 @@ def store_noise(folder: CompareFolder, rules: TimingRules, request: CompareReque
     say(f"stored: {path}")
     if pairs < request.pairs:
         say(rest)
-    return EXIT_INVALID if manifest.void else EXIT_OK  # given up, or ended by --max-minutes
+    return EXIT_INVALID if state.void else EXIT_OK  # given up, or ended by --max-minutes
 
 
 def noise_notes(request: CompareRequest, workloads: Collection[str], method: str, rules: TimingRules) -> list[str]:
