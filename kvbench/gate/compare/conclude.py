@@ -22,6 +22,7 @@ from kvbench.common.text import csv_cell, plural
 from kvbench.gate.compare.folder import LOCKSTEP, TWINS, CompareFolder, CompareState, FailedAttempt
 from kvbench.gate.compare.served_check import served_findings, served_notes
 from kvbench.gate.policy import Policy
+from kvbench.gate.sentences import say
 from kvbench.gate.timing.explain import moved_between, where_it_went
 from kvbench.gate.timing.judge import Judgement, judge, sentence
 from kvbench.gate.timing.pairs import PairTable, hypotheses
@@ -114,8 +115,7 @@ def conclude(folder: CompareFolder, state: CompareState, policy: Policy, *, pair
     if not measured:
         notes = _end_notes(folder, state, rules.looks[0].pairs, goes_on=by_the_clock)
         if state.stopped and by_the_clock:
-            title, text = "a pair is measured in the time allowed", "No pair is whole, so nothing can be said"
-            text = f"{state.stopped}. {text}"
+            title, text = say("conclude.time_title"), say("conclude.time", stopped=state.stopped)
             extra = (Finding("measured/time", "measured", title, INCONCLUSIVE, text), *extra)
         outcome = worst([f.outcome for f in extra])
         text = next((f.sentence for f in extra if f.outcome == outcome), "") or _why_nothing(folder, cells)
@@ -140,10 +140,10 @@ def conclude(folder: CompareFolder, state: CompareState, policy: Policy, *, pair
         text = next(f.sentence for f in extra if f.outcome == outcome)
     more_time_helps = by_the_clock and outcome == INCONCLUSIVE
     if state.stopped and more_time_helps:
-        text = f"{state.stopped}. {text}"
+        text = say("conclude.stopped", stopped=state.stopped, text=text)
     notes += _end_notes(folder, state, max(0, rules.looks[-1].pairs - measured), goes_on=more_time_helps)
     if state.doubt:  # in the sentence itself: who reads no further must see it
-        text = f"{text} ({state.doubt})"
+        text = say("conclude.doubt", text=text, doubt=state.doubt)
     return replace(
         common,
         outcome=outcome,
@@ -160,19 +160,16 @@ def _without_findings(state: CompareState, policy: Policy, measured: int) -> Ver
     facts = {
         "started": state.started,
         "ended": state.ended,
-        "machine": f"{state.cpu.model}, {state.cpu.cores} cores",
+        "machine": say("conclude.machine", model=state.cpu.model, cores=state.cpu.cores),
         "gpus": [gpu.name for gpu in state.gpus],
         "method": state.method,
         "order_seed": state.order_seed,
         "voids": len(state.voids),
     }
     apart = [
-        f"{key}: the prefix cache of {sides[0]} can be emptied by a new server only, so each of its loads has one of "
-        "its own, and the other side's have one together: first requests may differ by that"
-        for key, sides in sorted(state.apart.items())
-        if len(sides) == 1
+        say("conclude.apart", match=key, side=sides[0]) for key, sides in sorted(state.apart.items()) if len(sides) == 1
     ]
-    differences = [f"base and candidate differ: {difference}" for difference in state.differences]
+    differences = [say("conclude.differ", difference=difference) for difference in state.differences]
     sides = {side: state.of(side).to_json() for side in SIDES}
     facts |= policy.facts() | {"pairs": measured}
     notes = (*state.notes, *apart, *differences)
@@ -182,9 +179,8 @@ def _without_findings(state: CompareState, policy: Policy, measured: int) -> Ver
 def _why_nothing(folder: CompareFolder, cells: Sequence[PairedCell]) -> str:
     for side, cell in itertools.product(folder.stored, cells):
         if not (done := folder.load(cell, side, 1) / DONE).is_file():
-            lost = f"{side} has no {done}: the comparison needs the files of each repeat"
-            return f"nothing was compared: {lost}: give runs whose folders are whole"
-    return "nothing was compared: no pair was measured"
+            return say("conclude.no_done", side=side, path=done)
+    return say("conclude.no_pair")
 
 
 def _end_notes(folder: CompareFolder, state: CompareState, pairs: int, *, goes_on: bool) -> list[str]:
@@ -192,17 +188,18 @@ def _end_notes(folder: CompareFolder, state: CompareState, pairs: int, *, goes_o
     if not state.stopped:
         return []
     if not goes_on:
-        return [f"{state.stopped}."]
+        return [say("conclude.ended", stopped=state.stopped)]
     minutes = math.ceil(pairs * max(state.seconds, default=state.pair_s) / 60)
-    way = folder.resume_command(state.subcommand) + (f" --max-minutes {minutes}" if minutes else "")
-    return [f"go on with: {way}"]
+    more = say("conclude.minutes", minutes > 0, minutes=minutes)
+    return [say("conclude.go_on", command=folder.resume_command(state.subcommand), minutes=more)]
 
 
 def _with_full_titles(rules: TimingRules, state: CompareState) -> TimingRules:
     metrics, clock = [], _CLOCK_NAMES.get(state.method, "")
     for metric in rules.metrics:
-        window = f" ({words})" if (words := window_of(metric.name)) else ""
-        metrics.append(replace(metric, title=f"{metric.title}{window}{clock}"))
+        words = window_of(metric.name)
+        window = say("conclude.window", bool(words), window=words)
+        metrics.append(replace(metric, title=metric.title + window + clock))
     return replace(rules, metrics=tuple(metrics))
 
 
@@ -225,20 +222,18 @@ def judge_again(path: Path, policy: Policy, *, force: bool = False) -> tuple[Ver
     with folder.locked() if os.access(path, os.W_OK) else nullcontext():
         state = folder.state()
         if state.status == "incomplete":
-            raise UsageError(
-                f"{path} is not finished, and judging it now would use up part of the allowed error rate: go on "
-                f"with `{folder.resume_command(state.subcommand)}`"
-            )
+            command = folder.resume_command(state.subcommand)
+            raise UsageError(say("conclude.not_finished", folder=path, command=command))
         if state.differences and not force:
             differences = "; ".join(state.differences)
-            raise UsageError(f"base and candidate differ: {differences}; add --force to judge them anyway")
+            raise UsageError(say("conclude.must_be_equal", differences=differences))
         own = Policy.of(state.policy) if state.policy else policy  # older ones have none
         policy = policy if policy.source else own
         verdict = conclude(folder, state, policy)
     if own.digest == policy.digest:
         return verdict, path
     again = shlex.join(["kvbench", "gate", str(path), "--policy", str(policy.source)])
-    note = f"judged again by {policy.source}, and not by the policy that it was measured with"
+    note = say("conclude.judged_again", policy=policy.source)
     verdict = replace(verdict, reproduce=again, notes=(note, *verdict.notes))
     return verdict, path / f"judged-{policy.source.stem}"
 
@@ -251,7 +246,7 @@ def pair_line(folder: CompareFolder, cells: Sequence[PairedCell], rules: TimingR
         return str(error)
     tested, level = hypotheses(table), CELL if len(cells) == 1 else OVERALL
     return ", ".join(
-        f"{h.metric.title} {100 * np.expm1(ratio):+.1f} %"
+        say("conclude.change", metric=h.metric.title, percent=100 * np.expm1(ratio))
         for h, ratio in zip(tested.each, tested.log_ratio()[0], strict=True)
         if h.level == level
     )
@@ -271,8 +266,9 @@ def _attempt_findings(state: CompareState) -> tuple[Finding, ...]:
     attempts = [attempt for attempt in state.voids if (attempt.pair, attempt.turn) == (given_up.pair, given_up.turn)]
     attempts = [each for each in attempts if each.resume == attempts[-1].resume]  # those that it was given up after
     turn, details = given_up.turn, tuple(map(_attempt_line, attempts))
-    text = f"{turn} could not be measured in {plural(len(attempts), 'attempt')}: {attempts[-1]}"
-    return Finding(f"measured/{turn}", CELL, f"{turn} is measured", INVALID, text, details=details), *failing
+    many = plural(len(attempts), "attempt")
+    text, title = say("conclude.given_up", turn=turn, attempts=many, last=attempts[-1]), "conclude.given_up_title"
+    return Finding(f"measured/{turn}", CELL, say(title, turn=turn), INVALID, text, details=details), *failing
 
 
 def _failing_servers(attempts: Sequence[FailedAttempt]) -> tuple[Finding, ...]:
@@ -282,12 +278,18 @@ def _failing_servers(attempts: Sequence[FailedAttempt]) -> tuple[Finding, ...]:
     if not base + candidate:
         return ()
     p = float(stats.binomtest(candidate, base + candidate, 0.5, alternative="greater").pvalue)
-    outcome = FAIL if p <= ATTEMPTS_ALPHA else INCONCLUSIVE if candidate > base else PASS
-    text = f"the candidate's server failed alone in {plural(candidate, 'attempt')} and base's in {base} (p = {p:.2g})"
-    if outcome == INCONCLUSIVE:
-        text += ": too few to tell it from chance, but it did not finish all that it was given"
-    if candidate:
-        text += f"; the last time: {'; '.join(of_candidate[-1].faults[CANDIDATE])}"
+    outcome = INCONCLUSIVE if candidate > base else PASS
+    if p <= ATTEMPTS_ALPHA:
+        outcome = FAIL
+    faults = "; ".join(of_candidate[-1].faults[CANDIDATE]) if candidate else ""
+    text = say(
+        "conclude.failing",
+        candidate=plural(candidate, "attempt"),
+        base=base,
+        p=p,
+        few=say("conclude.failing_few", outcome == INCONCLUSIVE),
+        last=say("conclude.failing_last", candidate > 0, faults=faults),
+    )
     finding = Finding(
         "served",
         CELL,
@@ -304,6 +306,11 @@ def _failing_servers(attempts: Sequence[FailedAttempt]) -> tuple[Finding, ...]:
 
 
 def _attempt_line(attempt: FailedAttempt) -> str:
-    resume = f" after resume {attempt.resume}" if attempt.resume else ""
-    where = f"pair {attempt.pair}" if attempt.pair else attempt.turn
-    return f"{where}, attempt {attempt.attempt}{resume} ({attempt.first} first): {attempt}"
+    return say(
+        "conclude.attempt",
+        where=say("conclude.attempt_pair", pair=attempt.pair) if attempt.pair else attempt.turn,
+        attempt=attempt.attempt,
+        resume=say("conclude.attempt_resume", attempt.resume > 0, resume=attempt.resume),
+        first=attempt.first,
+        reasons=attempt,
+    )

@@ -27,6 +27,7 @@ from kvbench.common.files import read_json
 from kvbench.common.records import Record, read_record, write_record
 from kvbench.gate.compare.request import StoredRequest
 from kvbench.gate.policy import StoredPolicy
+from kvbench.gate.sentences import say
 from kvbench.gate.timing.plan import CANDIDATE, SIDES, Match, PairedCell
 from kvbench.runs.folder import DONE, MANIFEST, RunFolder, move_numbered
 from kvbench.runs.results import Environment, LoadResult, Resumed, ServerCounters
@@ -76,7 +77,7 @@ class FailedAttempt:
     @property
     def where(self) -> str:
         """The place in words: ``pair 3 of mixed/paged``."""
-        return f"pair {self.pair} of {self.turn}" if self.pair else self.turn
+        return say("conclude.attempt_of", pair=self.pair, turn=self.turn) if self.pair else self.turn
 
     @property
     def blamed(self) -> str | None:
@@ -85,7 +86,8 @@ class FailedAttempt:
         return failed[0] if len(failed) == 1 and len(self.reasons[failed[0]]) == len(self.faults[failed[0]]) else None
 
     def __str__(self) -> str:
-        return "; ".join(f"{side}: {reason}" for side in SIDES for reason in self.reasons[side])
+        rows = [(side, reason) for side in SIDES for reason in self.reasons[side]]
+        return "; ".join(say("conclude.reason", side=side, reason=reason) for side, reason in rows)
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from kvbench.gate.compare.folder import (
 from kvbench.gate.compare.request import CompareRequest
 from kvbench.gate.compare.sides import RUN, OpenSide, PairedWorkload
 from kvbench.gate.policy import Policy
+from kvbench.gate.sentences import say
 from kvbench.gate.timing.plan import BASE, SIDES, Match, PairedCell
 from kvbench.runs.folder import RunFolder, create_run
 from kvbench.runs.manifest import environment_differences
@@ -35,14 +36,6 @@ from kvbench.runs.server_info import ServerInfo
 from kvbench.workload.file import Workload
 
 _OF_A_BUILD = ("sha", "changes", "build", "environment")
-_NOT_RANDOM = (
-    "stored runs, whose order was not random: the stated probabilities hold only if nothing but the candidate changed "
-    "between them"
-)
-_ONE_LAUNCH = (
-    "a running server is one launch, in no random order with others: the stated probabilities do not cover what "
-    "another launch would change"
-)
 # What must be equal: section and key of /server_info, and the engine setting that may make it differ on purpose.
 _FACTS = (
     ("served_model", "vocab_size", "model"),
@@ -72,8 +65,11 @@ def new_comparison(
     stored = {side: path for side in SIDES if (path := sides[side].stored)}
     differences = stored_differences(stored, workloads) if stored else []
     if differences and not request.force:
-        raise UsageError(f"base and candidate differ: {'; '.join(differences)}; --force compares them all the same")
+        raise UsageError(say("equal.stored", differences="; ".join(differences)))
     running = any(side.choice.runs_already for workload in workloads for side in workload.sides.values())
+    doubt = say("equal.one_launch") if running else None
+    if stored:
+        doubt = say("equal.not_random")
     folder = CompareFolder(create_run(request.output_dir, KIND, git_state()["short_sha"]).path, stored)
     resolved = {w.name: {side: dict(w.sides[side].choice.workload.resolved) for side in SIDES} for w in workloads}
     named = {side: sides[side].facts.model_copy(update={"name": sides[side].name}) for side in SIDES}
@@ -95,7 +91,7 @@ def new_comparison(
         servers={side: {} for side in SIDES},
         differences=tuple(differences),
         notes=(*notes, *(note for each in workloads for note in each.notes)),
-        doubt=_NOT_RANDOM if stored else _ONE_LAUNCH if running else None,
+        doubt=doubt,
         lockstep=LockstepFacts() if method == LOCKSTEP else None,
         started=utc_now(),
         **environment(),
@@ -131,7 +127,7 @@ def resume(
     state then says so. Other cells than it began with are always refused.
     """
     if _cells(workloads) != state.cells:
-        raise UsageError("this kvbench makes other cells of the workload than it began with: start a new comparison")
+        raise UsageError(say("equal.other_cells"))
     now = Environment(**environment())
     differences, remarks = environment_differences(state, now)
     for side in SIDES:
@@ -139,16 +135,13 @@ def resume(
         stored = [key for key in _OF_A_BUILD if key in then.model_fields_set]
         changed = [key for key in stored if getattr(then, key) != getattr(here, key)]
         if "changes" in changed:
-            differences.append(f"{side} is a working tree whose files have changed since")
+            differences.append(say("equal.changed_tree", side=side))
         elif changed:
-            differences.append(f"{side} has another {' and '.join(changed)} than before")
+            differences.append(say("equal.changed_build", side=side, what=" and ".join(changed)))
     if differences and not force:
-        raise UsageError(
-            f"the comparison was begun under other conditions than now: {'; '.join(differences)}. Go back to those, "
-            "start a new one without --resume, or add --force to mix both: the verdict then says so"
-        )
+        raise UsageError(say("equal.resumed", differences="; ".join(differences)))
     entry = Resumed(at=utc_now(), **now.fields(), forced=force, differences=tuple(differences), remarks=tuple(remarks))
-    mixed = [f"--force: pairs were measured under different conditions: {difference}" for difference in differences]
+    mixed = [say("equal.mixed", difference=difference) for difference in differences]
     options = state.options.model_copy(update={"force": state.options.force or force})
     return state.but(options=options, resumed=(*state.resumed, entry)).with_notes(mixed), remarks
 
@@ -179,8 +172,11 @@ def server_differences(left: ServerInfo, right: ServerInfo, varied: frozenset[st
         paths = [each.fact("model", "name") or each.fact("served_model", "name") for each in (left, right)]
         compared.append(("model", *(PurePosixPath(str(path)).name if path else None for path in paths)))
     names = sorted(left.versions)
-    compared += [(f"version of {n}", *(server.fact("versions", n) for server in (left, right))) for n in names]
-    return [f"{name} ({a} and {b})" for name, a, b in compared if None not in (a, b) and a != b]
+    compared += [
+        (say("equal.version", name=n), *(server.fact("versions", n) for server in (left, right))) for n in names
+    ]
+    differing = [row for row in compared if None not in row and row[1] != row[2]]
+    return [say("equal.two_values", name=name, base=a, candidate=b) for name, a, b in differing]
 
 
 def varied_settings(match: Match) -> frozenset[str]:
@@ -203,12 +199,12 @@ def with_server(
     if alone and side not in (apart := state.apart.get(match.key, ())):
         state = state.but(apart={**state.apart, match.key: (*apart, side)})
     if changed := server_differences(servers[side], facts):
-        what = f"the server of {side} is not the one that was launched before for {names[side]}: {'; '.join(changed)}"
-        state = _with_differences(state, [what], "serve the same again, or start a new comparison", force=force)
+        what = say("equal.other_server", side=side, name=names[side], changed="; ".join(changed))
+        state = _with_differences(state, [what], say("equal.serve_same"), force=force)
     if None in servers.values():
         return state
     differences = server_differences(*(servers[s] for s in SIDES), varied_settings(match))
-    return _with_differences(state, differences, "make them the same", force=force)
+    return _with_differences(state, differences, say("equal.make_same"), force=force)
 
 
 def request_differences(folder: CompareFolder, cells: Sequence[PairedCell], pair: int) -> list[str]:
@@ -217,21 +213,17 @@ def request_differences(folder: CompareFolder, cells: Sequence[PairedCell], pair
     for cell in cells:
         loads = [folder.done(cell, side, pair) for side in SIDES]
         if len({load.requests_sha256 for load in loads if load and load.requests_sha256}) > 1:
-            different.append(f"requests of {cell.name}")
+            different.append(say("equal.requests", cell=cell.name))
     return different
 
 
 def with_compared_requests(folder: CompareFolder, state: CompareState, pair: int, *, force: bool) -> CompareState:
     """Raises UsageError where the loads of a pair had different requests, unless ``force``: the state then says so."""
     differences = request_differences(folder, state.cells, pair)
-    way_out = "give both the same vocabulary, length and kind of server"
-    return _with_differences(state, differences, way_out, force=force)
+    return _with_differences(state, differences, say("equal.same_requests"), force=force)
 
 
 def _with_differences(state: CompareState, differences: Sequence[str], way_out: str, *, force: bool) -> CompareState:
     if differences and not force:
-        raise UsageError(
-            f"base and candidate are not the same in what must be equal: {'; '.join(differences)}. Either {way_out}, "
-            "or add --force to judge them all the same: the verdict then says what differed"
-        )
+        raise UsageError(say("equal.refused", differences="; ".join(differences), way_out=way_out))
     return state.but(differences=tuple(sorted({*state.differences, *differences})))

@@ -47,6 +47,7 @@ from kvbench.gate.compare.runner_noise import noise_notes, store_noise
 from kvbench.gate.compare.served_check import ServedCheck
 from kvbench.gate.compare.sides import RUN, PairedWorkload, PairSide, open_workloads, parse_side
 from kvbench.gate.policy import Policy, load_policy
+from kvbench.gate.sentences import say
 from kvbench.gate.timing.noise import FEWEST_PAIRS
 from kvbench.gate.timing.plan import BASE, SIDES, Match, Turn, turns
 from kvbench.gate.verdict.outputs import publish, report_verdict, write_outputs
@@ -118,23 +119,23 @@ def _make_plan(request: CompareRequest, subcommand: str, held: ExitStack) -> _Pl
     """
     if request.resume is None:
         if not request.base or not request.candidate:
-            raise UsageError("two sides are needed: write for example `kvbench compare main HEAD --workload FILE`")
+            raise UsageError(say("compare.two_sides"))
         policy, sides = load_policy(request.policy), _sides(request)
         if sides[BASE].kind == RUN:
             if request.workloads:
-                raise UsageError("--workload does not go with stored runs, which have their own: leave it out")
+                raise UsageError(say("compare.stored_workload"))
             workloads = [stored_workload(RunFolder(Path(sides[BASE].text).expanduser()).manifest())]
         elif request.workloads:
             given = {"profile": request.profile, "overrides": request.overrides, "seed": request.seed}
             workloads = [load_workload(path, **given) for path in request.workloads]
         else:
-            raise UsageError("--workload is missing: write for example --workload workloads/mixed.yaml")
+            raise UsageError(say("compare.no_workload"))
         return _Plan(subcommand, request, policy, sides, workloads)
     folder = CompareFolder.open(request.resume)
     held.enter_context(folder.locked())
     state = folder.state()
     if state.subcommand != subcommand:
-        raise UsageError(f"{folder.path} was begun by `kvbench {state.subcommand}`: go on with that")
+        raise UsageError(say("compare.begun_by", folder=folder.path, command=state.subcommand))
     begun = state.options.resumed_by(request)
     workloads = [stored_workload(given) for given in state.given]
     return _Plan(subcommand, begun, Policy.of(state.policy), _sides(begun), workloads, folder, state)
@@ -146,23 +147,20 @@ def _sides(request: CompareRequest) -> dict[str, PairSide]:
 
 def _run(plan: _Plan, console: Console, held: ExitStack) -> tuple[CompareFolder, CompareState, Verdict | None]:
     """Opens both sides and measures; no verdict when it was interrupted. The folder stays locked in ``held``."""
-    request, folder, state, say = plan.request, plan.folder, plan.state, partial(print_plain, console)
+    request, folder, state, tell = plan.request, plan.folder, plan.state, partial(print_plain, console)
     if folder is not None and state is not None:
         if finished := finished_verdict(folder, state, plan.policy):
-            say(f"{folder.path} is finished: nothing is measured, and this is its verdict")
+            tell(say("compare.finished", folder=folder.path))
             return folder, state, finished
         if state.method == TWINS:
-            raise UsageError(
-                f"{folder.path} was measured with --method twins, which this kvbench does not have: start a new "
-                f"comparison (`kvbench gate {folder.path}` judges the pairs of one that is complete)"
-            )
-    builds = held.enter_context(Builds(rebuild=request.rebuild, build_cmd=request.build_cmd, say=say))
+            raise UsageError(say("compare.twins", folder=folder.path))
+    builds = held.enter_context(Builds(rebuild=request.rebuild, build_cmd=request.build_cmd, say=tell))
     try:
         workloads = open_workloads(plan.sides, plan.workloads, request, builds, held)
     except MeasurementError as error:  # a build that fails
         if folder is None:
             path = create_run(request.output_dir, KIND, git_state()["short_sha"]).path
-            _write_invalid(plan, path, None, error, say)
+            _write_invalid(plan, path, None, error, tell)
         raise
     time = Clock.of(request.max_minutes)
     if folder is None or state is None:
@@ -171,20 +169,20 @@ def _run(plan: _Plan, console: Console, held: ExitStack) -> tuple[CompareFolder,
     elif not folder.stored:
         state, remarks = resume(state, workloads, force=request.force)
         for remark in remarks:
-            say(f"note: {remark}")
-    say(f"results: {folder.path}")
+            tell(say("compare.note", text=remark))
+    tell(say("compare.results", folder=folder.path))
     for note in filter(None, (*state.notes, state.doubt)):
-        say(f"note: {note}")
+        tell(say("compare.note", text=note))
     comparison = ComparisonRun(folder, state, workloads, plan.policy, request, console, time)
     try:
         verdict = comparison.judge_stored() if folder.stored else comparison.execute()
         return folder, comparison.state, verdict
     except MeasurementError as error:
-        _write_invalid(plan, folder.path, comparison.state, error, say)
+        _write_invalid(plan, folder.path, comparison.state, error, tell)
         raise
     except UsageError:
         if plan.folder is None and folder.remove_unmeasured():
-            say(f"removed: {folder.path}, since nothing was measured")
+            tell(say("compare.removed", folder=folder.path))
         raise
 
 
@@ -198,7 +196,7 @@ def _begin(plan: _Plan, workloads: Sequence[PairedWorkload]) -> tuple[CompareFol
         notes = [*noise_notes(request, names, method, rules), *notes]
     cells = [name for workload in workloads for match in workload.matches for name in match.names]
     notes += [
-        f"no cell belongs to the class {name!r} of the policy ({', '.join(rules.classes[name])}): correct its globs"
+        say("compare.empty_class", name=name, globs=", ".join(rules.classes[name]))
         for name in rules.empty_classes(cells)
     ]
     return new_comparison(request, plan.subcommand, method, plan.workloads, workloads, plan.policy, notes)
@@ -208,7 +206,7 @@ def choose_method(wanted: str, workloads: Sequence[PairedWorkload]) -> tuple[str
     """Chooses how pairs are measured, with a note on its clock, or on why it is not the sharpest way. UsageError."""
     if any(opened.stored for workload in workloads for opened in workload.sides.values()):
         if wanted != AUTO:
-            raise UsageError(f"--method {wanted} goes with what is measured, and stored runs are already: leave it out")
+            raise UsageError(say("compare.stored_method", method=wanted))
         return STORED_RUNS, None
     if wanted == LAUNCHED:
         return LAUNCHED, None
@@ -217,12 +215,12 @@ def choose_method(wanted: str, workloads: Sequence[PairedWorkload]) -> tuple[str
     if reason is None:
         return LOCKSTEP, CLOCKS[LOCKSTEP]
     if wanted == LOCKSTEP:
-        raise UsageError(f"--method lockstep cannot be used: {reason}; leave it out")
-    return LAUNCHED, f"measured by launched pairs, and not in engine time in lockstep, which is sharper: {reason}"
+        raise UsageError(say("compare.no_lockstep", reason=reason))
+    return LAUNCHED, say("compare.launched", reason=reason)
 
 
 def _write_invalid(
-    plan: _Plan, folder: Path, state: CompareState | None, error: Exception, say: Callable[[str], None]
+    plan: _Plan, folder: Path, state: CompareState | None, error: Exception, tell: Callable[[str], None]
 ) -> None:
     """Writes the files of an invalid verdict for CI, if they fit on the disk."""
     if plan.subcommand != COMPARE:
@@ -233,7 +231,7 @@ def _write_invalid(
     verdict = Verdict("compare", INVALID, str(error), (unmeasured,), **sides, reproduce=reproduce)
     with suppress(OSError):
         for path in write_outputs(verdict, folder):
-            say(f"written: {path}")
+            tell(say("compare.written", path=path))
     publish(verdict, folder)
 
 
@@ -246,15 +244,16 @@ class LoadsShown(Listener):
     load: str = ""
 
     def load_started(self, cell: Cell, repeat: int, total: int) -> None:
-        self.load = f"pair {repeat}: {cell.cell_id}"
+        self.load = say("compare.load", pair=repeat, cell=cell.cell_id)
         self.status(self.load)
 
     def load_progress(self, done: int, total: int, failed: int, elapsed_s: float) -> None:
-        text = f"{self.load}, {done}/{total} requests{f', {failed} failed' if failed else ''}"
+        failures = say("compare.load_failures", failed > 0, failed=failed)
+        text = say("compare.load_progress", load=self.load, done=done, total=total, failed=failures)
         self.status(text, work=self.load)
 
     def load_failed(self, cell: Cell, repeat: int, reason: str) -> None:
-        self.status(f"pair {repeat}: {cell.cell_id} failed: {reason}")
+        self.status(say("compare.load_failed", pair=repeat, cell=cell.cell_id, reason=reason))
 
 
 @dataclass
@@ -269,7 +268,7 @@ class _Elapsed:
         if (work or text) != self.work:
             self.work, self.began = work or text, monotonic()
         began = self.began
-        self.status(lambda: f"{text}: {clock(monotonic() - began)}")
+        self.status(lambda: say("compare.elapsed", text=text, time=clock(monotonic() - began)))
 
 
 @dataclass
@@ -326,7 +325,7 @@ class ComparisonRun:
                 workload.compile(self.folder.path, self._say, self.show, self._check_time, self.clock)
         except DeadlineError:
             pair = self.folder.whole_pairs(self.state.cells) + 1
-            return f"{self._over(pair)}: servers were still being launched for the first time"
+            return say("compare.over_first_launches", over=self._over(pair))
         return None
 
     def _check_time(self) -> None:
@@ -334,20 +333,20 @@ class ComparisonRun:
         self.clock.require()
 
     def _over(self, pair: int) -> str:
-        most = f"{'up to ' if self.stop_early else ''}{plural(self.pairs, 'pair')}"
-        return f"--max-minutes {self.request.max_minutes or 0:g} were over after {pair - 1} of {most}"
+        most = say("compare.up_to", self.stop_early) + plural(self.pairs, "pair")
+        return say("compare.over", minutes=self.request.max_minutes or 0, pairs=pair - 1, most=most)
 
     def _check_served(self) -> str | None:
         """Checks the servers around engines that have not failed; why it could not, None where it did."""
         state, pairs = self.state, self.folder.whole_pairs(self.state.cells)
         if state.void or not pairs or conclude(self.folder, state, self.policy).outcome == FAIL:
             return None
-        self._say("served check: single requests to both servers, for what engine time leaves out")
+        self._say(say("compare.served"))
         resumed = len(state.resumed)
         served = ServedCheck(self.folder, state.order_seed, self.check, self.show, self._on_failed, resumed)
         if given_up := served.run(self.workloads):
             self._give_up(given_up)
-            return f"{given_up.turn} could not be measured"
+            return say("compare.not_measured", what=given_up.turn)
         return None
 
     def judge_stored(self) -> Verdict:
@@ -358,9 +357,9 @@ class ComparisonRun:
             done = self.folder.done(cell, side, repeat)
             if done is not None and not done.valid:
                 why = "; ".join(done.not_comparable)
-                text = f"repeat {repeat} of {cell.on(side)} of {side} is invalid ({why}), and ends what can be paired"
+                text = say("compare.invalid_repeat", repeat=repeat, cell=cell.on(side), side=side, why=why)
                 if repeat == 1:
-                    raise MeasurementError(f"{text}: measure that run again")
+                    raise MeasurementError(say("compare.measure_again", text=text))
                 self.state = self.state.with_notes([text])
                 break
         return self.finish(None)
@@ -426,10 +425,10 @@ class ComparisonRun:
         try:
             given_up = runner.run(turns(self.matches, pair, self.state.order_seed), pair)
         except DeadlineError:
-            return f"{self._over(pair)}: pair {pair} was cut"
+            return say("compare.over_cut", over=self._over(pair), pair=pair)
         if given_up:
             self._give_up(given_up)
-            return f"pair {pair} could not be measured"
+            return say("compare.not_measured", what=say("compare.pair", pair=pair))
         took_s = self.clock.elapsed_s - began
         self.write("incomplete", seconds=(*self.state.seconds, took_s), pairs=pair)
         if measured < 2:  # the first one may have calibrated the client, or compiled kernels
@@ -444,13 +443,22 @@ class ComparisonRun:
 
     def _say_pair(self, pair: int, looks: Sequence[int]) -> None:
         """Says what ``pair`` measured, and how long it is until something can be decided."""
-        seconds, up_to = self.state.seconds, "up to " if self.stop_early else ""
-        ahead = next((look for look in looks if look >= pair), self.pairs) if self.stop_early else self.pairs
-        left = clock((ahead - pair) * sum(seconds) / len(seconds))
-        until = f", {f'the next look, after {ahead},' if self.stop_early else 'the end'} in about {left}"
-        line = pair_line(self.folder, self.state.cells, self.policy.timing, pair)
-        elapsed = f"elapsed {clock(self.clock.elapsed_s)}{until if ahead > pair else ''}"
-        self._say(f"pair {pair} of {up_to}{self.pairs}: {line}  ({elapsed})")
+        seconds, ahead = self.state.seconds, self.pairs
+        if self.stop_early:
+            ahead = next((look for look in looks if look >= pair), self.pairs)
+        left, until = clock((ahead - pair) * sum(seconds) / len(seconds)), ""
+        if ahead > pair:
+            until = say("compare.until", self.stop_early, pairs=ahead, time=left)
+        text = say(
+            "compare.pair_done",
+            pair=pair,
+            up_to=say("compare.up_to", self.stop_early),
+            most=self.pairs,
+            line=pair_line(self.folder, self.state.cells, self.policy.timing, pair),
+            time=clock(self.clock.elapsed_s),
+            until=until,
+        )
+        self._say(text)
 
     def _require_time_for_a_verdict(self, pairs: int, pair_s: float) -> None:
         """Raises UsageError where --max-minutes end before any verdict, with ``pairs`` measured; --force: only says so.
@@ -461,15 +469,13 @@ class ComparisonRun:
         if not (self.stop_early and most < min(rules.fewest_to_pass, rules.fewest_to_fail)):  # NaN without a limit
             return
         minutes = math.ceil((rules.looks[0].pairs - pairs + 1) * pair_s / 60)
-        too_few = (
-            f"--max-minutes {self.request.max_minutes:g} are enough for about {plural(most, 'pair')}, and nothing "
-            f"passes with fewer than {rules.fewest_to_pass} or fails with fewer than {rules.fewest_to_fail}"
-        )
+        limits = {"fewest_to_pass": rules.fewest_to_pass, "fewest_to_fail": rules.fewest_to_fail}
+        too_few = say("compare.too_few", minutes=self.request.max_minutes, most=plural(most, "pair"), **limits)
         if self.request.force:
-            self._say(f"note: {too_few}: the first look, after {rules.looks[0].pairs}, needs about {minutes}")
+            self._say(say("compare.too_few_forced", too_few=too_few, first=rules.looks[0].pairs, needed=minutes))
             return
-        where = f" to `{self.folder.resume_command(self.state.subcommand)}`" if pairs else ""
-        raise UsageError(f"{too_few}: give about {minutes}{where}, or --force to measure what fits")
+        where = say("compare.to_resume", pairs > 0, command=self.folder.resume_command(self.state.subcommand))
+        raise UsageError(say("compare.too_few_refused", too_few=too_few, needed=minutes, where=where))
 
     def _on_measured(self, turn: Turn, first: str) -> None:
         self.state = self.state.with_first_side(turn.pair, turn.match.key, first)
@@ -477,9 +483,9 @@ class ComparisonRun:
 
     def _on_failed(self, attempt: FailedAttempt, most: int) -> None:
         self.write("incomplete", voids=(*self.state.voids, attempt))
-        again = "" if attempt.attempt == most else ", and is measured again"
-        counted = f"attempt {attempt.attempt} of up to {most}"
-        self._say(f"{attempt.where} failed{again} ({counted}): {attempt}")
+        again, number = say("compare.again", attempt.attempt != most), attempt.attempt
+        where = attempt.where
+        self._say(say("compare.failed", where=where, again=again, attempt=number, most=most, reasons=attempt))
 
     def _way_to_measure(self) -> MeasurePair:
         if self.state.method != LOCKSTEP:
@@ -523,7 +529,7 @@ class ComparisonRun:
         match = next(m for m in workload.matches if m.of(side) == block.configuration)
         for note in dict.fromkeys(info.server.notes):
             if note not in self.state.notes:
-                self._say(f"note: {note}")
+                self._say(say("compare.note", text=note))
         self.state = self.state.with_notes(info.server.notes)
         served = ModelAnswer(**dataclasses.asdict(target.model))
         info, force = info.model_copy(update={"served_model": served}), self.request.force
