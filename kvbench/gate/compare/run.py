@@ -154,7 +154,7 @@ def _run(plan: _Plan, console: Console, held: ExitStack) -> tuple[CompareFolder,
             return folder, state, finished
         if state.method == TWINS:
             raise UsageError(say("compare.twins", folder=folder.path))
-    builds = held.enter_context(Builds(rebuild=request.rebuild, build_cmd=request.build_cmd, say=tell))
+    builds = held.enter_context(Builds(rebuild=request.rebuild, build_cmd=request.build_cmd, tell=tell))
     try:
         workloads = open_workloads(plan.sides, plan.workloads, request, builds, held)
     except MeasurementError as error:  # a build that fails
