@@ -1,4 +1,4 @@
-"""The noise of a class of machines: measured by ``kvbench calibrate``, kept in ci/noise/<class>.json."""
+"""The noise of a class of machines: measured by ``kvbench dev calibrate``, kept in ci/noise/<class>.json."""
 
 from __future__ import annotations
 
