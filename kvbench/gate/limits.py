@@ -121,23 +121,27 @@ def judge_limits(
         for finding in made:
             seen[finding.id] += 1
             if (n := seen[finding.id]) > 1:
-                finding = replace(finding, id=say("limits.again", "other", id=finding.id, n=n))
+                finding = replace(finding, id=say("limits.again", id=finding.id, n=n))
             findings.append(finding)
     return tuple(findings)
 
 
 def judge_canaries(run: Run, cell: MeasuredCell, quality: QualityResult | None, doubt: str | None) -> Finding:
     """Judges a cell that had canaries. ``quality``: of this run; ``doubt``: why it does not belong to it."""
-    counts, where, wrong = cell.canaries, _name(run, cell), wrong_words(cell.canaries)
+    counts, where = cell.canaries, _name(run, cell)
+    figures, details = {}, []
     if cell.wrong_answers:
-        reasons = and_more(cell.wrong_answers, _MOST_REASONS, "; ")
-        outcome, sentence = FAIL, say("limits.canaries_wrong", words=wrong) if counts.wrong else reasons
+        outcome, sentence, figures = FAIL, and_more(cell.wrong_answers, _MOST_REASONS, "; "), {"max": 0.0}
     elif not counts.answered:
         outcome, sentence = INVALID, say("limits.canaries_unanswered", n=counts.sent)
     elif not counts.wrong:
         outcome, sentence = PASS, say("limits.canaries_right", n=counts.answered)
     else:
         outcome, sentence = _beside_offline(run, cell, quality, doubt)
+    if counts.wrong:
+        details.append(say("limits.canaries_details", path=cell.folder / WRONG_ANSWERS))
+        if cell.wrong_answers:
+            sentence = say("limits.canaries_wrong", words=wrong_words(counts))
     title = say("limits.canaries", where=where)
     return Finding(
         id=say("limits.id", where=where, label="canaries"),
@@ -149,8 +153,8 @@ def judge_canaries(run: Run, cell: MeasuredCell, quality: QualityResult | None, 
         unit="count",
         higher_is_better=False,
         candidate=float(counts.wrong),
-        figures={} if outcome == INVALID or not cell.wrong_answers else {"max": 0.0},
-        details=(say("limits.canaries_details", path=cell.folder / WRONG_ANSWERS),) if counts.wrong else (),
+        figures=figures,
+        details=tuple(details),
     )
 
 
@@ -308,15 +312,13 @@ def _hold(
 
     ``window``: which part of the loads they are of, where that is not the usual one.
     """
-    judged = max(values, key=limit.excess) if limit.every else statistics.median(values)
+    judged, sample = statistics.median(values), limit.kind
+    if limit.every:
+        judged, sample = max(values, key=limit.excess), "every"
     broken = limit.excess(judged) > 0
     ends = {name: end for name, end in (("min", limit.low), ("max", limit.high)) if end is not None}
     bounds = " and ".join(say(f"limits.{name}", value=quantity(end, unit)) for name, end in ends.items())
-    which = ""
-    if len(values) > 1:
-        median = "limits.median_ratio" if limit.kind == "ratio" else "limits.median"
-        which = say("limits.worst_repeat" if limit.every else median)
-    but = say("limits.but", broken)
+    which, but = say("limits.which", sample) if len(values) > 1 else "", say("limits.but", broken)
     text = say("limits.value", which=which, value=quantity(judged, unit), but=but, bounds=bounds)
     window = say("limits.window", bool(window), window=window)
     return replace(
@@ -336,8 +338,8 @@ def _invalid(limit: GateLimit, where: str, why: str) -> Finding:
 def _finding(limit: GateLimit, where: str, outcome: str, text: str, window: str = "", bounds: str = "") -> Finding:
     """The finding on a limit; ``window`` and ``bounds`` are added to its title."""
     names = {"name": limit.name, "label": limit.label, "where": where, "window": window}
-    about = say("limits.named" if limit.name else "limits.unnamed", **names)
-    title = say("limits.title", about=about, bounds=bounds) if bounds else about
+    about = say("limits.about", bool(limit.name), **names)
+    title = say("limits.title", bool(bounds), about=about, bounds=bounds)
     sentence = say("limits.sentence", about=about, text=text)
     return Finding(say("limits.id", **names), SUITE, title, outcome, sentence, metric=limit.what)
 
@@ -423,6 +425,6 @@ def _cell_benchmarks(row: Mapping[str, str], workload: str) -> Iterator[Benchmar
         if not math.isnan(value):
             window, repeats = row[f"{column}_window"], plural(float(row["repeats"] or "nan"), "repeat")
             about = {"configuration": row["configuration"], "repeats": repeats, "window": window}
-            extra = say("limits.benchmark_window" if window else "limits.benchmark", **about)
+            extra = say("limits.benchmark", bool(window), **about)
             shown, where = figure(name), f"{workload}/{row['cell_id']}/{column}"
             yield Benchmark(where, shown.unit, value, (high - low) / 2, extra, shown.higher_is_better)

@@ -451,5 +451,5 @@ def _run(
             processes.stop(child)
     if code == 0:
         return
-    how = say("build.too_long" if code is None else "build.exit_code", code=code, limit_s=limit_s)
+    how = say("build.how", code is None, code=code, limit_s=limit_s)
     raise MeasurementError(say("build.failed", title=title, how=how, log=log, lines=processes.last_lines(log, count=5)))

@@ -281,7 +281,7 @@ def _failing_servers(attempts: Sequence[FailedAttempt]) -> tuple[Finding, ...]:
     outcome = INCONCLUSIVE if candidate > base else PASS
     if p <= ATTEMPTS_ALPHA:
         outcome = FAIL
-    faults = "; ".join(of_candidate[-1].faults[CANDIDATE]) if candidate else ""
+    faults = "; ".join(text for attempt in of_candidate[-1:] for text in attempt.faults[CANDIDATE])
     text = say(
         "conclude.failing",
         candidate=plural(candidate, "attempt"),
@@ -308,7 +308,7 @@ def _failing_servers(attempts: Sequence[FailedAttempt]) -> tuple[Finding, ...]:
 def _attempt_line(attempt: FailedAttempt) -> str:
     return say(
         "conclude.attempt",
-        where=say("conclude.attempt_pair", pair=attempt.pair) if attempt.pair else attempt.turn,
+        where=say("conclude.attempt_pair", attempt.pair > 0, pair=attempt.pair, turn=attempt.turn),
         attempt=attempt.attempt,
         resume=say("conclude.attempt_resume", attempt.resume > 0, resume=attempt.resume),
         first=attempt.first,

@@ -77,7 +77,7 @@ class FailedAttempt:
     @property
     def where(self) -> str:
         """The place in words: ``pair 3 of mixed/paged``."""
-        return say("conclude.attempt_of", pair=self.pair, turn=self.turn) if self.pair else self.turn
+        return say("conclude.attempt_of", self.pair > 0, pair=self.pair, turn=self.turn)
 
     @property
     def blamed(self) -> str | None:

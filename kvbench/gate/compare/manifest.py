@@ -63,7 +63,7 @@ def new_comparison(
     """
     sides = workloads[0].sides
     stored = {side: path for side in SIDES if (path := sides[side].stored)}
-    differences = stored_differences(stored, workloads) if stored else []
+    differences = stored_differences(stored, workloads)
     if differences and not request.force:
         raise UsageError(say("equal.stored", differences="; ".join(differences)))
     running = any(side.choice.runs_already for workload in workloads for side in workload.sides.values())
@@ -148,6 +148,8 @@ def resume(
 
 def stored_differences(stored: Mapping[str, Path], workloads: Sequence[PairedWorkload]) -> list[str]:
     """Lists what must be equal in two runs and is not: machine, versions, servers, requests; not their commits."""
+    if not stored:
+        return []
     then, now = (RunFolder(stored[side]).manifest() for side in SIDES)
     differences, _ = environment_differences(then.model_copy(update={"git": GitState()}), now)
     for match in (match for workload in workloads for match in workload.matches):

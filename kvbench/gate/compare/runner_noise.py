@@ -52,7 +52,7 @@ def store_noise(
     last = rules.looks[-1].pairs
     for line in noise.each:
         seen = line.detectable[last]
-        seen = sentence("noise.seen", "none" if seen is None else "other", percent=100 * (seen or 0.0))
+        seen = sentence("noise.seen", seen is not None, percent=100 * (seen or 0.0))
         levels = ", ".join(line.stands_for)
         say(sentence("noise.line", metric=line.metric, levels=levels, sd=100 * line.sd, seen=seen, last=last))
     for warning in warnings_of(noise, rules):

@@ -50,9 +50,12 @@ class GateCommands:
         return f'{self._command("accept")} --reason "..."'
 
     def _command(self, verb: str, *options: str) -> str:
-        files = [str(self.workload)] if self.workload != WORKLOAD else []
-        files += ["--lock", str(self.lock)] if self.lock != LOCK else []
-        return shlex.join(["kvbench", verb, "counters", *files, *options])
+        words = ["kvbench", verb, "counters"]
+        if self.workload != WORKLOAD:
+            words.append(str(self.workload))
+        if self.lock != LOCK:
+            words += ["--lock", str(self.lock)]
+        return shlex.join([*words, *options])
 
 
 @dataclass(frozen=True)
@@ -189,14 +192,16 @@ def judge(
     moved = _moved(results)
     if outcome == PASS:
         sentence = say("counters.all_pass", scenarios=len(results), counters=len(COUNTERS), steps=steps)
-        same = lock.workload_digest == workload.digest
-        notes = [] if same else [say("counters.other_file", workload=commands.workload)]
+        notes = []
+        if lock.workload_digest != workload.digest:
+            notes.append(say("counters.other_file", workload=commands.workload))
     else:
         concerned = [result for result in results if result.finding.outcome == outcome]
         cause, *notes = _causes(concerned)
         most = [say("counters.moved_counter", **_numbers(row)) for row in moved]
         sentence = say(
-            "counters.differ" if outcome == FAIL else "counters.unsteady",
+            "counters.differ",
+            outcome == FAIL,
             count=len(concerned),
             scenarios=len(results),
             lock=commands.lock,
@@ -214,9 +219,10 @@ def _result(scenario: Scenario, lock: CounterLock, run: Replayed, second: Replay
     name, locked = scenario.name, lock.scenarios.get(scenario.name)
     if unsteady := nondeterminism(run, second):
         return ScenarioResult(_finding(name, INVALID, unsteady), unsteady)
-    reasons, cause = [run.error] if run.error else [], re.sub(r"\d+|\(.*", "", run.error or "").strip()
+    reasons = [run.error] if run.error else []
+    cause = re.sub(r"\d+|\(.*", "", run.error or "").strip()
     if locked is None or locked.definition != scenario.digest:
-        reason = say("counters.new" if locked is None else "counters.redefined")
+        reason = say("counters.not_comparable", locked is None)
         return ScenarioResult(_finding(name, FAIL, *reasons, reason), cause or reason, error=bool(run.error))
     changes = changed_counters(locked.counters, run.counters)
     difference = first_difference(locked.columns, run.history)
@@ -227,8 +233,9 @@ def _result(scenario: Scenario, lock: CounterLock, run: Replayed, second: Replay
     reasons.append(say("counters.changed", count=len(changes), counters=len(COUNTERS), which=which))
     if other_tokens:
         reasons.append(say("counters.tokens"))
-    first = [say("counters.first", difference=difference)] if difference else []
-    finding = _finding(name, FAIL, *reasons, *first)
+    if difference:
+        reasons.append(say("counters.first", difference=difference))
+    finding = _finding(name, FAIL, *reasons)
     details = []
     for change in changes:
         text = str(change)
@@ -244,7 +251,9 @@ def _result(scenario: Scenario, lock: CounterLock, run: Replayed, second: Replay
         before = [say("counters.column", name=name, value=value) for name, value in names.items()]
     if before:
         details.append(say("counters.until_then", step=step - 1, columns=", ".join(before)))
-    finding = replace(finding, details=tuple(details), figures={"first_different_step": step} if step else {})
+    finding = replace(finding, details=tuple(details))
+    if step:
+        finding = replace(finding, figures={"first_different_step": step})
     if changes:  # the counter that changed most stands for all where there is room for one
         most, title = changes[0], say("counters.title", name=name, words=changes[0].words)
         numbers = {"base": most.was, "candidate": most.now, "change": most.ratio}
@@ -280,7 +289,7 @@ def nondeterminism(first: Replayed, second: Replayed) -> str | None:
         or (first.outputs != second.outputs and "the output tokens")
         or (first.error != second.error and say("counters.how_failed", first=first.error, second=second.error))
     )
-    return say("counters.not_deterministic", what=what) if what else None
+    return say("counters.not_deterministic", bool(what), what=what) or None
 
 
 def _causes(results: Sequence[ScenarioResult]) -> list[str]:
@@ -295,8 +304,9 @@ def _causes(results: Sequence[ScenarioResult]) -> list[str]:
             steps = say("counters.steps", first > 0, first=first, last=last)
             text = say("counters.alike", count=len(group), cause=cause, steps=steps, first=text)
         sentences.append(text)
-    rest = [say("counters.more_causes", n=len(sentences) - _NOTES)] if len(sentences) > _NOTES else []
-    return sentences[:_NOTES] + rest
+    if len(sentences) > _NOTES:
+        sentences[_NOTES:] = [say("counters.more_causes", n=len(sentences) - _NOTES)]
+    return sentences
 
 
 def _moved(results: Sequence[ScenarioResult]) -> tuple[Moved, ...]:

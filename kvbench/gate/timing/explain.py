@@ -91,7 +91,9 @@ class _Figure:
     event: bool = False
 
     def value(self, counters: Counters) -> float | None:
-        part, whole = counters.get(self.part), 1.0 if self.whole is None else counters.get(self.whole)
+        part, whole = counters.get(self.part), 1.0
+        if self.whole is not None:
+            whole = counters.get(self.whole)
         return self.scale * part / whole if part is not None and whole else None
 
 
@@ -170,7 +172,7 @@ def where_it_went(moved: Sequence[Moved], findings: Sequence[Finding], counters:
     if words:
         return "; ".join(words)
     reported = {p.figure.name for cell in _cells(counters, findings) for p in _paired(counters[cell])}
-    return say("explain.means_the_same" if reported & {*_LATENCIES, *_STEP_PARTS} else "explain.no_times")
+    return say("explain.nothing_moved", bool(reported & {*_LATENCIES, *_STEP_PARTS}))
 
 
 def _latency_words(name: str, moved: Sequence[Moved], counters: ByCell) -> str:
@@ -184,7 +186,8 @@ def _latency_words(name: str, moved: Sequence[Moved], counters: ByCell) -> str:
     swapping = 2 * shares.get("swap", 0.0) >= shares.get("prepare", 0.0)  # copies and swaps are a part of prepare
     names = {"prepare": "prepare (copies and swaps)"} if swapping else {}
     text = say(
-        "explain.explained" if named else "explain.unexplained",
+        "explain.difference",
+        bool(named),
         difference=row.candidate - row.base,
         latency=_LATENCIES[name],
         cell=say("explain.cell", len({m.where for m in moved}) > 1, where=row.where),
@@ -194,7 +197,7 @@ def _latency_words(name: str, moved: Sequence[Moved], counters: ByCell) -> str:
     changed = {m.name for m in moved if m.where == row.where}
     reported = {p.figure.name for p in _paired(counters[row.where])}
     still = [p for n, p in suspects.items() if n in reported and n not in changed and p != "page hashes"]
-    return say("explain.still", text=text, parts=listing(still)) if still else text
+    return text + say("explain.still", bool(still), parts=listing(still))
 
 
 def _cells(counters: ByCell, findings: Sequence[Finding]) -> list[str]:
@@ -206,8 +209,8 @@ def _cells(counters: ByCell, findings: Sequence[Finding]) -> list[str]:
 def _judged(findings: Sequence[Finding]) -> list[str]:
     """The latencies to explain: those that failed, both for a throughput."""
     failed = " ".join(f.metric or "" for f in findings if f.outcome == FAIL)
-    judged = [ITL] if "itl" in failed or "tpot" in failed else []
-    return judged + ([TTFT] if "ttft" in failed else []) or [ITL, TTFT]
+    names = {ITL: ("itl", "tpot"), TTFT: ("ttft",)}
+    return [latency for latency, parts in names.items() if any(part in failed for part in parts)] or [ITL, TTFT]
 
 
 def _paired(loads: Mapping[str, Sequence[Counters]]) -> list[_Paired]:

@@ -75,9 +75,9 @@ def judge(table: PairTable, rules: TimingRules, look_index: int) -> Judgement:
 
 def _lost(one_sided: OneSided, table: PairTable, look: Look) -> Finding:
     where, metric, lacking = table.cells[one_sided.cell], table.metrics[one_sided.metric], one_sided.lacking
-    by_candidate = FAIL if 2.0**-table.pairs <= look.alpha else INCONCLUSIVE
-    outcome = by_candidate if lacking == CANDIDATE else INVALID
-    having = CANDIDATE if lacking == BASE else BASE
+    outcome, having = INVALID, CANDIDATE
+    if lacking == CANDIDATE:
+        outcome, having = FAIL if 2.0**-table.pairs <= look.alpha else INCONCLUSIVE, BASE
     names = {"lacking": lacking, "having": having, "metric": metric.title, "where": where}
     text = say("timing.lost", n=table.pairs, **names)
     hypothesis = HarmHypothesis(CELL, where, metric, one_sided.metric, (one_sided.cell,), (CELL,))
@@ -151,7 +151,7 @@ def _sentence_of(finding: Finding, tests: int, most_pairs: int) -> str:
         title=finding.title,
         measured=say("timing.measured", title=finding.title, change=change, interval=interval, pairs=pairs),
         size=wording.percent(abs(finding.change), signed=False),
-        worse="lower" if finding.higher_is_better else "higher",
+        worse=say("timing.worse", bool(finding.higher_is_better)),
         interval=interval,
         pairs=pairs,
         tests=tests,
@@ -161,7 +161,7 @@ def _sentence_of(finding: Finding, tests: int, most_pairs: int) -> str:
         floor=wording.share(figures["floor"]),
         margin=wording.share(figures["margin"]),
         detectable=wording.share(detectable),
-        needed=say("timing.needed", "none" if needed is None else "other", most=MOST_USEFUL, pairs=needed),
+        needed=say("timing.needed", needed is None, most=MOST_USEFUL, pairs=needed),
         advice=advice,
     )
 
@@ -174,7 +174,7 @@ def sentence(judgement: Judgement) -> str:
     chosen = [finding for finding in compared if finding.outcome == outcome]
     if not chosen:
         lost = [finding.sentence for finding in judgement.findings if finding.outcome == outcome]
-        return say("timing.some_lost", worst=lost[0], count=len(lost)) if len(lost) > 1 else lost[0]
+        return say("timing.some_lost", n=len(lost), worst=lost[0])
     if outcome == PASS:
         return say("timing.all_pass", pairs=plural(judgement.pairs, "pair"), tests=len(compared))
     if outcome == FAIL:

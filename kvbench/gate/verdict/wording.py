@@ -74,12 +74,14 @@ def percent(fraction: float | None, signed: bool = True, sign: str = " %") -> st
     """0.1012 -> +10.1 %: at most three significant figures, two decimals."""
     if not is_number(fraction):
         return NONE
-    hundredths = max(-_LARGEST, min(fraction * 100, _LARGEST))
+    hundredths, plus = max(-_LARGEST, min(fraction * 100, _LARGEST)), "+" * signed
     if abs(hundredths) >= _IN_DIGITS:
-        return f"{hundredths:{'+' if signed else ''}.2e}{sign}"
-    decimals = 0 if abs(hundredths) >= 99.95 else 1 if abs(hundredths) >= 9.995 else 2
-    words = f"{hundredths:{'+' if signed else ''},.{decimals}f}"
-    return (words.lstrip("+-") if float(words.replace(",", "")) == 0 else words) + sign
+        return f"{hundredths:{plus}.2e}{sign}"
+    decimals = next(decimals for decimals, least in enumerate((99.95, 9.995, 0.0)) if abs(hundredths) >= least)
+    words = f"{hundredths:{plus},.{decimals}f}"
+    if float(words.replace(",", "")) == 0:
+        words = words.lstrip("+-")
+    return words + sign
 
 
 def share(fraction: float | None) -> str:
@@ -94,7 +96,9 @@ def interval(ends: tuple[float, float] | None) -> str:
 
 def probability(p: float | None) -> str:
     """0.0039; below 0.0001 only that, since a p value is never 0."""
-    return NONE if not is_number(p) else "< 0.0001" if p < 0.0001 else f"{p:.2g}"
+    if not is_number(p):
+        return NONE
+    return "< 0.0001" if p < 0.0001 else f"{p:.2g}"
 
 
 def p_value(p: float | None) -> str:
@@ -158,11 +162,13 @@ def worst_first(findings: Iterable[Finding]) -> list[Finding]:
 
     def key(finding: Finding) -> tuple[int, int, float]:
         suite = _SUITES.index(finding.suite) if finding.suite in _SUITES else len(_SUITES)
-        size = -math.inf
+        size, floor = -math.inf, finding.figure("floor")
         if is_number(finding.change):
-            size = finding.change * worse_sign(finding) if finding.higher_is_better is not None else abs(finding.change)
-            floor = finding.figure("floor")
-            size /= abs(floor) if is_number(floor) and floor else 1.0
+            size = abs(finding.change)
+            if finding.higher_is_better is not None:
+                size = finding.change * worse_sign(finding)
+            if is_number(floor) and floor:
+                size /= abs(floor)
         return list(NAMES).index(finding.outcome), suite, -size
 
     return sorted(findings, key=key)
