@@ -163,10 +163,8 @@ def run_facts(run: Run, server: ServerInfo | None = None) -> dict[str, str]:
     git, cpu, model = manifest.git, manifest.cpu, manifest.model or {}
     versions = {**manifest.versions, **(server.versions if server else {})}
     processor = say("side_by_side.cores", n=cpu.cores, model=cpu.model) if cpu.cores else cpu.model
-    commit = say("side_by_side.commit", "dirty" if git.dirty else "clean", sha=git.short_sha)
-    times = run.clock
-    if run.simulated:
-        times = say("side_by_side.times", clock=run.clock, model=run.simulated.cost_model)
+    commit = say("side_by_side.commit", bool(git.dirty), sha=git.short_sha)
+    times = say("side_by_side.times", clock=run.clock, model=run.simulated.cost_model) if run.simulated else run.clock
     machine = {
         "processor": processor,
         "memory": words.data_size(manifest.memory_bytes),
@@ -285,9 +283,9 @@ def not_compared(groups: Sequence[Group]) -> list[str]:
             kinds.setdefault(re.sub(r"\d[\d.,]*", "#", reason), []).append((reason, pair))
     sentences = []
     for listed in kinds.values():
-        form = "any" if len(listed) == len(pairs) > 1 else "some"
         named_pairs = words.and_more([pair for _, pair in listed])
-        sentences.append(say("side_by_side.no_ratio", form, pairs=named_pairs, reason=listed[0][0]))
+        is_any = len(listed) == len(pairs) > 1
+        sentences.append(say("side_by_side.no_ratio", is_any, pairs=named_pairs, reason=listed[0][0]))
     return sentences
 
 

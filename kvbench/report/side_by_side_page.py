@@ -56,8 +56,8 @@ def headline(groups: Sequence[Group]) -> str:
     missing = words.listing([letter for letter, ratio in by_side.items() if ratio is None])
     bare = words.listing([letter for letter, ratio in known.items() if ratio.low is None])
     changes = [f"{letter} {_ratio_words(ratio)}" for letter, ratio in known.items()]
-    changes += [say("side_by_side.no_ratio_of", letters=missing)] if missing else []
-    few = say("side_by_side.too_few", letters=bare) if bare else ""
+    changes.append(say("side_by_side.no_ratio_of", bool(missing), letters=missing))
+    few = say("side_by_side.too_few", bool(bare), letters=bare)
     return say("side_by_side.headline", clock=clock, first=first.title, changes=joined(*changes), few=few)
 
 
@@ -69,7 +69,7 @@ def _counted(comparisons: Sequence[Comparison | None]) -> str:
     text = ", ".join(counts)
     if len(known) > 1:
         low, high = (words.ratio(pick(ratio.ratio for ratio in known)) for pick in (min, max))
-        text = say("side_by_side.from_to", text=text, low=low, high=high)
+        text += say("side_by_side.from_to", low=low, high=high)
     return joined(text, say("side_by_side.without_ratio", n=len(comparisons) - len(known)))
 
 
@@ -150,7 +150,7 @@ def _effect_row(group: Group, side: CellSide, again: bool) -> tuple[Value, ...]:
         basis = next((ratio.basis for ratio in by_metric.values()), say("side_by_side.without"))
         title = "" if again else title
     entries = [_effect(metric, cell, first.cell, by_metric.get(metric)) for metric in compared()]
-    name = Value(title, None, cell.doubt, "worse" if cell.doubt else "")
+    name = Value(title, None, cell.doubt, "worse" * bool(cell.doubt))
     return (name, Value(named(side, group)), *entries, Value(basis))
 
 
@@ -162,9 +162,7 @@ def _effect(metric: str, cell: MeasuredCell, first: MeasuredCell, ratio: Compari
         text += say("side_by_side.whole_run")
     if ratio is None:
         return Value(text, value)
-    note = say(
-        "side_by_side.note", "bare" if ratio.low is None else "other", ratio=marked(ratio), bounds=_bounds(ratio)
-    )
+    note = marked(ratio) + say("side_by_side.bounds", ratio.low is not None, bounds=_bounds(ratio))
     if value and other and contradicts(ratio.ratio, value / other):
         note += f"; {MEDIANS} {words.ratio(value / other)}"
     return Value(text, value, note, mark_of(ratio.call))
@@ -209,11 +207,11 @@ def _group_drawings(group: Group, number: int, several: bool) -> Iterator[Drawin
     cells = []
     for side in group:
         name, what = named(side, group), side.run.folder.name if several else side.title
-        cells.append(replace(side.cell, name=f"{name} {what}" if name == side.letter else name))
+        cells.append(replace(side.cell, name=name + f" {what}" * (name == side.letter)))
     marked_cells = [replace(cell, name=cell.marked_name) for cell in cells]
     styles = zip((PAGED, CONTIGUOUS, *OTHERS), ("solid", "dash", *DASHES), strict=False)
     looks = {cell.name: LineStyle(*style) for cell, style in zip(marked_cells, styles, strict=False)}
-    where = f": {group[0].title}" if several else ""
+    where = say("side_by_side.where", several, title=group[0].title)
     latencies, over_time = distributions.distributions(marked_cells), kv.timeline(cells)  # which marks them itself
     if len(latencies):
         shown, title = distributions.distributions_figure(latencies, looks), say("side_by_side.latencies", where=where)
@@ -228,7 +226,7 @@ def _without(cells: Sequence[MeasuredCell], shown: pd.DataFrame) -> str:
     """A sentence on the cells without samples or readings in a figure; empty where all have some."""
     there = set(shown["configuration"])
     missing = words.listing([cell.name[:1] for cell in cells if not {cell.name, cell.marked_name} & there])
-    return say("side_by_side.nothing_stored", cells=missing) if missing else ""
+    return say("side_by_side.nothing_stored", bool(missing), cells=missing)
 
 
 # --- The files ---
