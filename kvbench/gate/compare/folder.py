@@ -25,7 +25,7 @@ from pydantic import ConfigDict, model_validator
 from kvbench.common.errors import UsageError
 from kvbench.common.files import read_json
 from kvbench.common.records import Record, read_record, write_record
-from kvbench.gate.compare.request import StoredRequest
+from kvbench.gate.compare.request import TYPED, StoredRequest
 from kvbench.gate.policy import StoredPolicy
 from kvbench.gate.timing.plan import CANDIDATE, SIDES, Match, PairedCell
 from kvbench.runs.folder import DONE, MANIFEST, RunFolder, move_numbered
@@ -202,7 +202,7 @@ class CompareFolder:
 
     def resume_command(self, subcommand: str) -> str:
         """The command that goes on with it, from the current folder."""
-        return shlex.join(["kvbench", subcommand, "--resume", os.path.relpath(self.path)])
+        return shlex.join(["kvbench", *TYPED[subcommand].split(), "--resume", os.path.relpath(self.path)])
 
     def locked(self) -> AbstractContextManager[None]:
         """Only one process may work in a folder."""

@@ -41,7 +41,7 @@ from kvbench.gate.compare.folder import (
 from kvbench.gate.compare.lockstep_pairs import LockstepPairs, why_not_lockstep
 from kvbench.gate.compare.manifest import new_comparison, record_server, require_same_requests, resume
 from kvbench.gate.compare.pair_runner import MeasurePair, PairRunner, measure_launched
-from kvbench.gate.compare.request import CompareRequest
+from kvbench.gate.compare.request import TYPED, CompareRequest
 from kvbench.gate.compare.runner_noise import noise_notes, store_noise
 from kvbench.gate.compare.served_check import ServedCheck
 from kvbench.gate.compare.sides import RUN, PairedWorkload, PairSide, open_workloads, parse_side
@@ -96,7 +96,7 @@ def compare_command(request: CompareRequest) -> int:
 
 
 def calibrate_pairs_command(request: CompareRequest) -> int:
-    """Runs ``kvbench calibrate``. Raises UsageError and MeasurementError."""
+    """Runs ``kvbench dev calibrate``. Raises UsageError and MeasurementError."""
     console = Console()
     with ExitStack() as held:
         plan = _make_plan(request, CALIBRATE, held)
@@ -132,7 +132,7 @@ def _make_plan(request: CompareRequest, subcommand: str, held: ExitStack) -> _Pl
     held.enter_context(folder.locked())
     manifest = folder.manifest()
     if manifest.subcommand != subcommand:
-        raise UsageError(f"{folder.path} was begun by `kvbench {manifest.subcommand}`: go on with that")
+        raise UsageError(f"{folder.path} was begun by `kvbench {TYPED[manifest.subcommand]}`: go on with that")
     begun = manifest.options.resumed_by(request)
     workloads = [stored_workload(given) for given in manifest.given]
     return _Plan(subcommand, begun, Policy.of(manifest.policy), _sides(begun), workloads, folder)

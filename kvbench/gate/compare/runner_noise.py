@@ -1,4 +1,4 @@
-"""The noise of a class of machines: measured by ``kvbench calibrate``, kept in ci/noise/<class>.json."""
+"""The noise of a class of machines: measured by ``kvbench dev calibrate``, kept in ci/noise/<class>.json."""
 
 from __future__ import annotations
 
@@ -72,15 +72,15 @@ def noise_notes(request: CompareRequest, workloads: Collection[str], method: str
         if not noise.workloads:
             raise ValueError("it names no workload")
     except ValueError as error:
-        raise UsageError(f"{path} is no noise of a runner ({error}): write one with `kvbench calibrate`") from None
+        raise UsageError(f"{path} is no noise of a runner ({error}): write one with `kvbench dev calibrate`") from None
     if set(noise.workloads) != set(workloads):
         return [
             f"what this runner can show of {', '.join(workloads)} is not known: {path.name} is its noise under "
-            f"{', '.join(noise.workloads)}; `kvbench calibrate` measures it"
+            f"{', '.join(noise.workloads)}; `kvbench dev calibrate` measures it"
         ]
     if noise.method != method:
         return [
             f"what this runner can show with --method {method} is not known: {path.name} is its noise with --method "
-            f"{noise.method}; `kvbench calibrate` measures it"
+            f"{noise.method}; `kvbench dev calibrate` measures it"
         ]
     return [f"{text} (noise of {path.name})" for text in warnings_of(noise, rules)]

@@ -433,9 +433,9 @@ def test_calibrate_stores_the_noise_of_its_pairs_and_is_resumed_by_calibrate(com
     words = ("page_size=16", *WORDS, "--store", "noise", "--runner-class", "here", "--pairs", "6")
     code, folder, said = compare(*words, subcommand="calibrate", measure=lambda each: end(each, 2))
     assert code == 4 and "2 of 6 pairs" in said
-    assert read_json(folder / "manifest.json")["reproduce"].startswith("kvbench calibrate page_size=16 --workload")
+    assert read_json(folder / "manifest.json")["reproduce"].startswith("kvbench dev calibrate page_size=16 --workload")
     code, _, said = compare("--resume", str(folder))
-    assert code == 2 and "kvbench calibrate" in said
+    assert code == 2 and "kvbench dev calibrate" in said
     code, _, said = compare(*words, subcommand="calibrate", measure=lambda each: end(each, 6))
     assert code == 0 and read_json(tmp_path / "noise" / "here.json")["pairs"] == 6, said
 

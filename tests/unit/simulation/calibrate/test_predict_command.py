@@ -1,4 +1,4 @@
-"""`kvbench predict` and `calibrate-model` on a run whose step times are known: a simulated one, taken for measured."""
+"""`kvbench dev predict` and `calibrate-model` on a run with known step times: a simulated one, taken for measured."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     how = ("--simulate", "--device", "this-cpu", "--calibration", folder / "known.json", "--no-report")
     assert kvbench("sweep", folder / "tiny.yaml", *how, "--output-dir", folder) == 0
     found = next((folder / "tiny").iterdir())
-    assert kvbench("predict", found) == 2  # it is simulated itself
+    assert kvbench("dev", "predict", found) == 2  # it is simulated itself
     manifest = json.loads((found / "manifest.json").read_text()) | {"backend": "kvbench", "num_threads": 1}
     del manifest["simulated"]
     (found / "manifest.json").write_text(json.dumps(manifest))
@@ -63,7 +63,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_cell_is_predicted_from_the_others_as_it_was(run: Path) -> None:
-    assert kvbench("predict", run) == 0
+    assert kvbench("dev", "predict", run) == 0
     found = read_predictions(run)
     assert found is not None and set(found.cells) == {
         f"{configuration}-c{users}"
@@ -77,9 +77,9 @@ def test_every_cell_is_predicted_from_the_others_as_it_was(run: Path) -> None:
 
 
 def test_the_costs_are_found_and_simulate_the_same_machine_again(run: Path, tmp_path: Path, capsys: Any) -> None:
-    assert kvbench("calibrate-model", run, "--check", run, "--output", tmp_path / "found.json") == 0
+    assert kvbench("dev", "calibrate-model", run, "--check", run, "--output", tmp_path / "found.json") == 0
     capsys.readouterr()
-    assert kvbench("calibrate-model", run, "--check", run, "--json") == 0
+    assert kvbench("dev", "calibrate-model", run, "--check", run, "--json") == 0
     (cells,) = json.loads(capsys.readouterr().out)["checked"].values()
     assert len(cells) == 4 and all(
         set(figure) == {"predicted", "measured"} for figure in cells["paged-p16-c2"].values()
@@ -112,9 +112,9 @@ def test_this_cpu_without_its_unit_costs_is_bad_input(run: Path, tmp_path: Path,
 
 
 def test_what_cannot_be_predicted_is_bad_input(run: Path, tmp_path: Path) -> None:
-    assert kvbench("predict", tmp_path) == 2
-    assert kvbench("predict", "results/reference/vllm-cpu/sweep") == 2  # another engine
-    assert kvbench("predict", "results/reference/mixed-cpu") == 2  # raw samples of single loads are not kept
+    assert kvbench("dev", "predict", tmp_path) == 2
+    assert kvbench("dev", "predict", "results/reference/vllm-cpu/sweep") == 2  # another engine
+    assert kvbench("dev", "predict", "results/reference/mixed-cpu") == 2  # raw samples of single loads are not kept
 
 
 def changed(run: Path, folder: Path, **engine: Any) -> Path:
@@ -127,14 +127,14 @@ def changed(run: Path, folder: Path, **engine: Any) -> Path:
 
 
 def test_cells_are_predicted_only_from_cells_whose_steps_cost_the_same(run: Path, tmp_path: Path) -> None:
-    assert kvbench("predict", changed(run, tmp_path / "run", num_threads=7), "--no-report") == 0
+    assert kvbench("dev", "predict", changed(run, tmp_path / "run", num_threads=7), "--no-report") == 0
     found = read_predictions(tmp_path / "run")
     assert found is not None and len(found.cells) == 4
-    assert kvbench("calibrate-model", tmp_path / "run") == 2  # there is no one cost of a step
+    assert kvbench("dev", "calibrate-model", tmp_path / "run") == 2  # there is no one cost of a step
 
 
 def test_steps_that_overlap_are_not_predicted(run: Path, tmp_path: Path) -> None:
-    assert kvbench("predict", changed(run, tmp_path / "run", async_scheduling=True), "--no-report") == 0
+    assert kvbench("dev", "predict", changed(run, tmp_path / "run", async_scheduling=True), "--no-report") == 0
     found = read_predictions(tmp_path / "run")
     assert found is not None and set(found.cells) == {"paged-p16-c2", "paged-p16-c12"} and len(found.notes) == 2
 
@@ -146,7 +146,7 @@ def test_nothing_is_fitted_to_a_load_whose_server_took_other_steps(run: Path, tm
         for repeat in stored["repeats"]:
             repeat["server"]["steps_total"] *= 2
         summary.write_text(json.dumps(stored))
-    assert kvbench("predict", folder, "--no-report") == 0
+    assert kvbench("dev", "predict", folder, "--no-report") == 0
     found = read_predictions(folder)
     assert found is not None and len([note for note in found.notes if note.startswith("nothing is fitted to")]) == 2
 
