@@ -23,10 +23,10 @@ _WANTED = {
     "model_attributes_type": "a mapping",
 }
 _LIMITS = {
-    "greater_than_equal": "give at least {ge:g}",
-    "greater_than": "give more than {gt:g}",
-    "less_than_equal": "give at most {le:g}",
-    "less_than": "give less than {lt:g}",
+    "greater_than_equal": "give at least {ge}",
+    "greater_than": "give more than {gt}",
+    "less_than_equal": "give at most {le}",
+    "less_than": "give less than {lt}",
     "too_short": "give at least {min_length} of them",
     "too_long": "give at most {max_length} of them",
     "string_too_short": "give at least {min_length} characters",
@@ -86,5 +86,6 @@ def _sentence(item: Any, lead: str) -> str:
     if kind in _WANTED:
         return f"{lead}{given} is not {_WANTED[kind]}; write {_WANTED[kind]} here."
     if kind in _LIMITS:
-        return f"{lead}{given} is not allowed; {_LIMITS[kind].format(**context)}."
+        limits = {name: as_yaml(limit).removesuffix(".0") for name, limit in context.items() if name != "expected"}
+        return f"{lead}{given} is not allowed; {_LIMITS[kind].format(**context | limits)}."
     return f"{lead}{given} is not allowed. {item['msg']}."
