@@ -16,10 +16,11 @@ from markupsafe import Markup
 from kvbench.common import text as words
 from kvbench.common.errors import UsageError
 from kvbench.common.files import write_text
+from kvbench.report.cells import flat_rows
 from kvbench.report.document import Document
 from kvbench.report.samples import OutputSamples
 from kvbench.report.style import Drawing
-from kvbench.report.tables import Section, flat_rows
+from kvbench.report.tables import Section
 
 # The npm package plotly.js-cartesian-dist-min in the version that the pinned Python plotly has: a third of the whole
 # plotly.js, so pages are smaller and open faster. It has all kinds of chart that the figures use.

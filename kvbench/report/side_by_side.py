@@ -20,13 +20,13 @@ from kvbench.common.errors import UsageError
 from kvbench.common.files import write_text
 from kvbench.effects.comparison import FEWEST, MARGINS, Call, Comparison, contradicts, independent, paired
 from kvbench.metrics.definitions import SERVED, compared, figure
-from kvbench.report import kv
+from kvbench.report.cells import uncertain_note
 from kvbench.report.comparisons import JUDGED, NOT_TOLD, THROUGHPUT, against, is_steady, marked, median, sized, values
-from kvbench.report.figures import distributions, effects
+from kvbench.report.figures import distributions, effects, kv
 from kvbench.report.page import escape, render
 from kvbench.report.provenance import brief, kv_capacity, model_of, server_facts, target
 from kvbench.report.style import CONTIGUOUS, DASHES, OTHERS, PAGED, Drawing, LineStyle
-from kvbench.report.tables import MEDIANS, UNCERTAIN, UNCERTAIN_NOTE, Value, mark_of
+from kvbench.report.tables import MEDIANS, UNCERTAIN, Value, mark_of
 from kvbench.runs.model import NOT_OF_REQUESTS, WRONG, MeasuredCell, Run
 from kvbench.runs.server_info import ServerInfo
 from kvbench.workload.settings import applies, effective, setting_title, value_words
@@ -44,7 +44,7 @@ _RATIO_NOTE = (
     "Ratio to A and its 95 % interval: cells of one run are paired by repeat (t interval of the log ratios); of two "
     "runs the repeats are independent (Welch's interval of the logs), and what differs between two days is not in it. "
     "≈ means level (within 5 %), ? not told apart from 1. No interval is made of fewer than 3 repeats. "
-    f"{UNCERTAIN_NOTE}"
+    f"{uncertain_note()}"
 )
 
 

@@ -89,10 +89,11 @@ def test_every_sentence_is_used_and_gets_the_values_it_has_places_for(file: str)
             problems.append(f"{where}: {ast.unparse(call)} names no sentence of the file")
             continue
         used.add(key.value)
-        values = {keyword.arg for keyword in call.keywords}
+        values = {keyword.arg for keyword in call.keywords if keyword.arg}
+        unpacked = len(values) < len(call.keywords)  # **values: which ones they are shows when it is said
         wanted = set().union(*map(fields, sentences[key.value]))
         chosen_by_number = {"n"} if len(call.args) == 1 and len(sentences[key.value]) > 1 else set()
-        if values != wanted | chosen_by_number:
+        if values != wanted | chosen_by_number and not (unpacked and values < wanted):
             problems.append(f"{where}: {key.value} has places for {sorted(wanted)} and gets {sorted(values)}")
     problems += [f"{file}: nothing says {key}" for key in sentences.keys() - used]
     assert not problems, "\n".join(problems)
