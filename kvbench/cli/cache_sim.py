@@ -73,6 +73,6 @@ def cache_sim(**options: Any) -> int:
         from kvbench.trace_analysis.commands import cache_sim_command
 
         return cache_sim_command(**options)
-    from kvbench.simulation.tiers import tiers_command
+    from kvbench.simulation.fleet.tiers import tiers_command
 
     return tiers_command(**{name: options[name] for name in options if name not in _NOT_WITH_TIERS}, **tiers)

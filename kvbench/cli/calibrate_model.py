@@ -62,6 +62,6 @@ def calibrate_model(**options: Any) -> int:
     \b
     Exit codes: 0 fitted, 2 bad input, or a model that does not fit the device.
     """
-    from kvbench.simulation.calibration import calibrate_command
+    from kvbench.simulation.calibrate.calibration import calibrate_command
 
     return calibrate_command(**options)

@@ -5,22 +5,27 @@ from __future__ import annotations
 import dataclasses
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Literal
 
 import click
 
-from kvbench.cli.options import ANSWER_OPTIONS, add_options
 from kvbench.common.errors import UsageError
+from kvbench.common.options import argument, option, takes
+from kvbench.workload.options import Answers
 
-if TYPE_CHECKING:
-    from kvbench.workload.from_options import Answers
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InitRequest(Answers, heading="The file"):
+    """The request of ``kvbench init``."""
+
+    file: Annotated[Path, click.Path(dir_okay=False, path_type=Path)] = argument("FILE")
+    profile: Literal["cpu", "gpu"] | None = option(
+        "Make a workload of the size for a CPU or a GPU (default: by this machine)."
+    )
 
 
-@click.command()
-@click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
-@add_options(*ANSWER_OPTIONS)
-@click.option("--profile", type=click.Choice(("cpu", "gpu")), help="Of which size (default: by this machine).")
-def init(file: Path, profile: str | None, **options: Any) -> int:
+@takes(InitRequest)
+def init(request: InitRequest) -> int:
     """Write a short commented workload to FILE.
 
     `kvbench plan` and `kvbench sweep` read it.
@@ -37,17 +42,18 @@ def init(file: Path, profile: str | None, **options: Any) -> int:
     """
     from kvbench.common.files import why_unwritable
     from kvbench.workload.file import default_profile, load_workload
-    from kvbench.workload.from_options import answers_in, workload_text
+    from kvbench.workload.from_options import workload_text
     from kvbench.workload.settings import slug
 
+    file = request.file
     if file.exists():
         raise UsageError(f"{file} is there already: give a new name, or remove it first")
     if why := why_unwritable(file.absolute().parent):
         raise UsageError(f"{file} cannot be written: {why}")
-    answers = answers_in(options)
+    answers = request.part(Answers)
     if sys.stdin.isatty():
         answers = _ask(answers)
-    chosen = profile or default_profile()
+    chosen = request.profile or default_profile()
     text = workload_text(answers, profile=chosen, name=slug(file.stem).lstrip("._-") or None)
     load_workload(file, text=text, profile=chosen)  # refuses what no workload can have
     file.write_text(text, encoding="utf-8")

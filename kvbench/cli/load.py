@@ -3,32 +3,16 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
-from typing import Any
 
 import click
 
-from kvbench.cli.options import (
-    FORM_OPTIONS,
-    NO_CALIBRATION,
-    OVERRIDES,
-    PROFILE,
-    PROMPT_OPTIONS,
-    RUNNING_SERVER_OPTIONS,
-    SEED,
-    FiniteRange,
-    add_options,
-    given_options,
-    with_form,
-)
-from kvbench.common.ports import LOCUST_PORT
+from kvbench.common.options import RequestCommand, takes
+from kvbench.sweep.requests import LoadRequest
 
 _LIMIT = re.compile(r"[a-z0-9_]+:[0-9.]+")
-_PORT = {"type": click.IntRange(1, 65535), "default": LOCUST_PORT, "show_default": True, "metavar": "PORT"}
-_POSITIVE = FiniteRange(min=0, min_open=True)
 
 
-class _Command(click.Command):
+class _Command(RequestCommand):
     """Takes ``--goodput ttft:200 tpot:50``, several words after one option, as vllm bench serve does."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -41,78 +25,8 @@ class _Command(click.Command):
         return super().parse_args(ctx, joined)
 
 
-_LOAD_OPTIONS = (
-    click.option("--at", metavar="LOAD",
-                 help="Which of the WORKLOAD's loads: c32 is that of 32 users, r4 that of 4 requests/s (default: the "
-                 "first)."),
-    click.option("--request-rate", type=FiniteRange(min=0, min_open=True, inf=True), metavar="R",
-                 help="Open loop at R requests/s (conversations/s where the workload has them), whatever the server "
-                 "does; inf: all at once."),
-    click.option("--burstiness", type=_POSITIVE, metavar="B",
-                 help="Gamma-distributed gaps: below 1 burstier than Poisson, above 1 more regular."),
-    click.option("--max-concurrency", "--concurrency", type=click.IntRange(1), metavar="N",
-                 help="Closed loop: the users. Open loop: most requests in flight; the time that others wait in the "
-                 "client is in their TTFT, and shown apart."),
-    click.option("--num-prompts", type=click.IntRange(1), metavar="N",
-                 help="Requests of the load, or conversations where the workload has them (--find-max-rate: of a run, "
-                 "at least)."),
-    click.option("--num-warmups", type=click.IntRange(0, 1000), default=4, show_default=True, metavar="N",
-                 help="Warm-up requests of the load's shape, never measured; then as many short ones at once as "
-                 "the load has in flight. 0: none of either."),
-    click.option("--goodput", multiple=True, metavar="NAME:MS", help="An SLO such as 'ttft:200 tpot:50'. Repeatable."),
-    click.option("--canaries", metavar="SHARE[:FILE]",
-                 help="Mix in requests whose right answers are known: 0.1 is one in ten. FILE: of `kvbench canaries`, "
-                 "or a set's name (default: the set that has the model's name)."),
-    click.option("--output-dir", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
-                 help="Keep manifest, raw samples and metrics there; it must be new or empty (default: keep nothing)."),
-    click.option("--resume", is_flag=True,
-                 help="With --output-dir: go on with what was begun there, or measure an invalid load again."),
-)  # fmt: skip
-_SEARCH_OPTIONS = (
-    click.option("--find-max-rate", metavar="SLO",
-                 help="Search the highest request rate that meets SLO, with a 95 % interval: conditions such as "
-                 "p95_ttft<=500ms,p99_itl<=50ms or goodput>=95% (of the requests, with --goodput); < and > are read as "
-                 "<= and >=."),
-    click.option("--min-rate", type=_POSITIVE, metavar="R",
-                 help="--find-max-rate: lowest rate tried (default: 1/64 of the first)."),
-    click.option("--max-rate", type=_POSITIVE, metavar="R",
-                 help="--find-max-rate: highest rate tried (default: 1024 times the first)."),
-    click.option("--tolerance", type=FiniteRange(0.01, 0.5), default=0.1, show_default=True,
-                 help="--find-max-rate: how wide the 95 % interval may be at the end, relative to the rate."),
-    click.option("--max-runs", type=click.IntRange(1, 1000), default=40, show_default=True,
-                 help="--find-max-rate: most runs, disturbed ones included."),
-    click.option("--max-minutes", type=_POSITIVE, default=60.0, show_default=True,
-                 help="--find-max-rate: its end: a run that cannot end by then is not begun, or is cut."),
-    click.option("--run-seconds", type=FiniteRange(min=0), default=20.0, show_default=True,
-                 help="--find-max-rate: least seconds of arrivals of a run. Without --num-prompts a run also "
-                 "lasts until an overload of half the --tolerance would show: for the limit on TTFT or E2EL over that, "
-                 "or for 3 / that^2 arrivals."),
-)  # fmt: skip
-_PROCESS_OPTIONS = (
-    click.option("--processes", type=click.IntRange(1, 1000), metavar="N",
-                 help="Share the load among N processes of this machine (default: the workload's load.processes)."),
-    click.option("--master", is_flag=True, help="Share the load among workers on other machines, and wait for them."),
-    click.option("--expect-workers", type=click.IntRange(1, 1000), default=1, show_default=True, metavar="N",
-                 help="--master: how many."),
-    click.option("--bind-host", default="127.0.0.1", show_default=True, metavar="HOST",
-                 help="--master: where to listen for them, e.g. 0.0.0.0 on a network of your own."),
-    click.option("--bind-port", **_PORT, help="--master: and at which port."),
-    click.option("--worker", is_flag=True, help="Be a worker of the master at --master-host; nothing else is needed."),
-    click.option("--master-host", default="127.0.0.1", show_default=True, metavar="HOST", help="--worker: the master."),
-    click.option("--master-port", **_PORT, help="--worker: its port."),
-)  # fmt: skip
-
-
-@click.command(cls=_Command)
-@click.argument("workload", type=click.Path(), required=False)
-@click.option("--url", "--base-url", "url", help="The server, e.g. http://127.0.0.1:8000 (with or without /v1).")
-@add_options(*PROMPT_OPTIONS)
-@PROFILE
-@OVERRIDES
-@add_options(*FORM_OPTIONS)
-@SEED
-@add_options(*_LOAD_OPTIONS, *RUNNING_SERVER_OPTIONS, NO_CALIBRATION, *_SEARCH_OPTIONS, *_PROCESS_OPTIONS)
-def load(**options: Any) -> int:
+@takes(LoadRequest, cls=_Command)
+def load(request: LoadRequest) -> int:
     """Send one load to a server that runs already.
 
     Then print what the client measured.
@@ -159,4 +73,4 @@ def load(**options: Any) -> int:
     """
     from kvbench.sweep.one_load import load_command
 
-    return load_command(given=given_options(options), **with_form(options))
+    return load_command(request)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import click
 
 from kvbench.capacity.gpus import VENDORS
-from kvbench.cli.options import ANSWER_OPTIONS, OVERRIDES, PROFILE, FiniteRange, add_options, workload_of
 from kvbench.common.errors import UsageError, as_usage_error
-from kvbench.common.option_rules import flag
+from kvbench.common.options import Count, FiniteRange, Options, argument, option, switch, takes
+from kvbench.workload.options import Answers, FileOptions
 
 
 class Tokens(click.ParamType):
@@ -29,41 +30,49 @@ class Tokens(click.ParamType):
         return int(match[1]) * (1024 if match[2] else 1)
 
 
-_MODEL_OPTIONS = (
-    click.option("--gpu", metavar="[Nx]NAME", help="With a MODEL: these GPUs, as 4xA100-80GB or L4."),
-    click.option("--context", type=Tokens(), metavar="N", help="Tokens of a sequence, 8192 or 8k (default: 4096)."),
-    click.option("--kv-cache-dtype", metavar="DTYPE",
-                 help="auto (the model's own), fp8, fp8_e5m2, int8_per_token_head, int4_per_token_head."),
-    click.option("--quantization", metavar="NAME",
-                 help="Of the weights, if not the checkpoint's own: fp8, awq, gptq or mxfp4."),
-    click.option("--pick", is_flag=True,
-                 help="Name the cheapest GPUs that hold it by --price; without prices the fewest and smallest."),
-    click.option("--vendor", type=click.Choice(VENDORS, case_sensitive=False), help="Only GPUs of this vendor."),
-    click.option("--price", metavar="GPU=P[,GPU=P]", help="Price of one GPU an hour, as L4=0.8,H100-80GB=2.9."),
-    click.option("--max-model-len", type=Tokens(), metavar="N",
-                 help="What a contiguous cache reserves a sequence (default: the model's limit)."),
-    click.option("--page-size", type=click.IntRange(1), metavar="N", help="Tokens a page (default: 16)."),
-    click.option("--gpu-memory-utilization", type=FiniteRange(0, 1, min_open=True), metavar="SHARE",
-                 help="Of a GPU's memory that the engine takes (default: 0.9)."),
-    click.option("--max-num-batched-tokens", type=click.IntRange(1), metavar="N",
-                 help="Of the engine (default: vLLM's for the GPU)."),
-    click.option("--max-num-seqs", type=click.IntRange(1), metavar="N",
-                 help="Of the engine (default: vLLM's for the GPU)."),
-    click.option("--json", "as_json", is_flag=True, help="With a MODEL: the figures as JSON."),
-)  # fmt: skip
-_MODEL_NAMES = (
-    "gpu", "context", "kv_cache_dtype", "quantization", "pick", "vendor", "price", "max_model_len", "page_size",
-    "gpu_memory_utilization", "max_num_batched_tokens", "max_num_seqs", "as_json",
-)  # fmt: skip
+TokenCount = Annotated[int, Tokens()]
 
 
-@click.command()
-@click.argument("what", metavar="WORKLOAD|MODEL", required=False, type=click.Path())
-@add_options(*ANSWER_OPTIONS)
-@PROFILE
-@OVERRIDES
-@add_options(*_MODEL_OPTIONS)
-def plan(what: str | None, profile: str | None, overrides: tuple[str, ...], **options: Any) -> int:
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions(Options, heading="With a MODEL"):
+    """The options of the plan of a model."""
+
+    gpu: str | None = option("Plan for these GPUs, as 4xA100-80GB or L4.", metavar="[Nx]NAME")
+    context: TokenCount | None = option("Tokens of a sequence, 8192 or 8k (default: 4096).", metavar="N")
+    kv_cache_dtype: str | None = option(
+        "auto (the model's own), fp8, fp8_e5m2, int8_per_token_head, int4_per_token_head.", metavar="DTYPE"
+    )
+    quantization: str | None = option(
+        "How the weights are stored, if not as in the checkpoint: fp8, awq, gptq or mxfp4.", metavar="NAME"
+    )
+    pick: bool = switch("Name the cheapest GPUs that hold it by --price; without prices the fewest and smallest.")
+    price: str | None = option("Price of one GPU an hour, as L4=0.8,H100-80GB=2.9.", metavar="GPU=P[,GPU=P]")
+    vendor: Annotated[str, click.Choice(VENDORS, case_sensitive=False)] | None = option("Only GPUs of this vendor.")
+    as_json: bool = switch("Print the figures as JSON.", "--json")
+    max_model_len: TokenCount | None = option(
+        "What a contiguous cache reserves for a sequence (default: the model's limit).", metavar="N", rare=True
+    )
+    page_size: Count | None = option("Tokens a page (default: 16).", rare=True)
+    gpu_memory_utilization: Annotated[float, FiniteRange(0, 1, min_open=True)] | None = option(
+        "The share of a GPU's memory that the engine takes (default: 0.9).", metavar="SHARE", rare=True
+    )
+    max_num_batched_tokens: Count | None = option(
+        "The most tokens that the engine computes in a step (default: vLLM's for the GPU).", rare=True
+    )
+    max_num_seqs: Count | None = option(
+        "The most sequences that the engine computes in a step (default: vLLM's for the GPU).", rare=True
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest(Answers, FileOptions, ModelOptions):
+    """The request of ``kvbench plan``."""
+
+    what: str | None = argument("WORKLOAD|MODEL", None)
+
+
+@takes(PlanRequest)
+def plan(request: PlanRequest) -> int:
     """Show what memory holds, of a workload or of a model.
 
     Arithmetic only, nothing is launched. What ends in .yaml, or is a file that is no config.json, is a workload. All
@@ -87,38 +96,38 @@ def plan(what: str | None, profile: str | None, overrides: tuple[str, ...], **op
     \b
     Exit codes: 0 printed, 2 a configuration is impossible, or a model or GPU is not known. No files are written.
     """
-    model_options = {name: options.pop(name) for name in _MODEL_NAMES}
-    given = [name for name, value in model_options.items() if value not in (None, False)]
-    if what is None and not given and not any(options.values()):
+    what, answers, model = request.what, request.part(Answers), request.part(ModelOptions)
+    if what is None and not model.stated and not answers.stated:
         raise UsageError(
             "nothing to plan: give a model such as Qwen3-32B, a workload such as workloads/mixed.yaml, or "
             "--input-len 600 --output-len 150 --concurrency 20"
         )
     is_config = what is not None and Path(what).suffix == ".json"
     if what is None or Path(what).suffix in (".yaml", ".yml") or (Path(what).is_file() and not is_config):
-        if given:
+        if model.stated:
             missing = "leave it out, or name a model such as Qwen3-32B" if what else "name one, such as Qwen3-32B"
-            raise UsageError(f"{flag(given[0].removeprefix('as_'))} is for the plan of a model: {missing}")
-        return _plan_workload(what, options, profile=profile, overrides=overrides)
-    others = [name for name, value in options.items() if value and name != "concurrency"]
-    others += [name for name, value in (("profile", profile), ("override", overrides)) if value]
-    if others:
+            raise UsageError(f"{model.typed(model.stated[0])} is for the plan of a model: {missing}")
+        return _plan_workload(request)
+    others = [name for name in answers.stated if name != "concurrency"]
+    if others := [*others, *request.part(FileOptions).stated]:
         raise UsageError(
-            f"{flag(others[0])} is for the plan of a workload, and {what!r} is a model: leave it out, or name a "
-            "workload file that ends in .yaml"
+            f"{request.typed(others[0])} is for the plan of a workload, and {what!r} is a model: leave it out, or name "
+            "a workload file that ends in .yaml"
         )
-    return _plan_model(what, options.get("concurrency") or (1,), model_options)
+    return _plan_model(what, answers.concurrency or (1,), model)
 
 
-def _plan_workload(workload: str | None, answers: dict[str, Any], **how: Any) -> int:
+def _plan_workload(request: PlanRequest) -> int:
     from rich.console import Console
 
     from kvbench.common.console import print_table
     from kvbench.sweep.plan import DROP_FIRST, capacity_table, memory_notes, preflight
     from kvbench.targets.builtin import check_configuration
     from kvbench.workload.design import plan_sweep
+    from kvbench.workload.from_options import read_or_make
 
-    loaded = workload_of(workload, answers, **how)
+    how = {"profile": request.profile, "overrides": request.overrides}
+    loaded = read_or_make(request.what, request.part(Answers), **how)
     design, _ = plan_sweep(loaded, (), check_configuration)
     checked = preflight(loaded, design, check_configuration)
     table, notes = capacity_table(f"{loaded.name}, {loaded.profile} profile", design, checked.capacity)
@@ -130,7 +139,7 @@ def _plan_workload(workload: str | None, answers: dict[str, Any], **how: Any) ->
     return 0
 
 
-def _plan_model(name: str, concurrency: tuple[int, ...], options: dict[str, Any]) -> int:
+def _plan_model(name: str, concurrency: tuple[int, ...], options: ModelOptions) -> int:
     from rich.console import Console
 
     from engine.config import KV_CACHE_DTYPE_ALIASES
@@ -144,14 +153,14 @@ def _plan_model(name: str, concurrency: tuple[int, ...], options: dict[str, Any]
 
     if len(concurrency) > 1:
         raise UsageError("--concurrency has several numbers, and a model is planned for one: give one")
-    if options["gpu"] is not None and options["pick"]:
+    if options.gpu is not None and options.pick:
         raise UsageError("--gpu names the GPUs and --pick chooses them: give one of the two")
-    if options["gpu"] is not None and options["vendor"]:
+    if options.gpu is not None and options.vendor:
         raise UsageError("--gpu names the GPUs, so --vendor has nothing to choose: leave it out")
-    if (quantization := options["quantization"]) and quantization not in QUANTIZATIONS:
+    if (quantization := options.quantization) and quantization not in QUANTIZATIONS:
         raise UsageError(f"--quantization {quantization!r} is not one of {', '.join(QUANTIZATIONS)}: give one of these")
     names = ("kv_cache_dtype", "page_size", "gpu_memory_utilization", "max_num_batched_tokens", "max_num_seqs")
-    settings = {name: options[name] for name in names if options[name]}
+    settings = {name: getattr(options, name) for name in names if getattr(options, name)}
     if dtype := settings.get("kv_cache_dtype"):
         settings["kv_cache_dtype"] = KV_CACHE_DTYPE_ALIASES.get(dtype, dtype)
         with as_usage_error():
@@ -159,16 +168,16 @@ def _plan_model(name: str, concurrency: tuple[int, ...], options: dict[str, Any]
     planned = shown.answer(
         plan_model(name),
         Settings(**settings),
-        context=options["context"],
+        context=options.context,
         concurrency=concurrency[0],
-        max_model_len=options["max_model_len"],
-        gpus=parse_gpus(options["gpu"]) if options["gpu"] is not None else None,
-        vendor=options["vendor"],
-        prices=parse_prices(options["price"]) if options["price"] is not None else None,
+        max_model_len=options.max_model_len,
+        gpus=parse_gpus(options.gpu) if options.gpu is not None else None,
+        vendor=options.vendor,
+        prices=parse_prices(options.price) if options.price is not None else None,
         quantization=quantization,
-        choose=options["pick"],
+        choose=options.pick,
     )
-    if options["as_json"]:
+    if options.as_json:
         click.echo(json.dumps(shown.as_dict(planned), indent=2))
         return 0
     console = Console()

@@ -34,7 +34,7 @@ def predict(results: Path, no_report: bool) -> int:
     from kvbench.report.predictions import prediction_sentences
     from kvbench.runs.predictions import read_predictions
     from kvbench.runs.read import read_run
-    from kvbench.simulation.predict import predict_run
+    from kvbench.simulation.calibrate.predict import predict_run
 
     console = Console()
     with as_usage_error():

@@ -45,8 +45,8 @@ def recommend(results: Path, as_json: bool) -> int:
     from rich.console import Console
 
     from kvbench.common.console import print_plain
-    from kvbench.report.recommend import lines
     from kvbench.report.recommend import recommend as recommendation
+    from kvbench.report.recommend_lines import lines
     from kvbench.runs.folder import RunFolder
     from kvbench.runs.read import read_run
 

@@ -88,7 +88,7 @@ def show_report(
     from kvbench.common.console import print_plain, print_table
     from kvbench.report.document import document
     from kvbench.report.page import write_report
-    from kvbench.report.terminal import DROP_FIRST, console_table, engine_time_console
+    from kvbench.report.terminal import DROP_FIRST, console_table, engine_time_console, first_lines
     from kvbench.runs.read import read_run
 
     run = read_run(run_dir)
@@ -101,13 +101,8 @@ def show_report(
     print_table(console, console_table(made), drop_first=DROP_FIRST)
     if (engine_time := engine_time_console(made)) is not None:
         print_table(console, engine_time)
-    print_plain(console, made.verdict)
-    for answer in made.answers:
-        print_plain(console, f"  {answer.subject}: {answer.verdict}, {answer.evidence}")
-    for line in made.limits:
-        print_plain(console, f"  limit at {line.load}: {line.limit} ({line.names})")
-    for step in made.next_steps[:1]:
-        print_plain(console, f"next: {step.why}{f': {step.command}' if step.command else ''}")
+    for line in first_lines(made):
+        print_plain(console, line)
     for sentence in run.damaged:
         print_plain(console, f"note: {sentence}")
     if full:

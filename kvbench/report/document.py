@@ -25,20 +25,19 @@ from kvbench.report import (
     quality,
     samples,
 )
-from kvbench.report.decision import Decision, NextStep, ReportAnswer
+from kvbench.report.answers import ReportAnswer, report_answers
+from kvbench.report.decision import Decision, wins
 from kvbench.report.figures import effects, frontier, registry, slowest, step_time
+from kvbench.report.headline import headline
+from kvbench.report.meaning import meaning
+from kvbench.report.next_steps import NextStep, next_steps
 from kvbench.report.style import Drawing, LineStyle, looks
 from kvbench.report.tables import Chapter, ReportTable
+from kvbench.report.wording import say
 from kvbench.runs.folder import MANIFEST
 from kvbench.runs.model import Run
 
-_BANNERS = {
-    "valid": "Valid",
-    "wrong": "Wrong answers",
-    "invalid": "Invalid, in part or whole",
-    "incomplete": "Incomplete",
-    "empty": "No load was measured",
-}
+_MOST_COLOURED = 5  # configurations; of more the best few and the baseline keep their colours
 
 
 @dataclass(frozen=True)
@@ -87,14 +86,16 @@ def document(run: Run, price_per_hour: float | None = None) -> Document:
     comparisons = decision.comparisons
     state = decision.validity
     device = provenance.on_what(run) if run.simulated else None
-    banner = _BANNERS[state.status]
+    banner = say("document.banner", state.status)
     outputs = None if run.simulated else samples.output_samples(comparisons, provenance.random_weights(run))
     slo = words.slo_words(run.load_section.get("slo"))
     table = cells.main_table(comparisons, slo, run.cache_state if run.load_section else "")
     points, look = frontier.frontier_frame(comparisons, price_per_hour), looks(run.cells)
-    first = (effects.drawing(comparisons, run.engine_time), frontier.drawing(points, comparisons, look))
+    coloured = {name: look[name] for name in best_few(decision)}
+    first = (effects.drawing(comparisons, run.engine_time), frontier.drawing(points, comparisons, coloured))
     in_turns = engine_time.engine_time_table(comparisons, run.engine_time)
     chapters = _chapters(decision, table, in_turns, outputs, points, slo)
+    limit_lines = limits.limit_lines(decision.limits, comparisons.names)
     stored = run.folder / MANIFEST
     return Document(
         decision,
@@ -103,13 +104,13 @@ def document(run: Run, price_per_hour: float | None = None) -> Document:
         counted=_counted(run),
         baseline=_baseline(decision),
         title=provenance.title(run),
-        verdict=decision.headline,
+        verdict=headline(decision),
         brief=tuple(filter(None, (run.folder.name, *provenance.brief(run), provenance.made_from(run)))),
         status=state.status,
-        banner=f"Simulated: {banner.lower()}" if run.simulated else banner,
+        banner=say("document.simulated", banner=banner.lower()) if run.simulated else banner,
         details=(*provenance.simulated_details(run), *state.reasons, *provenance.warnings(run)),
-        answers=tuple(decision.answers()),
-        limits=tuple(limits.limit_lines(decision.limits, comparisons.names)),
+        answers=tuple(filter(None, (*report_answers(decision), meaning(decision, price_per_hour)))),
+        limits=tuple(line for line in limit_lines if line.limit != limits.UNKNOWN),
         first=tuple(_marked(drawing, device) for drawing in first if drawing),
         chapters=tuple(
             replace(chapter, drawings=tuple(_marked(drawing, device) for drawing in chapter.drawings))
@@ -118,7 +119,7 @@ def document(run: Run, price_per_hour: float | None = None) -> Document:
         ),
         samples=outputs,
         skipped=tuple(note for note in run.manifest.notes if note.startswith(provenance.SKIPPED)),
-        next_steps=tuple(decision.next_steps()),
+        next_steps=tuple(next_steps(decision)),
         command=provenance.reproduce(run),
         glossary=tuple(provenance.glossary(run)),
         environment=tuple(provenance.environment(run)),
@@ -161,6 +162,18 @@ def _chapters(
     return [Chapter.of(title, (*registry.drawings(decision, title), *parts)) for title, parts in chapters.items()]
 
 
+def best_few(decision: Decision) -> list[str]:
+    """The configurations that figures of many name: all of a few, else baseline, advice, pair and the fastest."""
+    names = list(dict.fromkeys(cell.name for cell in decision.comparisons.cells))
+    if len(names) <= _MOST_COLOURED:
+        return names
+    advised = [decision.conclusion.candidate] if decision.conclusion.candidate else []
+    candidates = (*advised, *wins(decision.candidates), *decision.candidates)
+    bases = [cell.name for cell in decision.comparisons.cells if cell.is_baseline]
+    first = dict.fromkeys((*bases, *(decision.pair or ()), *(one.cell.name for one in candidates), *names))
+    return list(first)[:_MOST_COLOURED]
+
+
 def _baseline(decision: Decision) -> str:
     """The baseline at the reported load, the clock, and the questions of every reader that the run does not answer."""
     base, clock, in_turns = decision.base, decision.clock, decision.run.engine_time
@@ -168,8 +181,9 @@ def _baseline(decision: Decision) -> str:
         return ""
     if clock == ENGINE and in_turns:
         clock = in_turns.label
-    names = decision.comparisons.not_varied
-    return f"{base.name} {base.load.where}, {clock}" + (f"; not varied: {words.listing(names)}" if names else "")
+    names = words.listing(decision.comparisons.not_varied)
+    form = "not_varied" if names else "other"
+    return say("document.baseline", form, name=base.name, where=base.load.where, clock=clock, names=names)
 
 
 def _counted(run: Run) -> str:
@@ -181,21 +195,20 @@ def _counted(run: Run) -> str:
         return ""
     repeats = [len(cell.repeats) for cell in run.cells]
     low, high = min(repeats), max(repeats)
-    each = words.plural(high, "repeat") if low == high else f"{low} to {words.plural(high, 'repeat')}"
-    parts = [f"{sum(cell.valid for cell in run.cells)} of {len(run.cells) + len(run.missing)} cells valid, {each} each"]
-    if high < FEWEST:
-        parts[0] += f", too few for a verdict on {run.clock} figures ({FEWEST})"
-    if failed := sum(cell.count("failed") for cell in run.cells):
-        parts.append(f"{words.plural(failed, 'request')} failed")
+    each = say("document.repeats", "same" if low == high else "other", low=low, high=words.plural(high, "repeat"))
+    valid, cells = sum(cell.valid for cell in run.cells), len(run.cells) + len(run.missing)
+    form = "too_few" if high < FEWEST else "other"
+    parts = [say("document.counted", form, valid=valid, cells=cells, each=each, clock=run.clock, fewest=FEWEST)]
+    parts.append(say("document.failed", n=sum(cell.count("failed") for cell in run.cells)))
     if run.manifest.shared_machine:
         cores = run.manifest.cpu.cores
-        parts.append(f"client and engine shared {f'{cores} cores' if cores else 'the machine'}")
-    return "; ".join(parts)
+        parts.append(say("document.shared", "cores" if cores else "other", cores=cores))
+    return "; ".join(filter(None, parts))
 
 
 def _marked(drawing: Drawing, device: str | None) -> Drawing:
     """The figure; of a run that is simulated on a ``device`` its caption says so."""
     if device is None:
         return drawing
-    caption = re.sub(r"^Simulated[.;] ", "", drawing.caption)
-    return replace(drawing, caption=f"Simulated on {device}. {words.upper_first(caption)}")
+    caption = words.upper_first(re.sub(r"^Simulated[.;] ", "", drawing.caption))
+    return replace(drawing, caption=say("document.simulated_on", device=device, caption=caption))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -18,9 +18,11 @@ from kvbench.common.errors import UsageError
 from kvbench.common.files import write_text
 from kvbench.report.cells import flat_rows
 from kvbench.report.document import Document
+from kvbench.report.next_steps import NextStep
 from kvbench.report.samples import OutputSamples
 from kvbench.report.style import Drawing
-from kvbench.report.tables import Section
+from kvbench.report.tables import Section, Value
+from kvbench.report.wording import say
 
 # The npm package plotly.js-cartesian-dist-min in the version that the pinned Python plotly has: a third of the whole
 # plotly.js, so pages are smaller and open faster. It has all kinds of chart that the figures use.
@@ -36,15 +38,12 @@ def write_report(report: Document, folder: Path) -> list[Path]:
     paths = [folder / name for name in ("report.html", "report.md", "summary.csv")]
     there = [path for path in paths if path.is_file()]
     samples = [cell.folder / "requests.parquet" for cell in run.cells]
-    lost = [] if run.manifest.model_fields_set else ["manifest.json is missing"]
-    lost += [*run.damaged, *(f"{path} is missing" for path in samples if not path.is_file())]
+    lost = [] if run.manifest.model_fields_set else [say("page.missing", name="manifest.json")]
+    lost += [*run.damaged, *(say("page.missing", name=path) for path in samples if not path.is_file())]
     if run.status == "complete":
-        lost += [f"cell {cell} is missing" for cell in run.missing]
+        lost += [say("page.cell_missing", name=cell) for cell in run.missing]
     if lost and there:
-        raise UsageError(
-            f"{there[0]} is kept, since a new report would say less ({words.and_more(lost, 1)}); to write one all the "
-            "same give another folder with --output-dir"
-        )
+        raise UsageError(say("page.would_say_less", report=there[0], lost=words.and_more(lost, 1)))
     csv = pd.DataFrame(flat_rows(report.cells, report.decision.comparisons)).map(words.csv_cell).to_csv(index=False)
     for path, text in zip(paths, (page(report), markdown(report), csv), strict=True):
         write_text(path, text)
@@ -87,17 +86,20 @@ def template_file(name: str) -> str:
 
 def markdown(report: Document) -> str:
     """The whole report as text and tables."""
-    lines = [f"# {escape(report.title)}", "", f"**{escape(report.verdict)}**", ""]
-    lines += [f"{report.banner}{f': {escape(report.counted)}' if report.counted else ''}.", ""]
-    if report.details:
-        lines += _folded("Why, and what limits the numbers", [f"- {escape(text)}" for text in report.details])
+    state = ": ".join(filter(None, (report.banner, escape(report.counted))))
+    lines = [f"# {escape(report.title)}", "", f"**{escape(report.verdict)}**", "", f"{state}.", ""]
+    lines += _folded(say("page.why_valid"), [f"- {escape(text)}" for text in report.details])
     if report.answers:
-        rows = [[escape(text) for text in (a.subject, a.verdict, a.evidence)] for a in report.answers]
-        lines += ["## Answers", "", f"Against {escape(report.baseline)}.", ""]
-        lines += [*words.markdown_table(["what", "answer", "numbers"], rows, 3), ""]
+        lines += ["## Answers", "", escape(say("page.against", baseline=report.baseline)), ""]
+        lines += [*_table(("what", "answer"), [(answer.subject, answer.text) for answer in report.answers]), ""]
+        numbers = [(answer.subject, answer.numbers) for answer in report.answers]
+        lines += _folded(say("page.numbers"), _table(("what", "numbers"), numbers))
     if report.limits:
-        rows = [[escape(text) for text in (line.load, line.limit, line.names, line.evidence)] for line in report.limits]
-        lines += ["## What limited it", "", *words.markdown_table(["load", "limit", "where", "seen"], rows, 4), ""]
+        lines += [f"## {say('page.limits')}", ""]
+        rows = [(line.load, line.limit, line.names) for line in report.limits]
+        lines += [*_table(("load", "limit", "where"), rows), ""]
+        seen = [(line.load, line.limit, line.evidence) for line in report.limits if line.evidence]
+        lines += _folded(say("page.evidence"), _table(("load", "limit", "seen"), seen)) if seen else []
     for chapter in report.chapters:
         lines += [f"## {escape(chapter.title)}", "", *_paragraphs(chapter.sentences)]
         for section in chapter.sections:
@@ -105,19 +107,31 @@ def markdown(report: Document) -> str:
         if report.samples and any(section.key == "outputs" for section in chapter.sections):
             lines += _samples(report.samples)
     if report.skipped:
-        lines += ["## Not run", "", *(f"- {escape(note)}" for note in report.skipped), ""]
-    lines += ["## Next, and where it came from", ""]
-    for why, command in (*((step.why, step.command) for step in report.next_steps), ("run this again", report.command)):
-        lines += [f"- {escape(words.upper_first(why))}{':' if command else ''}", ""]
-        fence = "```" + "`" * command.count("`")  # longer than any in the command
-        lines += [f"{fence}sh", command, fence, ""] if command else []
-    facts = [[escape(name), escape(text)] for name, text in report.environment]
-    lines += _folded("Environment", words.markdown_table(["what", "value"], facts, 2))
+        lines += [f"## {say('page.not_run')}", "", *(f"- {escape(note)}" for note in report.skipped), ""]
+    lines += [f"## {say('page.next')}", ""]
+    for step in (*report.next_steps, NextStep(say("page.again"), report.command)):
+        lines += _step(step)
+    lines += _folded("Environment", _table(("what", "value"), report.environment))
     return "\n".join([*lines, *_folded("Manifest", ["```json", report.manifest.replace("```", "'''"), "```"])])
 
 
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """A table of texts from outside."""
+    return words.markdown_table(heads, [[escape(text) for text in row] for row in rows], len(heads))
+
+
+def _step(step: NextStep) -> list[str]:
+    """What it would decide, and the command as a block."""
+    why = escape(words.upper_first(step.why))
+    if not step.command:
+        return [f"- {why}", ""]
+    fence = "```" + "`" * step.command.count("`")  # longer than any in the command
+    return [f"- {why}:", "", f"{fence}sh", step.command, fence, ""]
+
+
 def _folded(title: str, lines: Sequence[str]) -> list[str]:
-    return [f"<details><summary>{title}</summary>", "", *lines, "", "</details>", ""]
+    """A block that its reader opens; nothing without lines."""
+    return [f"<details><summary>{title}</summary>", "", *lines, "", "</details>", ""] if lines else []
 
 
 def _paragraphs(sentences: Sequence[str]) -> list[str]:
@@ -125,26 +139,31 @@ def _paragraphs(sentences: Sequence[str]) -> list[str]:
 
 
 def _section(section: Section, chapter: str) -> list[str]:
+    """A table with its title, where that is not the chapter's, and what is said above and below it."""
     heads = [escape(column.title) for column in section.table.columns]
-    body = []
-    for row in section.table.rows:
-        notes = [value.note.replace("\n", ", ") for value in row.values]
-        entries = zip(row.values, notes, strict=True)
-        body.append([escape(f"{value.text} ({note})" if note else value.text) for value, note in entries])
+    body = [[_entry(value) for value in row.values] for row in section.table.rows]
     title = [] if section.title == chapter else [f"### {escape(section.title)}", ""]
     table = [*words.markdown_table(heads, body, section.table.numbers_from), ""]
     return [*title, *_paragraphs(section.sentences), *table, *_paragraphs([section.note])]
+
+
+def _entry(value: Value) -> str:
+    """The entry of a table with its small lines in brackets."""
+    note = value.note.replace("\n", ", ")
+    return escape(f"{value.text} ({note})" if note else value.text)
 
 
 def _samples(samples: OutputSamples) -> list[str]:
     """The sampled requests, folded: the baseline's text and those that differ, as blocks that nothing interprets."""
     lines = []
     for one in samples.requests:
-        texts = [f"{samples.baseline}: {one.text}"]
-        texts += [f"{v.configuration}, from {v.differs_at} on: {v.text}" for v in one.variants if v.differs_at]
+        others = [other for other in one.variants if other.differs_at]
+        texts = [say("page.sample", name=samples.baseline, text=one.text)]
+        texts += [say("page.variant", name=v.configuration, at=v.differs_at, text=v.text) for v in others]
         flat = [" ".join(text.split()).replace("```", "'''") for text in texts]
-        lines += [f"Request {one.index} of repeat {one.repeat}, {escape(one.group)}:", "", "```text", *flat, "```", ""]
-    return _folded("Some of them", lines[:-1])
+        title = say("page.request", index=one.index, repeat=one.repeat, group=escape(one.group))
+        lines += [title, "", "```text", *flat, "```", ""]
+    return _folded(say("page.some"), lines[:-1])
 
 
 def escape(text: Any) -> str:

@@ -16,7 +16,7 @@ from kvbench.runs.model import MeasuredCell, MeasuredLoad
 
 # Okabe and Ito's palette (https://jfly.uni-koeln.de/color/), without its black and its yellow.
 CONTIGUOUS, PAGED, GREY = "#D55E00", "#0072B2", "#8A8A8A"
-OTHERS = ("#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8A8A8A", "#A6761D")
+OTHERS = ("#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#882255", "#A6761D")
 DASHES = ("dot", "dashdot", "longdash", "longdashdot", "5px,2px", "2px,4px")
 GRID = "rgba(128,128,128,0.22)"
 MAX_POINTS = 400  # of a curve
@@ -84,6 +84,31 @@ def finish(figure: go.Figure, height: int, legend: bool = True) -> go.Figure:
     axes = {"gridcolor": GRID, "zeroline": False, "linecolor": GRID, "automargin": True}
     figure.update_xaxes(**axes, title_font_size=12, title_standoff=8)
     figure.update_yaxes(**axes, title_font_size=12, title_standoff=8)
+    return figure
+
+
+def below_each_other(figure: go.Figure, legend_lines: int) -> go.Figure:
+    """Lets the page put two panels below each other where they have no room side by side, with the legend below.
+
+    The script of the page takes the changes from ``layout.meta.narrow``.
+    """
+    legend = 24 + 20 * legend_lines
+    height = 560 + legend
+    gap = 0.5 * 64 / (height - legend)  # half of the ticks and the title between the panels
+    figure.update_layout(
+        meta={
+            "narrow": {
+                "height": height,
+                "xaxis.domain": [0, 1],
+                "xaxis2.domain": [0, 1],
+                "yaxis.domain": [0.5 + gap, 1],
+                "yaxis2.domain": [0, 0.5 - gap],
+                "margin": {"l": 60, "r": 14, "t": 16, "b": 40 + legend},
+                "legend.y": 0,
+                "legend.yanchor": "bottom",
+            }
+        }
+    )
     return figure
 
 

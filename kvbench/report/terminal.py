@@ -14,6 +14,7 @@ from kvbench.report.comparisons import CALLS, NOT_TOLD, THROUGHPUT, TTFT, WHOLE_
 from kvbench.report.document import Document
 from kvbench.report.provenance import on_what
 from kvbench.report.tables import MEDIANS, Value
+from kvbench.report.wording import say
 from kvbench.runs.model import MeasuredCell
 
 _HEADS = {
@@ -68,6 +69,18 @@ def console_table(report: Document) -> Table:
         made.add_row(*entries.values())
     made.caption, made.caption_justify = _caption(made, by_load), "left"
     return made
+
+
+def first_lines(report: Document) -> list[str]:
+    """The first sentence, the answers with their numbers below them, the limits, and the next step."""
+    lines = [report.verdict]
+    for answer in report.answers:
+        lines += [say("terminal.answer", subject=answer.subject, text=answer.text)]
+        lines += [say("terminal.numbers", numbers=answer.numbers)]
+    lines += [say("terminal.limit", load=line.load, limit=line.limit, names=line.names) for line in report.limits]
+    for step in report.next_steps[:1]:
+        lines.append(say("terminal.next", "command" if step.command else "other", why=step.why, command=step.command))
+    return lines
 
 
 def _caption(table: Table, cells: Sequence[MeasuredCell]) -> Text | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +15,16 @@ from kvbench.common.errors import UsageError
 from kvbench.common.option_rules import flag
 from kvbench.common.text import data_size, listing
 from kvbench.runs.results import MeasuredTarget
-from kvbench.simulation.cost_model import CostCalibration, read_calibration
-from kvbench.simulation.drive import SettingsByName
+from kvbench.simulation.cost.cost_model import CostCalibration, read_calibration
+from kvbench.simulation.cost.machine import Machine, SettingsByName
+from kvbench.simulation.cost.tables import find_tables, read_tables
+from kvbench.simulation.cost.unit_costs import THIS_CPU, this_cpu
 from kvbench.simulation.instrument import BACKEND, SimulatedTarget, checked
-from kvbench.simulation.machine import Machine
-from kvbench.simulation.tables import find_tables, read_tables
-from kvbench.simulation.unit_costs import THIS_CPU, this_cpu
+from kvbench.simulation.request import SimulateRequest
+from kvbench.sweep.requests import SweepRequest
 from kvbench.targets.choose import STORED, ChosenTarget
 from kvbench.workload.file import SimulateSection, Workload, resolve
 
-Options = Mapping[str, Any]
-"""The options of a command line, by name."""
 OPTIONS = ("device", "model", "tensor_parallel", "ops", "calibration")
 """Options of a simulation, with the names of the workload's ``simulate`` section."""
 _MACHINE = frozenset({"device", "model", "tensor_parallel"})
@@ -40,20 +39,20 @@ _OTHERS_ONLY = (
 _START_GUESS_S = 0.1
 
 
-def profile_of(options: Options) -> str:
+def profile_of(request: SweepRequest | SimulateRequest) -> str:
     """The workload's profile that is simulated: the one asked for, else the one for such a device."""
-    return options["profile"] or ("cpu" if options["device"] == THIS_CPU else "gpu")
+    return request.profile or ("cpu" if request.device == THIS_CPU else "gpu")
 
 
-def check_options(options: Options, *, simulates: bool, begun: bool) -> None:
+def check_options(request: SweepRequest | SimulateRequest, *, simulates: bool, begun: bool) -> None:
     """Raises UsageError for an option that means nothing here. ``begun``: a run that has begun goes on."""
-    given = [flag(name) for name in OPTIONS if options[name]]
+    given = [flag(name) for name in OPTIONS if getattr(request, name)]
     if not simulates:
         for name in given:
             if name != "--model":
                 raise UsageError(f"{name} goes with --simulate only: add it, or leave {name} out")
         return
-    if others := [flag(name) for name in _OTHERS_ONLY if options[name]]:
+    if others := [flag(name) for name in _OTHERS_ONLY if getattr(request, name)]:
         raise UsageError(f"{others[0]} goes with an engine that is measured: leave it out, or leave --simulate out")
     if begun and given:
         raise UsageError(
@@ -62,14 +61,14 @@ def check_options(options: Options, *, simulates: bool, begun: bool) -> None:
 
 
 def simulated_workload(
-    workload: Workload, options: Options, overrides: Sequence[str]
+    workload: Workload, request: SweepRequest | SimulateRequest, overrides: Sequence[str]
 ) -> tuple[Workload, tuple[str, ...]]:
-    """Returns ``workload`` as it runs on the machine of ``options`` and its own section, and notes on what differs.
+    """Returns ``workload`` as it runs on the machine of ``request`` and its own section, and notes on what differs.
 
     ``overrides``: those of -o, which win over what a simulation would leave out. Raises UsageError.
     """
     data = copy.deepcopy(dict(workload.resolved))
-    given = {name: options[name] for name in OPTIONS if options[name]}
+    given = {name: getattr(request, name) for name in OPTIONS if getattr(request, name)}
     given |= {name: str(value.resolve()) for name, value in given.items() if isinstance(value, Path)}
     stored = workload.simulate.model_dump(exclude_unset=True) if workload.simulate else {}
     section = {"device": None, "tensor_parallel": 1, **stored, **given}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,10 +25,11 @@ from kvbench.metrics.definitions import METRICS
 from kvbench.metrics.latency import SAMPLES_NEEDED
 from kvbench.metrics.model import Distribution
 from kvbench.runs.results import COST_NOTES
-from kvbench.simulation.choose import Options, machine_facts, machine_of, profile_of, simulated_workload
-from kvbench.simulation.drive import ROUTERS
-from kvbench.simulation.pool import RayOptions, map_simulations
-from kvbench.simulation.recorder import FleetFigures, SimulatedFigures
+from kvbench.simulation.choose import machine_facts, machine_of, profile_of, simulated_workload
+from kvbench.simulation.fleet.drive import ROUTERS
+from kvbench.simulation.fleet.pool import RayOptions, map_simulations
+from kvbench.simulation.fleet.recorder import FleetFigures, SimulatedFigures
+from kvbench.simulation.request import SimulateRequest
 from kvbench.simulation.run import (
     FIRST_RATE,
     SimulatedRateSearch,
@@ -39,26 +40,29 @@ from kvbench.simulation.run import (
     simulate,
     simulate_and_pack,
 )
-from kvbench.sweep.load_options import LoadOptions, check_named_load, choose_load, workload_source
+from kvbench.sweep.load_options import check_named_load, choose_load, workload_source
 from kvbench.sweep.rate_search import Condition, parse_conditions
+from kvbench.sweep.requests import LoadOptions
 from kvbench.workload.design import LoadPoint
 from kvbench.workload.file import Workload
+from kvbench.workload.options import PromptOptions
 from kvbench.workload.settings import slug
 
 
-def simulate_command(*, given: Collection[str], workload: str | None, **options: Any) -> int:
-    """The exit code. ``given``: which of the options stand on the command line. Raises UsageError."""
+def simulate_command(request: SimulateRequest) -> int:
+    """Runs the command; its exit code. Raises UsageError."""
+    given, workload = request.given, request.workload
     needs = {name: ["--find-max-rate"] for name in ("run_seconds", "tolerance")}
-    check_goes_with(given, needs, ["--find-max-rate"] if options["find_max_rate"] else [])
-    check_goes_with(given, RAY_OPTIONS, [f"--executor {options['executor']}"])
-    if options["router"] and max(options["replicas"]) == 1:
+    check_goes_with(given, needs, ["--find-max-rate"] if request.find_max_rate else [])
+    check_goes_with(given, RAY_OPTIONS, [f"--executor {request.executor}"])
+    if request.router and max(request.replicas) == 1:
         raise UsageError(
             "--router chooses among replicas, and there is one: give --replicas 2 or more, or leave it out"
         )
-    if workload is None and not options["model"]:
+    if workload is None and not request.model:
         raise UsageError("--model is missing: give for example --model llama-3.1-8b, or a workload file")
-    conditions = _conditions(options["find_max_rate"], options["request_rate"])
-    folder: Path | None = options["output_dir"]
+    conditions = _conditions(request.find_max_rate, request.request_rate)
+    folder: Path | None = request.output_dir
     if folder is not None:
         if conditions:
             raise UsageError(
@@ -67,7 +71,7 @@ def simulate_command(*, given: Collection[str], workload: str | None, **options:
         check_output_dir(folder)
         if folder.is_dir() and any(folder.iterdir()):
             raise UsageError(f"--output-dir {folder} is not empty: give a new one")
-    jobs, notes = _jobs(workload, options)
+    jobs, notes = _jobs(request)
     if any("goodput" in condition.text for condition in conditions) and any(job.load.slo is None for job in jobs):
         raise UsageError(
             "--find-max-rate with goodput needs to know which requests are good: give --goodput as well, such as "
@@ -76,8 +80,8 @@ def simulate_command(*, given: Collection[str], workload: str | None, **options:
     for note in notes:
         say(f"note: {note}")
     console = Console()
-    results = _run_all(jobs, conditions, options)
-    if options["as_json"]:
+    results = _run_all(jobs, conditions, request)
+    if request.as_json:
         facts = [result.to_json() for result in results]
         print_plain(console, json.dumps(as_stored(facts if len(facts) > 1 else facts[0]), indent=1))
     elif conditions:
@@ -99,24 +103,24 @@ def _conditions(slo: str | None, rates: Sequence[float] | None) -> tuple[Conditi
         raise UsageError(f"--find-max-rate: {error}") from None
 
 
-def _run_all(jobs: Sequence[SimulationJob], conditions: Sequence[Condition], options: Options) -> list[Any]:
+def _run_all(jobs: Sequence[SimulationJob], conditions: Sequence[Condition], request: SimulateRequest) -> list[Any]:
     """Returns what came of each job, a ``Simulation`` or with conditions a search, and tells progress."""
     by_name = {job.name: job for job in jobs}
-    ray = RayOptions(options["ray_address"], options["ray_wait"]) if options["executor"] == "ray" else None
+    ray = RayOptions(request.ray_address, request.ray_wait) if request.executor == "ray" else None
     with status_line(Console(stderr=True), f"simulating {plural(len(jobs), 'load')}") as update:
         if conditions:
-            how = {name: options[name] for name in ("run_seconds", "tolerance")}
+            how = {name: getattr(request, name) for name in ("run_seconds", "tolerance")}
             search = partial(find_rate, conditions=conditions, **how)
-            return map_simulations(search, by_name, options["processes"], ray)
+            return map_simulations(search, by_name, request.processes, ray)
         if ray is not None:
-            packed = map_simulations(simulate_and_pack, by_name, options["processes"], ray)
+            packed = map_simulations(simulate_and_pack, by_name, request.processes, ray)
             for job, (_, files) in zip(jobs, packed, strict=True):
                 if job.folder is not None and files is not None:
                     job.folder.mkdir(parents=True, exist_ok=True)
                     unpack(files, job.folder)
             return [result for result, _ in packed]
         if len(jobs) > 1:
-            return map_simulations(simulate, by_name, options["processes"])
+            return map_simulations(simulate, by_name, request.processes)
 
         def on_progress(ended: int, requests: int | None) -> None:
             update(f"simulating: {ended:,} {'requests' if requests is None else f'of {requests:,} requests'}")
@@ -124,24 +128,24 @@ def _run_all(jobs: Sequence[SimulationJob], conditions: Sequence[Condition], opt
         return [simulate(jobs[0], on_progress)]
 
 
-def _jobs(workload: str | None, options: Options) -> tuple[list[SimulationJob], Sequence[str]]:
+def _jobs(request: SimulateRequest) -> tuple[list[SimulationJob], Sequence[str]]:
     """A job for each rate or number of users, each number of replicas and each router; and notes. Raises UsageError."""
     jobs: list[SimulationJob] = []
     notes: Sequence[str] = ()
-    routers, code = tuple(dict.fromkeys(options["router"])) or (next(iter(ROUTERS)),), git_state()
-    for rate, users in itertools.product(options["request_rate"] or (None,), options["max_concurrency"] or (None,)):
-        loaded, point, notes = _load(workload, rate, users, options)
+    routers, code = tuple(dict.fromkeys(request.router)) or (next(iter(ROUTERS)),), git_state()
+    for rate, users in itertools.product(request.request_rate or (None,), request.max_concurrency or (None,)):
+        loaded, point, notes = _load(rate, users, request)
         assert loaded.simulate is not None
         machine = machine_of(loaded.simulate, str(loaded.engine["model"]))
         config, capacity = machine.settle(loaded.engine)
         machine.step_timer(config)  # what cannot be is said before anything runs
         load_name = point.load_id
-        if options["find_max_rate"]:
+        if request.find_max_rate:
             load_name = "trace" if loaded.load.arrivals == "trace" else "open loop"
         if users is not None and point.mode == "open":
             load_name += f" at most {users} in flight"
-        for replicas, router in itertools.product(options["replicas"], routers):
-            name = load_name + (f", {plural(replicas, 'replica')}, {router}" if max(options["replicas"]) > 1 else "")
+        for replicas, router in itertools.product(request.replicas, routers):
+            name = load_name + (f", {plural(replicas, 'replica')}, {router}" if max(request.replicas) > 1 else "")
             facts = SimulationFacts(
                 name=name,
                 machine=machine.title,
@@ -156,26 +160,31 @@ def _jobs(workload: str | None, options: Options) -> tuple[list[SimulationJob], 
                 kvbench=__version__,
                 git=dict(code),
             )
-            fleet = (loaded.engine, loaded.load, point, loaded.seed, replicas, router, options["output_dir"], facts)
+            fleet = (loaded.engine, loaded.load, point, loaded.seed, replicas, router, request.output_dir, facts)
             jobs.append(SimulationJob(name, loaded.simulate, str(loaded.engine["model"]), *fleet))
     if len(jobs) > 1:
         jobs = [replace(job, folder=job.folder and job.folder / slug(job.name)) for job in jobs]
     return jobs, notes
 
 
-def _load(
-    workload: str | None, rate: float | None, users: int | None, options: Options
-) -> tuple[Workload, LoadPoint, Sequence[str]]:
+def _load(rate: float | None, users: int | None, request: SimulateRequest) -> tuple[Workload, LoadPoint, Sequence[str]]:
     """The workload with one load, as it runs on the machine of the options, and notes on what differs."""
-    overrides, searching = list(options["overrides"]), bool(options["find_max_rate"])
-    if workload is None:
+    overrides, searching = list(request.overrides), bool(request.find_max_rate)
+    if request.workload is None:
         overrides[:0] = ["engine.kv_budget=null", "engine.max_model_len=null"]  # what device and model have
-    elif options["dataset_path"]:
+    elif request.dataset_path:
         overrides.insert(0, "engine.max_model_len=null")  # the model's own: a trace has its lengths
-    how = {"profile": profile_of(options), "overrides": overrides, "seed": options["seed"]}
-    more = (options["burstiness"], users, options["num_prompts"], tuple(options["goodput"]))
-    chosen = LoadOptions(options["at"], rate, *more)
-    path, text = workload_source(workload, {**options, **how}, chosen, searching=searching)
+    how = {"profile": profile_of(request), "overrides": overrides, "seed": request.seed}
+    chosen = LoadOptions(
+        at=request.at,
+        request_rate=rate,
+        burstiness=request.burstiness,
+        max_concurrency=users,
+        num_prompts=request.num_prompts,
+        goodput=request.goodput,
+    )
+    prompts = request.part(PromptOptions)
+    path, text = workload_source(request.workload, prompts, chosen, profile=how["profile"], searching=searching)
     check_named_load(path, chosen, {"text": text, **how}, searching=searching)
     loaded, point = choose_load(path, chosen, text=text, **how)
     if searching and loaded.load.arrivals in ("ramp", "step"):
@@ -185,7 +194,7 @@ def _load(
         )
     if searching and point.mode == "closed":
         loaded, point = choose_load(path, replace(chosen, request_rate=FIRST_RATE), text=text, **how)
-    made, notes = simulated_workload(loaded, options, overrides)
+    made, notes = simulated_workload(loaded, request, overrides)
     return made, point, notes
 
 

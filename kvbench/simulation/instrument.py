@@ -26,18 +26,18 @@ from kvbench.common.records import write_record
 from kvbench.load.completion import Completion
 from kvbench.load.outcome import most_in_flight
 from kvbench.load.samples import SCHEMA, Sample
-from kvbench.lockstep.instrument import result_row
 from kvbench.measure.http import TargetInstrument
 from kvbench.measure.result import ServerReadings, judge
 from kvbench.metrics.definitions import SIMULATED
-from kvbench.metrics.latency import SESSION_BROKEN, summarise
+from kvbench.metrics.latency import summarise
 from kvbench.metrics.model import ClientFigures, LoadOutcome
 from kvbench.requests.request import RequestList, RequestSpec, conversations, distinct_prefixes
 from kvbench.runs.metric_names import SIMULATED_SECONDS as SECONDS
 from kvbench.runs.results import COST_NOTES, Capacity, LoadResult, WarmUpResult
 from kvbench.runs.server_info import ServerInfo
-from kvbench.simulation.drive import TURNAROUND_S, Drive, EndedRequest, Replica, SettingsByName, prime
-from kvbench.simulation.machine import Machine
+from kvbench.simulation.cost.machine import Machine, SettingsByName
+from kvbench.simulation.fleet.drive import TURNAROUND_S, Drive, EndedRequest, Replica, prime
+from kvbench.simulation.fleet.recorder import row_of, with_unsent
 from kvbench.targets.base import ModelFacts, Target
 from kvbench.targets.builtin import known_capacity
 from kvbench.targets.prometheus import MetricsSample
@@ -66,7 +66,7 @@ class SimulatedTarget(Target):
 
     def restart(self) -> None:
         """Makes a new engine: nothing of an earlier load is in a figure of the next."""
-        self.replica = self._machine.replica(self._settings)
+        self.replica = Replica.on(self._machine, self._settings)
 
     def stop(self) -> None:
         """There is nothing to stop."""
@@ -251,26 +251,3 @@ def prepare(target: SimulatedTarget, load: LoadConfig, requests: Sequence[Reques
     if load.cache_state == "primed" or (load.cache_state == "steady" and first):
         prime(target.replica, distinct_prefixes(requests))
     target.replica.rewind()
-
-
-def with_unsent(ended: Sequence[EndedRequest], requests: Sequence[RequestSpec]) -> list[EndedRequest]:
-    """Returns every request in the order of the load; turns after a refused one were not sent."""
-    sent = {one.spec.index: one for one in ended}
-    last = {one.spec.session: one.sent for one in ended}
-    unsent = [spec for spec in requests if spec.index not in sent]
-    for spec in unsent:
-        sent[spec.index] = EndedRequest(spec, last[spec.session], last[spec.session], 0, reason=SESSION_BROKEN)
-    return [sent[spec.index] for spec in requests]
-
-
-def row_of(one: EndedRequest) -> Mapping[str, Any]:
-    """A row of requests.parquet."""
-    if one.reason == SESSION_BROKEN or one.error is not None:
-        refused = one.error is not None
-        done = Completion(http_status=one.status if refused else None)
-        done.fail("http_error" if refused else SESSION_BROKEN, one.error or "an earlier turn was refused")
-        return Sample(one.spec, 0, one.due, one.sent, one.sent, done).to_row(0.0)
-    tokens = one.tokens or [1] * len(one.times)
-    sequences = one.sequences or None
-    row = result_row(one.spec, one.due, one.sent, one.times, tokens, one.cached, one.reason, (), sequences)
-    return {**row, "queued_s": one.sent - one.due}

@@ -18,8 +18,9 @@ from kvbench.metrics.model import LoadOutcome
 from kvbench.requests.build import LoadDraw, RequestStream, stream_requests
 from kvbench.runs.results import COST_NOTES
 from kvbench.simulation.choose import machine_of
-from kvbench.simulation.drive import ROUTERS, TURNAROUND_S, Drive, EndedRequest, Replica, SettingsByName, prime
-from kvbench.simulation.recorder import FleetFigures, Recorder, row_writer
+from kvbench.simulation.cost.machine import SettingsByName
+from kvbench.simulation.fleet.drive import ROUTERS, TURNAROUND_S, Drive, EndedRequest, Replica, prime
+from kvbench.simulation.fleet.recorder import FleetFigures, Recorder, row_writer
 from kvbench.sweep.rate_run import at_rate, mean_rate
 from kvbench.sweep.rate_search import Condition, misses, queue_growth
 from kvbench.workload.design import LoadPoint
@@ -117,7 +118,7 @@ def simulate_and_pack(job: SimulationJob) -> tuple[Simulation, bytes | None]:
 def simulate(job: SimulationJob, on_progress: Progress | None = None) -> Simulation:
     """Runs the load to its end and writes the job's files. Raises UsageError for a load or settings that cannot be."""
     machine = machine_of(job.section, job.model)
-    replicas = [machine.replica(job.settings, number) for number in range(job.replicas)]
+    replicas = [Replica.on(machine, job.settings, number) for number in range(job.replicas)]
     stream = job.stream(replicas[0])
     if job.load.cache_state != "cold" and stream.prefixes:
         for replica in replicas:
@@ -201,7 +202,7 @@ def find_rate(
     trials: list[TriedRate] = []
     first, is_trace = job.point.request_rate or FIRST_RATE, job.load.arrivals == "trace"
     if is_trace:
-        replica = machine_of(job.section, job.model).replica(job.settings)
+        replica = Replica.on(machine_of(job.section, job.model), job.settings)
         first = mean_rate([turns[0] for turns in job.stream(replica).conversations])
 
     def meets(rate: float) -> bool:

@@ -28,6 +28,7 @@ from kvbench.runs.server_info import ServerInfo
 from kvbench.sweep.block import BlockRunner
 from kvbench.targets.base import ModelFacts, Target
 from kvbench.targets.choose import choose
+from kvbench.targets.options import TargetOptions
 from kvbench.workload.design import Block, Cell
 from kvbench.workload.file import Workload
 
@@ -48,7 +49,7 @@ class BlockTask:
 
     block: Block
     workload: Workload
-    options: Mapping[str, Any]
+    options: TargetOptions
     stored: Manifest
     capacity: Mapping[str, Capacity]
     served: bool

@@ -8,7 +8,6 @@ import math
 import os
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,10 +17,12 @@ from kvbench.common.ports import free_port
 from kvbench.common.text import plural
 from kvbench.load.spec import ARRIVE_S
 from kvbench.measure.instrument import Clients
+from kvbench.sweep.requests import LoadOptions, ProcessOptions
 from kvbench.workload.design import LoadPoint
 from kvbench.workload.file import Workload, default_profile, load_workload
-from kvbench.workload.from_options import COMMAND_LINE, answers_in, changes_of_file, workload_text
+from kvbench.workload.from_options import COMMAND_LINE, changes_of_file, workload_text
 from kvbench.workload.load_section import Slo
+from kvbench.workload.options import Answers, PromptOptions
 
 SLO_NAMES = tuple(name.removesuffix("_ms") for name in Slo.model_fields)
 
@@ -56,33 +57,20 @@ def check_combination(given: Collection[str], overrides: Sequence[str]) -> None:
             )
 
 
-@dataclass(frozen=True)
-class LoadOptions:
-    """The options that change the load; None: as the workload has it. ``request_rate`` [1/s] may be infinite."""
-
-    at: str | None = None
-    request_rate: float | None = None
-    burstiness: float | None = None
-    max_concurrency: int | None = None
-    num_prompts: int | None = None
-    goodput: tuple[str, ...] = ()
-    canaries: str | None = None
-
-
 def workload_source(
-    workload: str | None, options: Mapping[str, Any], chosen: LoadOptions, *, searching: bool
+    workload: str | None, prompts: PromptOptions, chosen: LoadOptions, *, profile: str | None, searching: bool
 ) -> tuple[str, str | None]:
     """The workload's file and None, or a name and the text of the workload that the options make. UsageError."""
-    answers = answers_in({name: options[name] for name in ("input_len", "output_len", "prefix_len", "dataset_path",
-                                                           "dataset_name", "num_prompts")})  # fmt: skip
+    answers = Answers(**{name: getattr(prompts, name) for name in prompts.stated})
     if workload is not None:
-        changes_of_file(dataclasses.replace(answers, num_prompts=None))
+        changes_of_file(answers)
         return workload, None
+    answers = dataclasses.replace(answers, num_prompts=chosen.num_prompts)
     if searching or chosen.request_rate is not None:
         answers = dataclasses.replace(answers, request_rate=(chosen.request_rate or 1.0,))
     elif chosen.max_concurrency is not None:
         answers = dataclasses.replace(answers, concurrency=(chosen.max_concurrency,))
-    return COMMAND_LINE, workload_text(answers, profile=options["profile"] or default_profile())
+    return COMMAND_LINE, workload_text(answers, profile=profile or default_profile())
 
 
 def choose_load(path: str | Path, chosen: LoadOptions, **how: Any) -> tuple[Workload, LoadPoint]:
@@ -187,14 +175,14 @@ def parse_canaries(text: str) -> dict[str, Any]:
         raise UsageError(f"--canaries {text!r} is not SHARE or SHARE:FILE: write for example --canaries 0.1") from None
 
 
-def client_processes(options: Mapping[str, Any]) -> tuple[Clients, str]:
+def client_processes(options: ProcessOptions) -> tuple[Clients, str]:
     """The processes that send the load, and how to start those on other machines; empty: this machine sends it.
 
     Raises UsageError where a master cannot listen.
     """
-    if not options["master"]:
-        return Clients({"processes": options["processes"]} if options["processes"] else {}), ""
-    host, port, count = options["bind_host"], options["bind_port"], options["expect_workers"]
+    if not options.master:
+        return Clients({"processes": options.processes} if options.processes else {}), ""
+    host, port, count = options.bind_host, options.bind_port, options.expect_workers
     free_port(port, host, port_option="--bind-port", host_option="--bind-host")
     values = {"--expect-workers": count, "--bind-host": host, "--bind-port": port, "--arrive-timeout": ARRIVE_S}
     arguments = ("--master", *(str(word) for pair in values.items() for word in pair))
@@ -207,8 +195,8 @@ def client_processes(options: Mapping[str, Any]) -> tuple[Clients, str]:
     return Clients({}, arguments, count), notice
 
 
-def become_worker(options: Mapping[str, Any]) -> NoReturn:
+def become_worker(options: ProcessOptions) -> NoReturn:
     """Replaces this process by the load process of a worker, which ends with its load."""
-    master = ("--master-host", options["master_host"], "--master-port", str(options["master_port"]))
+    master = ("--master-host", options.master_host, "--master-port", str(options.master_port))
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-m", "kvbench.load", "--worker", *master])

@@ -6,7 +6,7 @@ import dataclasses
 import shlex
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -39,7 +39,6 @@ from kvbench.runs.results import CellLoad, LoadResult, WarmUpResult
 from kvbench.runs.work import FolderWork, kept, work_in
 from kvbench.sweep.load_folder import METRICS, LoadFolder, LoadManifest, SearchRuns, open_folder
 from kvbench.sweep.load_options import (
-    LoadOptions,
     become_worker,
     check_combination,
     check_named_load,
@@ -49,47 +48,44 @@ from kvbench.sweep.load_options import (
 )
 from kvbench.sweep.progress import LiveServer
 from kvbench.sweep.rate_run import RateSearch, SearchPlan, at_rate, mean_rate, plan_search
+from kvbench.sweep.requests import LoadOptions, LoadRequest
 from kvbench.sweep.show_load import StoredLoad, show, stored_load
 from kvbench.targets.base import Target
-from kvbench.targets.choose import TargetOptions, preset_named, running_server
+from kvbench.targets.choose import preset_named, running_server
 from kvbench.targets.prometheus import MetricsSample
 from kvbench.workload.design import Block, Cell, LoadPoint, plan_sweep
 from kvbench.workload.file import Workload
 from kvbench.workload.load_section import load_point
+from kvbench.workload.options import PromptOptions
 from kvbench.workload.request_form import RequestForm
 
 _REPEAT = 1  # of a single load; 0 is the warm-up's
 
 
-def load_command(
-    *,
-    given: Collection[str],
-    workload: str | None,
-    output_dir: Path | None,
-    resume: bool,
-    find_max_rate: str | None,
-    **options: Any,
-) -> int:
-    """Runs the command; its exit code. ``given``: options on the command line. Raises UsageError, MeasurementError."""
-    check_combination(given, options["overrides"])
-    if options["worker"]:
-        become_worker(options)
-    clients, notice = client_processes(options)
-    chosen = LoadOptions(**{field.name: options[field.name] for field in dataclasses.fields(LoadOptions)})
-    workload, text = workload_source(workload, options, chosen, searching=find_max_rate is not None)
-    how = {"text": text, **{key: options[key] for key in ("profile", "overrides", "seed")}}
-    check_named_load(workload, chosen, how, searching=find_max_rate is not None)
+def load_command(request: LoadRequest) -> int:
+    """Runs the command; its exit code. Raises UsageError, MeasurementError."""
+    overrides = request.changes
+    check_combination(request.given, overrides)
+    if request.worker:
+        become_worker(request)
+    clients, notice = client_processes(request)
+    chosen, slo, output_dir = request.part(LoadOptions), request.find_max_rate, request.output_dir
+    workload, text = workload_source(
+        request.workload, request.part(PromptOptions), chosen, profile=request.profile, searching=slo is not None
+    )
+    how = {"text": text, "profile": request.profile, "overrides": overrides, "seed": request.seed}
+    check_named_load(workload, chosen, how, searching=slo is not None)
     plan = None
-    if find_max_rate is None:
+    if slo is None:
         loaded, point = choose_load(workload, chosen, **how)
     else:
-        loaded, point, plan = plan_search(workload, find_max_rate, chosen, how, options)
+        loaded, point, plan = plan_search(workload, slo, chosen, how, request)
     console = Console()
     say = partial(print_plain, console)
     display = LoadDisplay(console)
-    job = Job(loaded, RunFolder(Path()), _new_target(options, loaded.load.form), display, clients=clients)
+    job = Job(loaded, RunFolder(Path()), _new_target(request, loaded.load.form), display, clients=clients)
     instrument = HttpInstrument(job)
-    block = block_of(loaded, point, options["url"])
+    block = block_of(loaded, point, request.url)
     try:
         instrument.open(block)
         loaded = job.workload = _with_load_of(loaded, instrument)
@@ -101,16 +97,16 @@ def load_command(
             drawn = text and loaded.load.prompts.kind == "synthetic"
             raise UsageError(f"{error}{' (here --input-len and --output-len)' if drawn else ''}") from None
         manifest = describe(loaded, block, instrument.server.target, plan, clients.facts)
-        with _work(output_dir, manifest.command, resume, say) as (path, work):
-            folder = open_folder(path, manifest, resume=resume)
-            calibrator = Calibrator(path, not options["no_calibration"], display.say, console.print)
+        with _work(output_dir, manifest.command, request.resume, say) as (path, work):
+            folder = open_folder(path, manifest, resume=request.resume)
+            calibrator = Calibrator(path, not request.no_calibration, display.say, console.print)
             job.folder, job.check = SearchRuns(path) if plan else RunFolder(path), work.check
             job.calibrate = calibrator if clients.workers is None else None
             if notice:
                 say(notice)
-            loads = OneLoad(instrument, block, folder, console, options["num_warmups"], calibrator, requests, display)
+            loads = OneLoad(instrument, block, folder, console, request.num_warmups, calibrator, requests, display)
             if output_dir is not None:
-                work.close = partial(loads.say_what_is_kept, work, resume_command(manifest.command, resume))
+                work.close = partial(loads.say_what_is_kept, work, resume_command(manifest.command, request.resume))
             next_step = "give the same command and --resume" if output_dir is not None else ""
             return loads.search(plan, next_step) if plan else loads.run(next_step)
         return EXIT_INTERRUPTED
@@ -125,11 +121,11 @@ def block_of(workload: Workload, point: LoadPoint, url: str | None) -> Block:
     return Block(_REPEAT, cell.configuration, (cell,))
 
 
-def _new_target(options: Mapping[str, Any], form: RequestForm) -> Callable[[], Target]:
+def _new_target(request: LoadRequest, form: RequestForm) -> Callable[[], Target]:
     """Makes the target of the running server that the options name. Raises UsageError."""
-    if not options["url"]:
+    if not request.url:
         raise UsageError("--url is missing: the server, e.g. --url http://127.0.0.1:8000")
-    return running_server("--url", options["url"], TargetOptions.of(options), preset_named(options["preset"]), form)
+    return running_server("--url", request.url, request, preset_named(request.preset), form)
 
 
 def _with_load_of(workload: Workload, instrument: HttpInstrument) -> Workload:

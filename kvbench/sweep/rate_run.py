@@ -26,7 +26,7 @@ from kvbench.load.validity import client_reasons
 from kvbench.metrics.latency import QUANTILES
 from kvbench.metrics.model import LoadMetrics, LoadOutcome
 from kvbench.sweep.load_folder import METRICS, LoadFolder
-from kvbench.sweep.load_options import LoadOptions, choose_load
+from kvbench.sweep.load_options import choose_load
 from kvbench.sweep.rate_search import (
     ALWAYS,
     CLIENT_LIMIT,
@@ -50,6 +50,7 @@ from kvbench.sweep.rate_search import (
     parse_conditions,
     queue_growth,
 )
+from kvbench.sweep.requests import LoadOptions, SearchOptions
 from kvbench.sweep.show_load import StoredLoad
 from kvbench.workload.design import LoadPoint
 from kvbench.workload.file import Workload
@@ -163,13 +164,14 @@ class SearchPlan:
 
 
 def plan_search(
-    path: str, slo: str, chosen: LoadOptions, how: Mapping[str, Any], options: Mapping[str, Any]
+    path: str, slo: str, chosen: LoadOptions, how: Mapping[str, Any], request: SearchOptions
 ) -> tuple[Workload, LoadPoint, SearchPlan]:
     """Plans a search: the workload in open loop, its load point, and the search. Raises UsageError."""
     if chosen.request_rate is not None and math.isinf(chosen.request_rate):
         raise UsageError("--find-max-rate begins at a finite --request-rate: leave inf out")
-    names = ("min_rate", "max_rate", "tolerance", "max_runs", "run_seconds", "num_prompts", "max_minutes")
-    plan = SearchPlan(slo, chosen.request_rate, **{name: options[name] for name in names})
+    names = ("min_rate", "max_rate", "tolerance", "max_runs", "run_seconds", "max_minutes")
+    stated = {name: getattr(request, name) for name in names}
+    plan = SearchPlan(slo, chosen.request_rate, **stated, num_prompts=chosen.num_prompts)
     conditions = plan.conditions
     workload, point = choose_load(path, replace(chosen, request_rate=None, burstiness=None), **how)
     if workload.load.arrivals in ("ramp", "step"):

@@ -50,6 +50,7 @@ from kvbench.sweep.block_task import (
     StatusText,
     run_block_task,
 )
+from kvbench.sweep.requests import SweepRequest
 from kvbench.targets.base import Target
 from kvbench.targets.choose import ChosenTarget
 from kvbench.workload.design import Block, Design
@@ -95,14 +96,14 @@ class CellNeeds:
         return " and ".join(parts) or "a CPU"
 
 
-def needs_of(workload: Workload, design: Design, options: Mapping[str, Any]) -> CellNeeds:
+def needs_of(workload: Workload, design: Design, request: SweepRequest) -> CellNeeds:
     """The needs of the cells of ``design``, by the workload's profile or ``device`` and the flags of the server."""
     devices = {each.settings.get("device", "auto") for each in design.configurations}
     on_gpu = "cuda" in devices or (workload.profile == "gpu" and devices != {"cpu"})
     gpus = 1
-    for count in _PARALLEL.findall(" ".join(filter(None, (options.get("serve_cmd"), options.get("target_args"))))):
+    for count in _PARALLEL.findall(" ".join(filter(None, (request.serve_cmd, request.target_args)))):
         gpus *= int(count)
-    return CellNeeds(gpus if on_gpu else 0, options.get("device_resource"))
+    return CellNeeds(gpus if on_gpu else 0, request.device_resource)
 
 
 @dataclass
@@ -128,7 +129,7 @@ class RayMachines(ThisMachine):
     cluster: Cluster
     cell_needs: CellNeeds
     workload: Workload
-    options: Mapping[str, Any]
+    options: SweepRequest
     stored: Manifest
     nodes: Sequence[ClusterNode]
     facts: Mapping[str, MachineFacts]
@@ -154,7 +155,7 @@ class RayMachines(ThisMachine):
 
     @property
     def resume_options(self) -> list[str]:
-        given = [("--ray-address", self.options["ray_address"]), ("--device-resource", self.options["device_resource"])]
+        given = [("--ray-address", self.options.ray_address), ("--device-resource", self.options.device_resource)]
         return ["--executor", "ray", *(word for pair in given if pair[1] for word in pair)]
 
     def begin(self, runner: BlockRunner, manifest: StoredManifest) -> None:
@@ -204,7 +205,7 @@ class RayMachines(ThisMachine):
         home = self._home.get(block.repeat)
         node = home if home in self._slots.free else self._slots.free[0]
         self._home[block.repeat] = home if home in self._slots.nodes else node
-        calibrations = None if self.options["no_calibration"] else self._calibrations.get(node.name, [])
+        calibrations = None if self.options.no_calibration else self._calibrations.get(node.name, [])
         left = dataclasses.replace(block, cells=tuple(c for c in block.cells if c.cell_id not in done))
         task = BlockTask(
             left, self.workload, self.options, self.stored, self.job.capacity, bool(self.runner.served),
@@ -305,7 +306,7 @@ class RayMachines(ThisMachine):
 @contextmanager
 def ray_machines(
     choice: ChosenTarget,
-    parts: tuple[Workload, Mapping[str, Any], Manifest],
+    parts: tuple[Workload, SweepRequest, Manifest],
     only: Sequence[str],
     say: Callable[[str], None],
 ) -> Iterator[RayMachines]:
@@ -318,14 +319,14 @@ def ray_machines(
                          "already: leave one of them out")  # fmt: skip
     options = parts[1]
     cell_needs = needs_of(choice.workload, choice.plan(only)[0], options)
-    with cluster_at(options["ray_address"]) as cluster:
-        yield machines_for(cluster, cell_needs, parts, options["ray_wait"], say)
+    with cluster_at(options.ray_address) as cluster:
+        yield machines_for(cluster, cell_needs, parts, options.ray_wait, say)
 
 
 def machines_for(
     cluster: Cluster,
     cell_needs: CellNeeds,
-    parts: tuple[Workload, Mapping[str, Any], Manifest],
+    parts: tuple[Workload, SweepRequest, Manifest],
     wait_s: float,
     say: Callable[[str], None],
 ) -> RayMachines:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,6 +20,7 @@ from kvbench.targets.builtin import BUILTIN_COMMAND, BuiltinTarget, check_config
 from kvbench.targets.launch_plan import CommandTemplate, Launcher, is_template, program_of, split_command
 from kvbench.targets.launched import LaunchedTarget
 from kvbench.targets.model_export import ModelFolders, text_tokenizer
+from kvbench.targets.options import RunningServerOptions, TargetOptions
 from kvbench.targets.preset import Preset
 from kvbench.targets.presets import BUILT_IN, GENERIC, PRESETS
 from kvbench.targets.running import OpenAITarget
@@ -56,48 +56,10 @@ START_GUESS_S = 8.0  # a launch of the built-in server, until one is measured
 _FOREIGN_START_S = 900.0  # vLLM compiles a model at its first start: minutes on a small machine
 
 
-Options = Mapping[str, Any]
-"""Options of a command line by their names there."""
-
-
-@dataclass(frozen=True)
-class TargetOptions:
-    """The options of a command line that say what is measured, under their names there; None or empty: not given."""
-
-    target: str | None = None
-    serve_cmd: str | None = None
-    preset: str | None = None
-    target_args: str | None = None
-    target_python: str | None = None
-    exact: bool | None = None
-    model: str | None = None
-    vocab_size: int | None = None
-    max_model_len: int | None = None
-    tokenizer: Path | str | None = None
-    api_key_env: str | None = None
-    tls_ca_file: Path | str | None = None
-    no_tls_verify: bool | None = None
-    vary: Sequence[str] | None = None
-    port: int | None = None
-    start_timeout: float | None = None
-    only: Sequence[str] | None = None
-
-    @classmethod
-    def of(cls, options: Options, stored: Manifest | None = None) -> TargetOptions:
-        """Reads a command line's options; what it leaves out is as in the manifest ``stored`` of a run that goes on."""
-        stored = stored or Manifest()
-        before = stored.target_options.fields() | {name: getattr(stored, name) for name in (*STORED, "only")}
-        return cls(**{name: options.get(name) or before.get(name) for name in cls.__annotations__})
-
-    @property
-    def given(self) -> list[str]:
-        """The names of the options that were given."""
-        return [name for name, value in vars(self).items() if value]
-
-    def manifest(self, backend: str, *, shared: bool, **more: Any) -> MeasuredTarget:
-        """Returns the entries of the run's manifest."""
-        given = {name: getattr(self, name) or None for name in STORED}
-        return MeasuredTarget(**given, backend=backend, shared_machine=shared, **more)
+def measured_target(options: TargetOptions, backend: str, *, shared: bool, **more: Any) -> MeasuredTarget:
+    """Makes the entries of a run's manifest."""
+    stored = {name: getattr(options, name) or None for name in STORED}
+    return MeasuredTarget(**stored, backend=backend, shared_machine=shared, **more)
 
 
 @dataclass(frozen=True)
@@ -131,19 +93,25 @@ class ChosenTarget:
         """Cells and blocks in the order in which they run; the design's notes begin with the target's. UsageError."""
         design, blocks = plan_sweep(self.workload, only, self.check, refuses=self.refuses, fresh=self.fresh)
         self.require(design)
-        return dataclasses.replace(design, notes=(*self.notes, *design.notes)), blocks
+        return replace(design, notes=(*self.notes, *design.notes)), blocks
 
 
-def choose(workload: Workload, options: Options, stored: Manifest | None = None) -> ChosenTarget:
-    """Chooses by a command line's ``options``; ``stored``: the manifest of a run to go on with. Raises UsageError."""
-    return choose_target(workload, TargetOptions.of(options, stored))
+def choose(workload: Workload, options: TargetOptions, stored: Manifest | None = None) -> ChosenTarget:
+    """Chooses the target that ``options`` name. Raises UsageError.
+
+    ``stored``: the manifest of a run that goes on; it says what the options leave out.
+    """
+    if stored is not None:
+        before = stored.target_options.fields() | {name: getattr(stored, name) for name in (*STORED, "only")}
+        options = replace(options, **{name: value for name, value in before.items() if not getattr(options, name)})
+    return choose_target(workload, options)
 
 
 def choose_target(workload: Workload, asked: TargetOptions) -> ChosenTarget:
     """Chooses the target that the options name. Raises UsageError."""
     kind = kind_of(asked.target, asked.serve_cmd)
     preset = PRESETS[asked.target or ""] if kind == PRESET else preset_named(asked.preset)
-    check_target_options([kind], asked.given)
+    check_target_options([kind], asked.stated)
     load, server = workload.load, BUILT_IN if kind == BUILTIN else preset
     for cls in load.prompts.classes if isinstance(load.prompts, SyntheticPrompts) else ():
         if why := server.refuses_answers(cls.name, cls.answers, load.endpoint):
@@ -207,7 +175,7 @@ def _builtin(workload: Workload, options: TargetOptions) -> ChosenTarget:
         limit = options.start_timeout or _START_S
         return BuiltinTarget(command=command, port=options.port or 0, start_timeout_s=limit, form=workload.load.form)
 
-    manifest = options.manifest("custom" if options.serve_cmd else "kvbench", shared=True)
+    manifest = measured_target(options, "custom" if options.serve_cmd else "kvbench", shared=True)
     return ChosenTarget(workload, make, check_configuration, manifest)
 
 
@@ -215,21 +183,21 @@ def _running(workload: Workload, options: TargetOptions, preset: Preset) -> Chos
     """A running server cannot be given settings: one configuration, without the workload's engine section."""
     url = options.target or ""
     new_target = running_server("--target", url, options, preset, workload.load.form)
-    only_here = {name: getattr(options, name) for name in options.given if KINDS_OF.get(name) == (RUNNING,)}
+    only_here = {name: getattr(options, name) for name in options.stated if KINDS_OF.get(name) == (RUNNING,)}
     kept = {name: str(value) if isinstance(value, Path) else value for name, value in only_here.items()}
     more = {"target_options": RunningServer(**kept)} if kept else {}
-    manifest = options.manifest(preset.name, shared=server_at(url).local, **more)
-    alone = dataclasses.replace(workload, engine={"target": url}, sweep={})
+    manifest = measured_target(options, preset.name, shared=server_at(url).local, **more)
+    alone = replace(workload, engine={"target": url}, sweep={})
     return ChosenTarget(alone, new_target, lambda settings: Capacity(), manifest, runs_already=True)
 
 
 def running_server(
-    flag: str, url: str, asked: TargetOptions, preset: Preset, form: RequestForm
+    flag: str, url: str, asked: RunningServerOptions, preset: Preset, form: RequestForm
 ) -> Callable[[], OpenAITarget]:
     """Makes the target of a server that runs already; ``flag``: of the URL. Raises UsageError."""
     require_url(flag, url)
     preset.require_endpoint(form.endpoint)
-    check_tls(asked.given, flag, url)
+    check_tls(asked.stated, flag, url)
     ca_file = str(asked.tls_ca_file) if asked.tls_ca_file else None
     access = Access(asked.api_key_env, not asked.no_tls_verify, ca_file)
     access.headers()  # a key that is missing, or a file that holds no certificates, is said now
@@ -264,7 +232,7 @@ def _launched(
         if options.exact:
             raise UsageError(lost)
         changes.append(lost)
-    workload = dataclasses.replace(workload, engine=launcher.described(workload.engine))
+    workload = replace(workload, engine=launcher.described(workload.engine))
     folders = ModelFolders(ignore_eos=load.ignore_eos, text_tokenizer=text_tokenizer(load.prompts))
     if launcher.passes_model:
         folders.source(workload.engine, preset.model_format)  # says now what is wrong with it
@@ -277,7 +245,7 @@ def _launched(
         workload,
         make,
         launcher.check,
-        options.manifest("custom" if preset is GENERIC else preset.name, shared=True),
+        measured_target(options, "custom" if preset is GENERIC else preset.name, shared=True),
         refuses=launcher.refusal,
         fresh=launcher.needs_fresh_server,
         notes=(*notes, *changes),
@@ -304,7 +272,7 @@ def _baseline(workload: Workload, launcher: Launcher, *, exact: bool) -> tuple[W
     if left := launcher.refusal(settings):
         raise UsageError(f"the baseline cannot be run, nor anything near it: {left}. {way}")
     note = f"THE BASELINE IS NOT THE WORKLOAD'S: {', '.join(changes)} ({reason}); --exact refuses instead"
-    return dataclasses.replace(workload, engine=settings), [note]
+    return replace(workload, engine=settings), [note]
 
 
 def arithmetic(settings: Settings) -> Capacity:
@@ -312,7 +280,7 @@ def arithmetic(settings: Settings) -> Capacity:
     from engine.config import EngineConfig
     from engine.model.spec import find_model
 
-    names = {f.name for f in dataclasses.fields(EngineConfig)}
+    names = {f.name for f in fields(EngineConfig)}
     ours = {name: value for name, value in settings.items() if name in names and value is not None}
     try:
         return check_configuration(ours)

@@ -21,6 +21,7 @@ from kvbench.common import text as words
 from kvbench.common.errors import UsageError
 from kvbench.history.runs import command_of, find_runs, read_object
 from kvbench.report.decision import Decision
+from kvbench.report.headline import headline
 from kvbench.report.provenance import target, validity
 from kvbench.report.side_by_side import run_facts
 from kvbench.runs.folder import MANIFEST
@@ -205,7 +206,7 @@ def _row(run: Run, name: str, stamp: Stamp) -> RunRow:
         workload=run.workload,
         started=started,
         state=validity(run).status,
-        sentence=Decision.of(run).headline,  # the verdict on a run, here only
+        sentence=headline(Decision.of(run)),  # the verdict on a run, here only
         model=facts.get("model", ""),
         machine=facts.get("GPUs") or facts.get("processor", ""),
         target=target(run),

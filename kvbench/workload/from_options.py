@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ import yaml
 from kvbench.common.errors import UsageError
 from kvbench.common.option_rules import flag
 from kvbench.common.parsing import parse_yaml
+from kvbench.workload.file import Workload, default_profile, load_workload
+from kvbench.workload.options import Answers
 from kvbench.workload.settings import canonical, slug
 
 _LENGTH = re.compile(r"(\d+)(?:[:-](\d+))?")
@@ -51,31 +53,6 @@ _DEFAULTS = {
     ),
     "gpu": _Defaults("{config: llama-3.1-8b, load_format: dummy, dtype: bfloat16}", "8GiB", 8192, 256, 4096),
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Answers:
-    """The answers of a user, or the options that were given.
-
-    ``input_len``, ``output_len``: tokens, "600" or a range "400:800".
-    ``prefix_len``: tokens that all prompts begin with, on top of ``input_len``.
-    ``dataset_path``: a file of conversations or a trace that gives prompts or lengths, in place of random tokens;
-    ``dataset_name``: its format ("random" without one).
-    ``concurrency``: users of each closed loop; ``request_rate``: requests/s of each open loop.
-    ``num_prompts``: requests of a load.
-    ``vary``: "page_size=16,32"; the first value of each is the baseline's.
-    """
-
-    input_len: str | None = None
-    output_len: str | None = None
-    prefix_len: int | None = None
-    dataset_name: str | None = None
-    dataset_path: str | None = None
-    concurrency: tuple[int, ...] = ()
-    request_rate: tuple[float, ...] = ()
-    num_prompts: int | None = None
-    vary: tuple[str, ...] = ()
-    design: str | None = None
 
 
 def workload_text(answers: Answers, *, profile: str, name: str | None = None) -> str:
@@ -124,8 +101,7 @@ def _yaml(value: Any) -> str:
 
 def changes_of_file(answers: Answers) -> list[str]:
     """Returns ``KEY=VALUE`` of what the options vary in place of a file's sweep. UsageError for other answers."""
-    names = [answer.name for answer in fields(Answers) if getattr(answers, answer.name)]
-    others = [name for name in names if name not in ("vary", "design")]
+    others = [name for name in answers.stated if name not in ("vary", "design")]
     if others:
         raise UsageError(
             f"{flag(others[0])} makes a workload of its own: leave the file out, or change the file's value with "
@@ -224,6 +200,26 @@ def _name(answers: Answers) -> str:
     return f"random-{'-'.join(lengths)}"
 
 
-def answers_in(options: Mapping[str, Any]) -> Answers:
-    """The answers among the options of a command line."""
-    return Answers(**{answer.name: options[answer.name] for answer in fields(Answers) if options.get(answer.name)})
+def read_or_make(
+    path: str | None,
+    answers: Answers,
+    *,
+    profile: str | None = None,
+    overrides: Sequence[str] = (),
+    seed: int | None = None,
+    repeats: int | None = None,
+    other_engine: bool = False,
+) -> Workload:
+    """Reads the workload file, or without one makes the workload of the ``answers``. Raises UsageError.
+
+    ``other_engine``: it runs on an engine that is not the built-in one. The rest is as in ``load_workload``.
+    """
+    how = {"profile": profile, "seed": seed, "repeats": repeats}
+    if path is not None:
+        return load_workload(path, overrides=(*changes_of_file(answers), *overrides), **how)
+    text, first = workload_text(answers, profile=profile or default_profile()), []
+    if other_engine:  # one thread is what the built-in engine is compared at
+        first.append("engine.num_threads=null")
+    if repeats:  # all of them
+        first.append("max_minutes=null")
+    return load_workload(COMMAND_LINE, text=text, overrides=(*first, *overrides), **how)

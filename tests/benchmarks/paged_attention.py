@@ -33,9 +33,9 @@ from engine.sequence import Sequence as EngineSequence
 from kvbench.capacity.gpus import find_gpu
 from kvbench.capacity.model import plan_model
 from kvbench.requests.request import RequestSpec
-from kvbench.simulation.cost_model import TYPICAL
-from kvbench.simulation.drive import Drive, EndedRequest, Replica
-from kvbench.simulation.machine import Machine
+from kvbench.simulation.cost.cost_model import TYPICAL
+from kvbench.simulation.cost.machine import Machine
+from kvbench.simulation.fleet.drive import Drive, EndedRequest, Replica
 
 LONGEST = 2048  # tokens of prompt + output that OPT and LLaMA take
 _PAGE_TABLE_BYTES = 256 * 128 * 8  # paid for beside the slots

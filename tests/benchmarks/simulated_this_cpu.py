@@ -27,8 +27,8 @@ from kvbench.lockstep import instrument as loads
 from kvbench.lockstep.process import LOCKSTEP_COMMAND, EngineProcess, open_all
 from kvbench.lockstep.turns import TurnTaker, take_turns, warm_up
 from kvbench.metrics.latency import summarise
-from kvbench.simulation.predict import ReplayedLoad, predicted_metrics, works_of
-from kvbench.simulation.unit_costs import MeasuredSteps, UnitCosts, fit_unit_costs, measured
+from kvbench.simulation.calibrate.predict import ReplayedLoad, predicted_metrics, works_of
+from kvbench.simulation.cost.unit_costs import MeasuredSteps, UnitCosts, fit_unit_costs, measured
 from kvbench.workload.design import LoadPoint, design_of
 from kvbench.workload.file import Workload, load_workload
 

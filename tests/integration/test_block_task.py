@@ -14,7 +14,8 @@ from kvbench.common.files import unpack
 from kvbench.runs.folder import RunFolder
 from kvbench.runs.results import Manifest
 from kvbench.sweep.block_task import BlockEnded, BlockTask, LoadDone, LoadFailed, ServerUp, StatusText, run_block_task
-from kvbench.targets.choose import KINDS_OF, STORED, choose
+from kvbench.targets.choose import choose
+from kvbench.targets.options import TargetOptions
 from kvbench.workload.file import load_workload
 from tests.support.loads import FAKE
 from tests.support.sweep_parts import Bench, alive, wait_until
@@ -31,7 +32,7 @@ def task(tmp_path, monkeypatch):
             monkeypatch.setenv(name, value)
         bench = Bench(tmp_path)
         workload = load_workload(bench.write(load={"concurrency": [1, 2]}), profile="cpu")
-        options = dict.fromkeys([*KINDS_OF, *STORED, "only"]) | {"serve_cmd": f"{sys.executable} {FAKE}", "port": 0}
+        options = TargetOptions(serve_cmd=f"{sys.executable} {FAKE}")
         block = choose(workload, options).plan()[1][0]
         return BlockTask(block, workload, options, Manifest(), {}, False, (), None)
 

@@ -164,7 +164,12 @@ def report_decisions(run: Path, work: Path) -> dict[str, Any]:
     ended = kvbench("report", run, "--output-dir", work)
     parts = sections((work / "report.md").read_text())
     verdict = re.search(r"^\*\*(.*)\*\*$", next(iter(parts.values())), re.MULTILINE)
-    answers = {row[0]: [plain(row[1]), _numbers(row[2])] for row in table_rows(parts.get("Answers", ""))}
+    verdicts, numbers = _halves(table_rows(parts.get("Answers", "")))
+    answers = {
+        subject: [plain(text.split(": ")[0]), _numbers(evidence)]
+        for (subject, text), (_, evidence) in zip(verdicts, numbers, strict=True)
+        if subject != "What it means"
+    }
     effects = {
         f"{row[0]} {column}": [float(ratio), float(low), float(high), CALLS.get(call, call)]
         for row in table_rows(parts.get("Engine time", ""))
@@ -176,12 +181,22 @@ def report_decisions(run: Path, work: Path) -> dict[str, Any]:
         "code": ended.code,
         "verdict": plain(verdict[1]) if verdict else None,
         "answers": answers,
-        "limits": [plain(" ".join(row[:3])) for row in table_rows(parts.get("What limited it", ""))],
+        "limits": [plain(" ".join(row)) for row in _limits(parts.get("What limited it", ""))],
         "effects": effects,
         "cells": _summary_cells(work / "summary.csv"),
         "sections": {name: digest(parts[name]) for name in sorted(said)},
         "printed": digest(re.sub(r"\S*/report\.\S+|\S*summary\.csv|─+", "", ended.out)),
     }
+
+
+def _halves(rows: list[list[str]]) -> tuple[list[list[str]], list[list[str]]]:
+    """The rows of the answers, and those of their numbers, which are folded below them."""
+    return rows[: len(rows) // 2], rows[len(rows) // 2 :]
+
+
+def _limits(section: str) -> list[list[str]]:
+    """Load, limit and configurations; what was seen is folded below them."""
+    return table_rows(section.split("<details>")[0])
 
 
 def _numbers(text: str) -> list[str]:

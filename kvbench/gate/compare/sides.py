@@ -48,12 +48,13 @@ from kvbench.targets.choose import (
     STORED,
     TEMPLATE,
     ChosenTarget,
-    TargetOptions,
     check_target_options,
     choose_target,
     kind_of,
+    measured_target,
 )
 from kvbench.targets.launch_plan import is_template
+from kvbench.targets.options import TargetOptions
 from kvbench.targets.presets import PRESETS
 from kvbench.workload.design import Cell, Configuration, Design, make_design, select
 from kvbench.workload.file import Workload, apply_override, differing_keys, resolve
@@ -315,7 +316,7 @@ def _of_build(build: Build, workload: Workload, options: TargetOptions) -> Chose
     def make() -> Target:
         return BuiltinTarget(command=launched, start_timeout_s=limit_s, env=build.env, form=workload.load.form)
 
-    return ChosenTarget(workload, make, check_configuration, TargetOptions().manifest("kvbench", shared=True))
+    return ChosenTarget(workload, make, check_configuration, measured_target(TargetOptions(), "kvbench", shared=True))
 
 
 def _is_builtin(choice: ChosenTarget) -> bool:

@@ -15,8 +15,9 @@ from kvbench.common.stats import t_interval
 from kvbench.effects.comparison import FEWEST
 from kvbench.metrics.definitions import METRICS
 from kvbench.report.comparisons import Comparisons, median
-from kvbench.report.style import Drawing, LineStyle, finish, log_axis, safe
+from kvbench.report.style import GREY, Drawing, LineStyle, below_each_other, finish, log_axis, safe
 from kvbench.report.tables import UNCERTAIN, Row, Section, Value, listed_table
+from kvbench.report.wording import say
 from kvbench.runs.model import all_steady, all_steady_latency
 
 _AXES = {  # column -> title, whether more is better
@@ -105,20 +106,24 @@ def certain(frame: pd.DataFrame, axis: str, latency: str) -> pd.Series:
 
 
 def frontier_figure(frame: pd.DataFrame, look: Mapping[str, LineStyle]) -> go.Figure:
-    """Two panels, p95 TTFT and median TPOT; buttons choose the axis below where there is more than one."""
+    """Two panels, p95 TTFT and median TPOT; buttons choose the axis below where there is more than one.
+
+    ``look``: of the configurations that are coloured and in the legend; the others are grey, named to who points there.
+    """
     axes = [axis for axis in _AXES if frame[axis].notna().any()]
     figure = make_subplots(rows=1, cols=2, horizontal_spacing=0.13)
+    by_name = dict(tuple(frame.groupby("configuration", sort=False)))
+    names = sorted(by_name, key=lambda name: name in look)  # the grey ones lie below
     for column, latency in enumerate(_LATENCIES, start=1):
         for axis in axes:
-            for name, part in frame.groupby("configuration", sort=False):
-                figure.add_trace(
-                    _line(part.sort_values("rank"), certain(frame, axis, latency), axis, latency, look[str(name)],
-                          visible=axis == axes[0], legend=column == 1),
-                    row=1, col=column,
-                )  # fmt: skip
-        figure.update_yaxes(
-            title_text=_LATENCIES[latency] + _LOG.get(latency, "") + _window_words(frame), row=1, col=column
-        )
+            sure = certain(frame, axis, latency)
+            for name in names:
+                line = _line(by_name[name].sort_values("rank"), sure, axis, latency, look.get(name))
+                shown = axis == axes[0]
+                line.update(visible=shown, showlegend=shown and column == 1 and name in look)
+                figure.add_trace(line, row=1, col=column)
+        title = _LATENCIES[latency] + _LOG.get(latency, "") + _window_words(frame)
+        figure.update_yaxes(title_text=title, row=1, col=column)
     drawn = frame[["ttft", "ttft_low", "ttft_high"]].to_numpy(dtype=float).ravel()
     figure.update_yaxes(**log_axis(drawn[~np.isnan(drawn)]), row=1, col=1)
     figure.update_yaxes(rangemode="tozero", row=1, col=2)
@@ -127,7 +132,7 @@ def frontier_figure(frame: pd.DataFrame, look: Mapping[str, LineStyle]) -> go.Fi
     figure.update_layout(margin={"t": 64, "r": 40}, legend_font_size=12)
     if len(axes) > 1:
         figure.update_layout(updatemenus=[_buttons(figure, frame, axes)])
-    return figure
+    return below_each_other(figure, legend_lines=math.ceil(min(len(names), len(look)) / 2))
 
 
 def _axis_title(frame: pd.DataFrame, axis: str) -> str:
@@ -135,34 +140,38 @@ def _axis_title(frame: pd.DataFrame, axis: str) -> str:
     return _AXES[axis][0] + (" (whole run)" if whole else "")
 
 
-def _line(
-    part: pd.DataFrame, sure: pd.Series, axis: str, latency: str, look: LineStyle, visible: bool, legend: bool
-) -> go.Scatter:
-    """One configuration over the loads; larger markers for higher loads, stars for certain points of the frontier."""
-    name, stars = str(part["name"].iloc[0]), sure[part.index]
+def _line(part: pd.DataFrame, sure: pd.Series, axis: str, latency: str, look: LineStyle | None) -> go.Scatter:
+    """One configuration over the loads; larger markers for higher loads, stars for certain points of the frontier.
 
-    def bars(value: str) -> dict[str, object]:
-        up, down = part[f"{value}_high"] - part[value], part[value] - part[f"{value}_low"]
-        ends = {"array": up.clip(lower=0), "arrayminus": down.clip(lower=0)}
-        return {"type": "data", "symmetric": False, "thickness": 1.2, "width": 3, "color": look.faint(0.7), **ends}
-
-    few = [UNCERTAIN * each for each in part[f"{latency}_few"]]
-    title, certainly = _LATENCIES[latency] + _LOG.get(latency, ""), "<br>on the frontier for certain"
-    hover = [
-        f"<b>{safe(name)}</b>, {row.load}<br>{_AXES[axis][0]}: {getattr(row, axis):.4g}<br>"
-        f"{title}: {getattr(row, latency):,.4g}{mark}{certainly * bool(star)}"
-        for row, star, mark in zip(part.itertuples(), stars, few, strict=True)
-    ]
-    marker = {
-        "size": [(13 if star else 7) + 3 * int(rank) for rank, star in zip(part["rank"], stars, strict=True)],
-        "symbol": ["star" if star else "circle" for star in stars],
-        "color": look.colour,
-    }
-    return go.Scatter(
-        x=part[axis], y=part[latency], error_x=bars(axis), error_y=bars(latency), mode="lines+markers", name=safe(name),
-        legendgroup=name, showlegend=legend and visible, visible=visible, hovertext=hover, hoverinfo="text",
-        line={"color": look.colour, "dash": look.dash, "width": 1.6}, marker=marker, customdata=[axis] * len(part),
+    ``look``: None for one that stays in the background, without its intervals.
+    """
+    name, stars, title = str(part["name"].iloc[0]), sure[part.index], _LATENCIES[latency] + _LOG.get(latency, "")
+    hover = []
+    for row, star in zip(part.itertuples(), stars, strict=True):
+        point = {"name": safe(name), "load": row.load, "axis": _AXES[axis][0], "latency": title}
+        mark = UNCERTAIN * getattr(row, f"{latency}_few") + say("frontier.certain_point") * bool(star)
+        hover.append(say("frontier.hover", **point, x=getattr(row, axis), y=getattr(row, latency), mark=mark))
+    sizes = 7 + 3 * part["rank"].to_numpy(dtype=int) + 6 * stars.to_numpy(dtype=int)
+    symbols = stars.map({True: "star", False: "circle"}).tolist()
+    line = go.Scatter(
+        x=part[axis], y=part[latency], mode="lines+markers", name=safe(name), legendgroup=name, hovertext=hover,
+        hoverinfo="text", marker={"size": sizes.tolist(), "symbol": symbols}, customdata=[axis] * len(part),
     )  # fmt: skip
+    if look is None:
+        line.update(line={"color": GREY, "width": 1}, marker={"color": GREY, "size": 5}, opacity=0.5)
+        return line
+    line.update(
+        line={"color": look.colour, "dash": look.dash, "width": 1.6}, marker_color=look.colour,
+        error_x=_bars(part, axis, look), error_y=_bars(part, latency, look),
+    )  # fmt: skip
+    return line
+
+
+def _bars(part: pd.DataFrame, value: str, look: LineStyle) -> dict[str, object]:
+    """The intervals of a value as error bars."""
+    up, down = part[f"{value}_high"] - part[value], part[value] - part[f"{value}_low"]
+    ends = {"array": up.clip(lower=0), "arrayminus": down.clip(lower=0)}
+    return {"type": "data", "symmetric": False, "thickness": 1.2, "width": 3, "color": look.faint(0.7), **ends}
 
 
 def _buttons(figure: go.Figure, frame: pd.DataFrame, axes: list[str]) -> dict[str, object]:
@@ -182,48 +191,51 @@ def _buttons(figure: go.Figure, frame: pd.DataFrame, axes: list[str]) -> dict[st
 
 def _window_words(frame: pd.DataFrame) -> str:
     """The words behind a latency's title: its window, where that is the whole run."""
-    return "" if frame["steady_latency"].all() else ", whole run"
+    return "" if frame["steady_latency"].all() else say("frontier.whole_run")
 
 
 def section(frame: pd.DataFrame) -> Section:
     """The points as numbers, with their intervals, and the axes on which they are certain."""
     frame = frame.dropna(subset=["tokens_per_s", "ttft"])
     axes = [axis for axis in _AXES if frame[axis].notna().any()]
-    sure = {(axis, latency): certain(frame, axis, latency) for axis in axes for latency in _LATENCIES}
-
-    def number(row: pd.Series, name: str) -> Value:
-        value, low, high = (row[name + end] for end in _ENDS)
-        note = "" if pd.isna(low) else f"{words.significant(low)} to {words.significant(high)}"
-        if pd.isna(value):
-            return Value("–", None, note)
-        return Value(words.significant(value) + UNCERTAIN * bool(row.get(f"{name}_few")), value, note)
-
+    sure = {}
+    for axis in axes:
+        for latency in _LATENCIES:
+            sure[say("frontier.both", axis=_AXES[axis][0], latency=latency.upper())] = certain(frame, axis, latency)
     rows = []
     for index, row in frame.iterrows():
-        certainly = [f"{_AXES[axis][0]} and {latency.upper()}" for (axis, latency), on in sure.items() if on[index]]
-        named = (Value(row["configuration"], row["configuration"]), Value(row["load"], row["rank"]))
-        numbers = (number(row, name) for name in (*axes, *_LATENCIES))
-        rows.append(Row(None, (*named, *numbers, Value("; ".join(certainly) or "–"))))
-    whole = _window_words(frame)
-    heads = ["configuration", "load", *(_axis_title(frame, axis) for axis in axes)]
-    heads += [f"{title}{whole}" for title in _LATENCIES.values()]
-    table = listed_table([*heads, "surely not beaten in both"], rows)
-    return Section("frontier", "Throughput against latency", table)
+        where = "; ".join(both for both, holds in sure.items() if holds[index]) or "–"
+        entries = (Value(row["configuration"], row["configuration"]), Value(row["load"], row["rank"]))
+        rows.append(Row(None, (*entries, *(_number(row, name) for name in (*axes, *_LATENCIES)), Value(where))))
+    heads = [_axis_title(frame, axis) for axis in axes] + [
+        title + _window_words(frame) for title in _LATENCIES.values()
+    ]
+    table = listed_table(["configuration", "load", *heads, say("frontier.not_beaten")], rows)
+    return Section("frontier", say("frontier.title"), table)
+
+
+def _number(row: pd.Series, name: str) -> Value:
+    """A value of a point, with its interval in small."""
+    value, low, high = (row[name + end] for end in _ENDS)
+    if pd.isna(value):
+        return Value("–")
+    note = "" if pd.isna(low) else say("frontier.interval", low=words.significant(low), high=words.significant(high))
+    return Value(words.significant(value) + UNCERTAIN * bool(row.get(f"{name}_few")), value, note)
 
 
 def drawing(frame: pd.DataFrame, comparisons: Comparisons, look: Mapping[str, LineStyle]) -> Drawing | None:
-    """None where no valid cell has a throughput and a latency."""
+    """The figure; None where no valid cell has a throughput and a latency. ``look``: of what is coloured."""
     frame = frame.dropna(subset=["tokens_per_s", "ttft"])
     if frame.empty:
         return None
     axes = [axis for axis in _AXES if frame[axis].notna().any()]
     stars = any(certain(frame, axis, latency).any() for axis in axes for latency in _LATENCIES)
-    certainty = f"Fewer than {FEWEST} repeats have no interval, so no point is on the frontier for certain"
-    if stars:
-        certainty = "Stars: on the frontier for certain"
-    elif frame["ttft_low"].notna().any():
-        certainty = "No point is on the frontier for certain: intervals overlap"
-    loads = " Larger: higher load." if len(comparisons.loads) > 1 else ""
-    better = "lower right is better" + (", of cost and energy lower left" if {"cost", "energy"} & set(axes) else "")
-    caption = f"{words.upper_first(comparisons.clock)}; {better}.{loads} {certainty}."
-    return Drawing("frontier", "Throughput against latency", caption, frontier_figure(frame, look), 520)
+    certainty = "overlap" if frame["ttft_low"].notna().any() else "few"
+    sentences = [
+        say("frontier.better", "less" if {"cost", "energy"} & set(axes) else "other", clock=comparisons.clock),
+        say("frontier.larger") if len(comparisons.loads) > 1 else "",
+        say("frontier.certainty", "stars" if stars else certainty, fewest=FEWEST),
+        say("frontier.grey") if set(frame["configuration"]) - look.keys() else "",
+    ]
+    caption = words.upper_first(" ".join(filter(None, sentences)))
+    return Drawing("frontier", say("frontier.title"), caption, frontier_figure(frame, look))

@@ -30,6 +30,18 @@
     plot.closest(".scroll").before(label);
   }
 
+  // Panels below each other where the page is narrow, as the figure says in layout.meta.narrow, and back.
+  const phone = window.matchMedia("(max-width: 640px)");
+  function fit(plot, layout, isNarrow) {
+    const narrow = (layout.meta || {}).narrow;
+    if (!narrow) { return null; }
+    const wide = (path) => path.split(".").reduce((part, name) => (part || {})[name], layout);
+    const changes = {};
+    Object.keys(narrow).forEach((path) => { changes[path] = isNarrow ? narrow[path] : wide(path); });
+    plot.style.minHeight = `${changes.height}px`;
+    return changes;
+  }
+
   const drawn = new Set();
   function paint(isDark) { drawn.forEach((plot) => Plotly.relayout(plot, theme(isDark))); }
 
@@ -43,9 +55,13 @@
     };
     drawn.add(plot);
     addList(plot, layout);
+    const shape = JSON.parse(JSON.stringify(layout));
     Plotly.newPlot(plot, data, layout, {
       responsive: true, displayModeBar: "hover", displaylogo: false, modeBarButtonsToRemove: ["lasso2d", "select2d", "autoScale2d"],
     });
+    if (!fit(plot, shape, phone.matches)) { return; }
+    if (phone.matches) { Plotly.relayout(plot, fit(plot, shape, true)); }
+    phone.addEventListener("change", (event) => Plotly.relayout(plot, fit(plot, shape, event.matches)));
   }
   // The first screen at once, then one figure after the other, so that the page can be read meanwhile.
   const left = plots.slice();

@@ -94,7 +94,7 @@ def test_gpus_without_fp8_in_hardware_are_marked_where_the_kv_is_in_it(plan):
         ("qwen3-8b --context 100k", "40960"),
         ("qwen3-8b --context many", "many"),
         ("qwen3-8b --input-len 600", "--input-len"),
-        ("qwen3-8b -o engine.page_size=8", "--override"),
+        ("qwen3-8b -o engine.page_size=8", "-o is for"),
         ("tiny.yaml --gpu L4", "--gpu"),
         ("--input-len 8 --output-len 8 --concurrency 1 --json", "--json"),
         ("missing/config.json", "missing"),

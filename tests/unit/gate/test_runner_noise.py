@@ -76,7 +76,7 @@ def test_a_misspelt_option_is_refused_and_the_options_of_both_commands_are_known
     with pytest.raises(ValueError, match="max_minuets"):
         CompareRequest(max_minuets=5)
     for command in (compare, calibrate):
-        assert {each.name for each in command.params} - {"side"} <= CompareRequest.model_fields.keys()
+        assert {each.name for each in command.params} - {"side", "help_all"} <= CompareRequest.model_fields.keys()
     stored = StoredRequest.parse({"base": "main", "max_minutes": 5, "twin_processes": 2})  # of an older version
     resumed = stored.resumed_by(CompareRequest(max_minutes=9))
     assert (resumed.base, resumed.max_minutes, resumed.to_json()["twin_processes"]) == ("main", 9, 2)

@@ -20,14 +20,13 @@ from kvbench.runs.folder import DONE, RunFolder
 from kvbench.runs.read import read_run
 from kvbench.runs.results import LoadResult
 from kvbench.sweep.run import Sweep
-from kvbench.targets.choose import KINDS_OF, STORED, choose
+from kvbench.targets.choose import choose
+from kvbench.targets.options import TargetOptions
 from kvbench.workload.design import Cell
 from kvbench.workload.file import load_workload
 from tests.support.sweep_parts import ROOT, Bench
 from tests.support.synthetic_run import make_run
 from tests.support.toy_engine import Scenario
-
-OPTIONS = dict.fromkeys([*KINDS_OF, *STORED, "only"]) | {"port": 0}
 
 
 def replay_of(loads: dict[tuple[str, int], Path]) -> type[Instrument]:
@@ -50,7 +49,7 @@ def sweep(tmp_path):
     """Sweeps two configurations with two repeats, replaying loads of a run that is stored; the code and the output."""
     stored = sorted(make_run(tmp_path / "stored", Scenario(repeats=2)).glob("cells/*/loads/1"))
     workload = load_workload(Bench(tmp_path).write(), profile="cpu")
-    choice = choose(workload, OPTIONS)
+    choice = choose(workload, TargetOptions())
     cells = choice.plan()[0].cells
 
     def run(*missing):

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kvbench.cli.main import cli
+from kvbench.report.answers import report_answers
 from kvbench.report.decision import Decision
 from kvbench.report.document import Document, document
 from kvbench.report.page import markdown
@@ -106,17 +107,17 @@ def test_an_outlier_is_named_with_the_steps_that_it_leaves_by_the_answer_and_by_
     base, quantised = cell(), cell(throughput=(150.0, 151.0, 152.0), kv_cache_dtype=dtype)
     told = {"kv_outliers": {"k_layer": 2, "v_layer": 5, **facts}}
     run = measured_run(base, quantised, servers={quantised.config_id: told})
-    (answer,) = Decision.of(run).answers()
+    (answer,) = report_answers(Decision.of(run))
     (price,) = prices(with_quality(run, {quantised.config_id: figures() | told}))
-    assert all(words in text and ("typical" in text) == bool(words) for text in (answer.evidence, price))
-    assert "steps" not in answer.evidence or dtype.startswith("int")
+    assert all(words in text and ("typical" in text) == bool(words) for text in (answer.numbers, price))
+    assert "steps" not in answer.numbers or dtype.startswith("int")
 
 
 def test_values_that_fp8_cuts_off_are_named_by_the_answer() -> None:
     def evidence(saturated: float) -> str:
         counted = {"kv_sampled_values_total": 4000.0, "kv_saturated_values_total": saturated}
-        (answer,) = Decision.of(measured_run(cell(), cell(kv_cache_dtype="fp8_e4m3", server=counted))).answers()
-        return answer.evidence
+        (answer,) = report_answers(Decision.of(measured_run(cell(), cell(kv_cache_dtype="fp8_e4m3", server=counted))))
+        return answer.numbers
 
     assert "0.05 % of the sampled K and V have fp8's largest code" in evidence(2.0)
     assert "largest code" not in evidence(0.0)

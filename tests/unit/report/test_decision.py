@@ -12,21 +12,11 @@ from hypothesis import strategies as st
 from kvbench.effects.comparison import Call
 from kvbench.metrics.definitions import ENGINE
 from kvbench.metrics.model import CanaryCounts
+from kvbench.report.answers import ReportAnswer, count_words, report_answers
 from kvbench.report.comparisons import THROUGHPUT, TTFT
-from kvbench.report.decision import (
-    COSTS,
-    FASTER_P95,
-    MOST_WORDS,
-    NO_CHANGE,
-    PAYS,
-    RISK,
-    SLOWER_P95,
-    TRADES_P95,
-    UNDECIDED,
-    Decision,
-    ReportAnswer,
-    count_words,
-)
+from kvbench.report.decision import Decision, Verdict
+from kvbench.report.headline import MOST_WORDS
+from kvbench.report.headline import headline as headline_of
 from kvbench.runs.model import MeasuredCell, Run
 from tests.support.quality_results import figures, outside, with_quality
 from tests.support.quality_results import measured_run as run
@@ -38,11 +28,11 @@ BETTER, WORSE, LEVEL, OPEN = Call.BETTER, Call.WORSE, Call.LEVEL, Call.UNDECIDED
 
 
 def headline(measured: Run) -> str:
-    return Decision.of(measured).headline
+    return headline_of(Decision.of(measured))
 
 
-def answers(measured: Run) -> list[ReportAnswer]:
-    return Decision.of(measured).answers()
+def answers(measured: Run) -> tuple[ReportAnswer, ...]:
+    return report_answers(Decision.of(measured))
 
 
 FAST, SLOW, WIDE = (150.0, 151.0, 152.0), (50.0, 51.0, 49.0), (50.0, 100.0, 250.0)
@@ -53,18 +43,18 @@ FP8: dict[str, Any] = {"kv_cache_dtype": "fp8_e4m3"}
 @pytest.mark.parametrize(
     ("figures", "verdict"),
     [
-        ({"throughput": FAST}, PAYS),
-        ({"throughput": FAST, "ttft": LATE}, RISK),
-        ({"throughput": FAST, "tpot": (30.0, 30.1, 30.2)}, RISK),  # the cells' p95 ITL is their TPOT
-        ({"throughput": SLOW}, COSTS),
-        ({"throughput": SLOW, "ttft": (100.0, 101.0, 102.0)}, COSTS),
-        ({}, NO_CHANGE),
-        ({"ttft": LATE}, SLOWER_P95),
-        ({"ttft": (100.0, 101.0, 102.0)}, FASTER_P95),
-        ({"throughput": WIDE}, UNDECIDED),
-        ({"throughput": WIDE, "ttft": (100.0, 101.0, 102.0)}, UNDECIDED),  # closed loop: it may be slower
-        ({"throughput": WIDE, "ttft": LATE}, SLOWER_P95),
-        ({"throughput": (150.0,)}, UNDECIDED),
+        ({"throughput": FAST}, Verdict.PAYS),
+        ({"throughput": FAST, "ttft": LATE}, Verdict.RISK),
+        ({"throughput": FAST, "tpot": (30.0, 30.1, 30.2)}, Verdict.RISK),  # the cells' p95 ITL is their TPOT
+        ({"throughput": SLOW}, Verdict.COSTS),
+        ({"throughput": SLOW, "ttft": (100.0, 101.0, 102.0)}, Verdict.COSTS),
+        ({}, Verdict.NO_CHANGE),
+        ({"ttft": LATE}, Verdict.WORSE_P95),
+        ({"ttft": (100.0, 101.0, 102.0)}, Verdict.BETTER_P95),
+        ({"throughput": WIDE}, Verdict.UNDECIDED),
+        ({"throughput": WIDE, "ttft": (100.0, 101.0, 102.0)}, Verdict.UNDECIDED),  # closed loop: it may be slower
+        ({"throughput": WIDE, "ttft": LATE}, Verdict.WORSE_P95),
+        ({"throughput": (150.0,)}, Verdict.UNDECIDED),
     ],
 )
 def test_the_verdict_weighs_throughput_and_both_p95s(figures: dict[str, Any], verdict: str) -> None:
@@ -225,7 +215,7 @@ def test_paging_that_wins_by_one_p95_and_loses_the_other_is_a_risk_seen_from_the
     text = headline(measured)
     assert text.startswith("Risk: paged (page 16) has p95 TTFT −75 %") and "p95 ITL +98 %" in text
     (answer,) = answers(measured)
-    assert (answer.verdict, answer.mark) == (TRADES_P95, "risk")
+    assert (answer.verdict, answer.mark) == ("One p95 better, one worse", "risk")
     late = cell("contiguous", ttft=(2000.0, 2010.0, 2020.0), **how)
     assert headline(run(cell(**how), late)).startswith("Keep paged (page 16): p95 TTFT −75 %")
 
@@ -236,7 +226,7 @@ def test_a_p95_of_the_other_clock_than_throughput_says_so() -> None:
     measured = run(cell(), other, engine_time=known)
     assert headline(measured).startswith("Risk: ")  # engine time leaves p95 TTFT open, the served loads do not
     (answer,) = answers(measured)
-    assert Decision.of(measured).clock == ENGINE and answer.evidence.endswith("served")
+    assert Decision.of(measured).clock == ENGINE and answer.numbers.endswith("served")
 
 
 def test_an_incomplete_run_says_so_first() -> None:
@@ -294,12 +284,12 @@ def test_the_answers_begin_with_paging_and_tell_what_is_not_known() -> None:
     found = {answer.subject: answer for answer in answers(run(*cells))}
     assert list(found) == ["Paging", "Page size", "FP8 KV (e4m3)", "Prefix caching"]
     paging = found["Paging"]
-    assert paging.verdict == PAYS and "18.2 sequences at once as served, against 4.0" in paging.evidence
-    assert "not decided at 3 at once" in found["Paging"].evidence
-    assert found["Page size"].verdict == "Use 8" and "64: worse p95" in found["Page size"].evidence
+    assert paging.verdict == "Pays" and "18.2 sequences at once as served, against 4.0" in paging.numbers
+    assert "not decided at 3 at once" in found["Paging"].numbers
+    assert found["Page size"].verdict == "Use 8" and "64: worse p95" in found["Page size"].numbers
     fp8 = found["FP8 KV (e4m3)"]
-    assert fp8.verdict == "Pays; safety not known" and "4.0x the tokens" in fp8.evidence and fp8.mark == ""
-    assert (found["Prefix caching"].verdict, "hit rate 25 %" in found["Prefix caching"].evidence) == (NO_CHANGE, True)
+    assert fp8.verdict == "Pays; safety not known" and "4.0x the tokens" in fp8.numbers and fp8.mark == ""
+    assert (found["Prefix caching"].verdict, "hit rate 25 %" in found["Prefix caching"].numbers) == ("No change", True)
 
 
 def test_a_gain_that_may_be_as_small_as_level_pays_little_and_open_p95s_are_named() -> None:
@@ -310,9 +300,9 @@ def test_a_gain_that_may_be_as_small_as_level_pays_little_and_open_p95s_are_name
         (more, THROUGHPUT, 1.025, 1.021, 1.029, BETTER), (more, TTFT, 1.0, 0.9, 1.1, OPEN),
     )  # fmt: skip
     size, caching = answers(run(base, little, more, engine_time=effects))
-    assert "8: pays little" in size.evidence and "TTFT" not in size.evidence
-    assert (caching.verdict, caching.mark) == (PAYS, "better")
-    assert "p95 TTFT and p95 ITL not decided" in caching.evidence
+    assert "8: pays little" in size.numbers and "TTFT" not in size.numbers
+    assert (caching.verdict, caching.mark) == ("Pays", "better")
+    assert "p95 TTFT and p95 ITL not decided" in caching.numbers
 
 
 def test_what_was_served_stands_beside_engine_time_only_with_an_interval() -> None:
@@ -320,7 +310,7 @@ def test_what_was_served_stands_beside_engine_time_only_with_an_interval() -> No
         other = cell(page_size=8, throughput=rates)
         effects = in_engine_time((other, THROUGHPUT, 1.1, 1.08, 1.12, BETTER), (other, TTFT, 1.5, 1.3, 1.7, WORSE))
         (answer,) = answers(run(cell(throughput=tuple(100.0 for _ in rates)), other, engine_time=effects))
-        return answer.evidence
+        return answer.numbers
 
     assert "served" not in evidence(80.0, 85.0) and "served −15 %" in evidence(80.0, 85.0, 90.0)
     assert "worse p95 TTFT +50 %" in evidence(80.0)
@@ -334,7 +324,7 @@ def test_a_page_size_that_no_one_set_is_kept_as_the_default() -> None:
 def test_the_answers_say_what_is_safe() -> None:
     other, page = cell(throughput=FAST, **FP8), cell(page_size=8, throughput=FAST)
     for but, fp8, size in (
-        ({}, (PAYS, "better"), ("Use 8", "better")),
+        ({}, ("Pays", "better"), ("Use 8", "better")),
         ({other.config_id: outside(), page.config_id: outside()}, ("Pays; not safe", "worse"), ("Keep 16", "")),
         (
             {other.config_id: None, page.config_id: None},
@@ -351,4 +341,4 @@ def test_the_answers_say_what_is_safe() -> None:
 def test_combinations_of_settings_are_answered_by_their_own_name() -> None:
     both = cell(page_size=32, enable_prefix_caching=True, throughput=FAST)
     found = answers(run(cell(), both))
-    assert [(each.subject, each.verdict) for each in found] == [("Page 32 with prefix caching", PAYS)]
+    assert [(each.subject, each.verdict) for each in found] == [("Page 32 with prefix caching", "Pays")]

@@ -8,7 +8,9 @@ import yaml
 
 from kvbench.effects.comparison import Call
 from kvbench.report.comparisons import THROUGHPUT
-from kvbench.report.decision import Decision, NextStep
+from kvbench.report.decision import Decision
+from kvbench.report.next_steps import NextStep
+from kvbench.report.next_steps import next_steps as steps_of
 from kvbench.runs.model import Run
 from tests.support.quality_results import measured_run as run
 from tests.support.quality_results import outside, with_quality
@@ -20,7 +22,7 @@ FAST = (150.0, 151.0, 152.0)
 
 
 def next_steps(measured: Run) -> list[NextStep]:
-    return Decision.of(measured).next_steps()
+    return steps_of(Decision.of(measured))
 
 
 def test_an_invalid_run_is_measured_again_first() -> None:

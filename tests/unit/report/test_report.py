@@ -21,6 +21,7 @@ from kvbench.common.console import print_table
 from kvbench.common.errors import UsageError
 from kvbench.report.decision import Decision
 from kvbench.report.document import Document, document
+from kvbench.report.headline import headline
 from kvbench.report.page import PLOTLY_JS, markdown, page, template_file, write_report
 from kvbench.report.style import looks
 from kvbench.report.terminal import DROP_FIRST, console_table
@@ -62,13 +63,13 @@ def test_every_variant_builds_one_page_that_loads_nothing(
 ) -> None:
     folder, text = run_folder(variant), page_of(variant)
     run, plain = read_run(folder), without_scripts(text)
-    assert len(text) < 8_000_000 and plain.count("<h1>") == 1 and Decision.of(run).headline in visible(text)
+    assert len(text) < 8_000_000 and plain.count("<h1>") == 1 and headline(Decision.of(run)) in visible(text)
     assert "<script src" not in text and "url(" not in plain and "@import" not in plain
     loads = re.findall(r'\b(?:src|href|srcset|action|data)="([^"]*)"', plain)
     assert loads and all(load.startswith(("data:", "#")) for load in loads)
     title, _, verdict, *_ = (folder / "report.md").read_text().splitlines()
     assert title == f"# {run.workload}" and verdict.startswith(
-        f"**{Decision.of(run).headline}**".replace("_", r"\_")[:40]
+        f"**{headline(Decision.of(run))}**".replace("_", r"\_")[:40]
     )
     assert not run.cells or len(pd.read_csv(folder / "summary.csv")) == len(run.cells)
     assert {path.name for path in folder.iterdir()} <= {

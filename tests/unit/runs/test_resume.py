@@ -27,6 +27,7 @@ from kvbench.runs.manifest import (
 )
 from kvbench.runs.results import Environment, Manifest, MeasuredTarget
 from kvbench.runs.server_info import ServerInfo
+from kvbench.sweep.requests import SweepRequest
 from kvbench.workload.file import differing_keys, load_workload, resolve
 
 NOW = {
@@ -178,8 +179,7 @@ def test_a_run_goes_on_from_any_working_folder(begun, tmp_path, monkeypatch):
     elsewhere.mkdir()
     (elsewhere / "lines.txt").write_text("another text\n")  # must not be taken for the one that was measured
     monkeypatch.chdir(elsewhere)
-    nothing = {"profile": None, "seed": None, "repeats": None, "overrides": (), "output_dir": Path("results")}
-    stored, found = workload_and_run(None, str(run.path), nothing)
+    stored, found = workload_and_run(SweepRequest(resume=str(run.path)))
     assert stored.load.prompts.file == str(tmp_path / "there" / "lines.txt") == workload.load.prompts.file
     assert stored.engine == workload.engine
     manifest = found.manifest()

@@ -21,9 +21,9 @@ from kvbench.measure.server import MeasuredServer
 from kvbench.metrics.latency import SESSION_BROKEN
 from kvbench.requests.request import RequestList, RequestSpec
 from kvbench.runs.folder import RunFolder
-from kvbench.simulation.drive import Replica
+from kvbench.simulation.cost.machine import Machine
+from kvbench.simulation.fleet.drive import Replica
 from kvbench.simulation.instrument import SimulatedInstrument, SimulatedTarget
-from kvbench.simulation.machine import Machine
 from kvbench.targets.base import ModelFacts
 from kvbench.targets.prometheus import parse_metrics
 from kvbench.workload.load_section import LoadConfig, load_point

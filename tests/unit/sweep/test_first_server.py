@@ -14,7 +14,8 @@ from kvbench.runs.results import LoadResult
 from kvbench.runs.server_info import KVRoom, ServerInfo
 from kvbench.sweep.run import Sweep
 from kvbench.targets.base import ModelFacts, Target
-from kvbench.targets.choose import KINDS_OF, STORED, choose
+from kvbench.targets.choose import choose
+from kvbench.targets.options import TargetOptions
 from kvbench.workload.file import load_workload
 from tests.support.sweep_parts import Bench
 from tests.support.synthetic_run import make_run
@@ -47,8 +48,7 @@ def stored(tmp_path_factory):
 def test_each_server_of_a_configuration_has_the_capacity_of_the_first_one(tmp_path, stored, shares, code):
     """All of them are as near to the arithmetic as they must be."""
     workload = load_workload(Bench(tmp_path).write(sweep={}), profile="cpu")
-    options = dict.fromkeys([*KINDS_OF, *STORED, "only"]) | {"port": 0}
-    choice, console = choose(workload, options), Console(file=io.StringIO(), width=1000)
+    choice, console = choose(workload, TargetOptions()), Console(file=io.StringIO(), width=1000)
     tokens = choice.check(workload.engine).capacity_tokens
     servers = iter([Sized(int(tokens * share)) for share in shares])
 

@@ -14,16 +14,17 @@ import yaml
 from kvbench.cli.load import load
 from kvbench.cli.main import cli
 from kvbench.common.errors import UsageError
+from kvbench.common.options import request_in
 from kvbench.common.text import slo_words
 from kvbench.load.spec import parse
 from kvbench.sweep.load_options import (
-    LoadOptions,
     become_worker,
     choose_load,
     client_processes,
     parse_canaries,
     parse_goodput,
 )
+from kvbench.sweep.requests import LoadOptions, LoadRequest
 from tests.support.loads import free_port
 
 CLASSES = [{"name": "a", "share": 1.0, "prompt_tokens": 8, "output_tokens": 4}]
@@ -130,7 +131,7 @@ def test_impossible_numbers_are_refused_by_the_parser(option, value):
     with pytest.raises(click.BadParameter) as refused:
         parsed("w.yaml", option, value)
     assert option in refused.value.param.opts
-    assert math.isinf(parsed("w.yaml", "--request-rate", "inf")["request_rate"])
+    assert math.isinf(parsed("w.yaml", "--request-rate", "inf").request_rate)
 
 
 def test_without_options_the_first_load_and_the_named_one_are_the_files_own(choose):
@@ -219,7 +220,7 @@ def test_canaries_that_are_none_are_refused(choose, words):
 
 
 def parsed(*words):
-    return load.make_context("load", list(words)).params
+    return request_in(load.make_context("load", list(words)), LoadRequest)
 
 
 def test_processes_of_this_machine_are_the_specs():

@@ -26,6 +26,7 @@ from kvbench.sweep.block import BlockRunner
 from kvbench.sweep.block_task import BlockEnded, BlockTask, LoadDone, StatusText
 from kvbench.sweep.order import Measured, blocks_left
 from kvbench.sweep.ray_machines import CellNeeds, RayMachines, machines_for, needs_of
+from kvbench.sweep.requests import SweepRequest
 from kvbench.workload.design import make_design, plan_blocks
 from kvbench.workload.load_section import load_point
 from tests.support.fake_ray import FakeCluster, node
@@ -35,7 +36,7 @@ DESIGN = make_design({"layout": "paged", "page_size": 16}, {"page_size": [8]}, L
 BLOCKS = plan_blocks(DESIGN, 3, 0)
 FACTS = MachineFacts(code_sha256(), environment(), "2.60.0")
 METRICS: dict[str, Any] = {"completed": 8, "failed": 0}
-OPTIONS = {"no_calibration": True, "ray_address": None, "device_resource": None}
+OPTIONS = SweepRequest(no_calibration=True)
 
 
 class Silent:
@@ -209,7 +210,7 @@ def test_what_a_cell_takes_of_a_machine(demand, resources, cells, needs):
 )
 def test_how_many_gpus_a_cell_asks_for(profile, device, options, gpus):
     design = SimpleNamespace(configurations=[SimpleNamespace(settings={"device": device})])
-    assert needs_of(SimpleNamespace(profile=profile), design, options).gpus == gpus
+    assert needs_of(SimpleNamespace(profile=profile), design, SweepRequest(**options)).gpus == gpus
 
 
 def facts(**changes: Any) -> MachineFacts:

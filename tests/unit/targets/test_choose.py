@@ -11,29 +11,28 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import click
 import pytest
 import yaml
 
 import engine.tokenizer
 from kvbench.cli.main import main
-from kvbench.cli.options import TARGET_OPTIONS
 from kvbench.common.errors import UsageError
 from kvbench.common.files import write_json
 from kvbench.common.machine import environment
+from kvbench.common.options import parameters
 from kvbench.runs.folder import RunFolder
 from kvbench.runs.manifest import reopen
 from kvbench.runs.results import Manifest
 from kvbench.targets.builtin import BuiltinTarget
 from kvbench.targets.choose import BUILTIN, KINDS_OF, PRESET, RUNNING, TEMPLATE, choose
 from kvbench.targets.launched import LaunchedTarget
+from kvbench.targets.options import TargetOptions
 from kvbench.targets.presets import PRESETS
 from kvbench.targets.running import OpenAITarget
 from kvbench.workload.file import load_workload
 from tests.support.loads import ROOT
 from tests.support.sweep_parts import TINY
 
-NOTHING = dict.fromkeys((*KINDS_OF, "target", "serve_cmd", "only")) | {"port": 0}
 ENGINE = {"device": "cpu", "page_size": 32, "kv_budget": "65MiB", "max_model_len": 256, "max_num_seqs": 8}
 PAGE_16 = ENGINE | {"page_size": 16}  # which vLLM's CPU build cannot have
 URL = {"target": "http://127.0.0.1:9"}
@@ -103,7 +102,7 @@ def test_an_endpoint_that_a_kind_of_server_lacks_is_refused_before_its_launch(wo
 
 
 def chosen(workload, stored=None, **options):
-    return choose(workload, NOTHING | options, Manifest(**stored) if stored else None)
+    return choose(workload, TargetOptions(**options), Manifest(**stored) if stored else None)
 
 
 def served_by(words):
@@ -432,10 +431,8 @@ KINDS = {
 
 
 def test_every_option_of_a_target_says_what_it_goes_with() -> None:
-    made = click.Command("sweep", callback=lambda: None)
-    for option in TARGET_OPTIONS:
-        option(made)
-    assert {parameter.name for parameter in made.params} - {"target", "serve_cmd"} <= KINDS_OF.keys() == VALUES.keys()
+    names = {parameter.name for parameter in parameters(TargetOptions)}
+    assert names - {"target", "serve_cmd"} <= KINDS_OF.keys() == VALUES.keys()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -446,7 +443,7 @@ def test_an_option_is_taken_where_it_applies_and_refused_elsewhere(monkeypatch, 
     overrides = ("engine.device=cpu", "engine.page_size=32", "sweep={}")
     workload = load_workload(WORKLOAD, profile="cpu", overrides=overrides)
     for name, kinds in KINDS_OF.items():
-        options = NOTHING | KINDS[kind] | {name: VALUES[name]}
+        options = TargetOptions(**KINDS[kind] | {name: VALUES[name]})
         if (BUILTIN if kind == "plain" else kind) in kinds:
             choose(workload, options).close()
             continue

@@ -12,9 +12,12 @@ from kvbench.requests.build import LoadDraw, build_requests
 from kvbench.targets.builtin import check_configuration
 from kvbench.workload.design import plan_sweep
 from kvbench.workload.file import load_workload
-from kvbench.workload.from_options import Answers, changes_of_file, parse_vary, workload_text
+from kvbench.workload.from_options import changes_of_file, parse_vary, workload_text
+from kvbench.workload.options import Answers
 
-QUESTION = Answers("600", "150", concurrency=(20,), vary=("page_size=16,32", "kv_cache_dtype=auto,fp8"))
+QUESTION = Answers(
+    input_len="600", output_len="150", concurrency=(20,), vary=("page_size=16,32", "kv_cache_dtype=auto,fp8")
+)
 TURNS = (("human", "one two"), ("gpt", "three"), ("human", "four"), ("gpt", "five six"))
 CHATS = [{"id": "1", "conversations": [{"from": who, "value": text} for who, text in TURNS]}]
 
@@ -43,23 +46,27 @@ def test_a_question_becomes_cells_whose_requests_have_the_lengths_and_share_noth
 
 
 def test_ranges_prefix_rates_and_counts_are_taken():
-    loaded = workload(Answers("400:800", "10-30", prefix_len=64, request_rate=(4.0, math.inf), num_prompts=50))
+    loaded = workload(
+        Answers(input_len="400:800", output_len="10-30", prefix_len=64, request_rate=(4.0, math.inf), num_prompts=50)
+    )
     assert [point.load_id for point in loaded.load_points] == ["r4", "rinf"]
     assert {point.num_requests for point in loaded.load_points} == {50}
-    one = workload(Answers("400:800", "10-30", prefix_len=64, request_rate=(4.0,)))
+    one = workload(Answers(input_len="400:800", output_len="10-30", prefix_len=64, request_rate=(4.0,)))
     sent = requests(one)
     assert len({r.prompt_token_ids[:64] for r in sent}) == 1 and len({r.prompt_token_ids[64:80] for r in sent}) > 100
     assert all(464 <= len(r.prompt_token_ids) <= 864 and 10 <= r.max_tokens <= 30 for r in sent)
 
 
 def test_what_the_answers_need_of_the_engine_is_given():
-    loaded = workload(Answers("3000", "1000", concurrency=(8, 600)))
+    loaded = workload(Answers(input_len="3000", output_len="1000", concurrency=(8, 600)))
     assert loaded.engine["max_model_len"] == 4096
     assert loaded.engine["max_num_seqs"] == loaded.engine["max_num_batched_tokens"] == 600
 
 
 def test_one_value_of_each_setting_is_the_baselines():
-    loaded = workload(Answers("8", "8", concurrency=(1,), vary=("layout=contiguous,paged", "max-num-seqs=4,8")))
+    loaded = workload(
+        Answers(input_len="8", output_len="8", concurrency=(1,), vary=("layout=contiguous,paged", "max-num-seqs=4,8"))
+    )
     assert (loaded.engine["layout"], loaded.engine["max_num_seqs"]) == ("contiguous", 4)
 
 
@@ -102,22 +109,22 @@ def test_values_are_read_as_yaml_and_fp8_is_e4m3():
     ("answers", "named"),
     [
         (Answers(output_len="5", concurrency=(1,)), "--input-len is missing"),
-        (Answers("x", "5", concurrency=(1,)), "'x'"),
-        (Answers("9:3", "5", concurrency=(1,)), "'9:3'"),
-        (Answers("0", "5", concurrency=(1,)), "'0'"),
-        (Answers("5", "5"), "neither"),
-        (Answers("5", "5", concurrency=(1,), request_rate=(1.0,)), "both"),
-        (Answers("5", "5", dataset_name="sharegpt", concurrency=(1,)), "--dataset-path"),
-        (Answers("5", "5", dataset_path="x.json", concurrency=(1,)), "contradicts --dataset-path"),
-        (Answers("5", "5", concurrency=(1,), vary=("page_size",)), "names no values"),
-        (Answers("5", "5", concurrency=(1,), vary=("page_size={a: [",)), "names no values"),
-        (Answers("5", "5", concurrency=(1,), vary=("page_size=16",)), "one value"),
-        (Answers("5", "5", concurrency=(1,), design="full"), "--design"),
+        (Answers(input_len="x", output_len="5", concurrency=(1,)), "'x'"),
+        (Answers(input_len="9:3", output_len="5", concurrency=(1,)), "'9:3'"),
+        (Answers(input_len="0", output_len="5", concurrency=(1,)), "'0'"),
+        (Answers(input_len="5", output_len="5"), "neither"),
+        (Answers(input_len="5", output_len="5", concurrency=(1,), request_rate=(1.0,)), "both"),
+        (Answers(input_len="5", output_len="5", dataset_name="sharegpt", concurrency=(1,)), "--dataset-path"),
+        (Answers(input_len="5", output_len="5", dataset_path="x.json", concurrency=(1,)), "contradicts --dataset-path"),
+        (Answers(input_len="5", output_len="5", concurrency=(1,), vary=("page_size",)), "names no values"),
+        (Answers(input_len="5", output_len="5", concurrency=(1,), vary=("page_size={a: [",)), "names no values"),
+        (Answers(input_len="5", output_len="5", concurrency=(1,), vary=("page_size=16",)), "one value"),
+        (Answers(input_len="5", output_len="5", concurrency=(1,), design="full"), "--design"),
         (Answers(prefix_len=5, dataset_path="x.json", concurrency=(1,)), "--prefix-len 5 contradicts"),
         (Answers(dataset_name="random", dataset_path="x.json", concurrency=(1,)), "--dataset-name random"),
         (Answers(vary=("page_size=1,2",)), "workload is missing"),
-        (Answers("5", "5", concurrency=(1,), vary=("page_size=1", "page_size=2")), "twice"),
-        (Answers("5", "5", concurrency=(1,), vary=("concurrency=1,2",)), "--concurrency 8,32"),
+        (Answers(input_len="5", output_len="5", concurrency=(1,), vary=("page_size=1", "page_size=2")), "twice"),
+        (Answers(input_len="5", output_len="5", concurrency=(1,), vary=("concurrency=1,2",)), "--concurrency 8,32"),
     ],
 )
 def test_answers_that_make_no_workload_are_refused(answers, named):

@@ -14,7 +14,8 @@ from engine.config import EngineConfig
 from kvbench.common.packages import REPOSITORY
 from kvbench.targets.builtin import engine_settings_schema
 from kvbench.workload.file import MODEL_SECTION
-from kvbench.workload.from_options import Answers, workload_text
+from kvbench.workload.from_options import workload_text
+from kvbench.workload.options import Answers
 from kvbench.workload.reference import workload_reference, workload_schema
 
 SCHEMA = workload_schema(engine_settings_schema())
@@ -43,7 +44,7 @@ def test_the_schema_takes_every_workload_that_ships(path):
 
 
 def test_the_schema_refuses_what_kvbench_refuses():
-    answers = Answers("600", "150", concurrency=(20,), vary=("kv_cache_dtype=auto,fp8",))
+    answers = Answers(input_len="600", output_len="150", concurrency=(20,), vary=("kv_cache_dtype=auto,fp8",))
     data = yaml.safe_load(workload_text(answers, profile="cpu"))
     assert mistakes(data) == []
     assert mistakes({**data, "desing": "full"}) == ["$"]

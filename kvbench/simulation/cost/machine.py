@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from engine.config import EngineConfig
 from engine.kv.budget import KVCapacity, KVShape, LayerKV, capacity_of, settle_length
@@ -13,9 +14,11 @@ from kvbench.capacity.model import PlannedModel
 from kvbench.capacity.weights import experts_of, weights_of
 from kvbench.common.errors import UsageError, as_usage_error
 from kvbench.common.text import format_bytes, listing
-from kvbench.simulation.cost_model import TYPICAL, CostCalibration, GpuShare, Roofline
-from kvbench.simulation.drive import Replica, SettingsByName, StepTimer
-from kvbench.simulation.tables import MeasuredOperators, Tables
+from kvbench.simulation.cost.cost_model import TYPICAL, CostCalibration, GpuShare, Roofline, StepTimer
+from kvbench.simulation.cost.tables import MeasuredOperators, Tables
+
+SettingsByName = Mapping[str, Any]
+"""Settings of the engine by name, as a workload's ``engine`` section has them."""
 
 
 @dataclass(frozen=True)
@@ -169,8 +172,3 @@ class Machine:
             reduces=2 * self.num_layers if gpus > 1 else 0,
             reduce_token_s=reduced_bytes / performance.all_reduce_bytes_per_s,
         )
-
-    def replica(self, settings: SettingsByName, number: int = 0) -> Replica:
-        """An idle engine. Raises UsageError as ``settle`` does."""
-        config, capacity = self.settle(settings)
-        return Replica(config, capacity, self.vocab_size, self.step_timer(config), number)

@@ -15,7 +15,7 @@ from kvbench.cli.main import main
 from kvbench.cli.sweep import _predict_and_show
 from kvbench.common.errors import UsageError
 from kvbench.runs.predictions import read_predictions
-from kvbench.simulation.unit_costs import UNITS
+from kvbench.simulation.cost.unit_costs import UNITS
 
 COSTS = {"step": 5e-3, "token": 2e-4, "token beyond 64": 1e-4, "prefill pair": 2e-7, "drawn token": 3e-5}
 KNOWN = {
@@ -158,7 +158,7 @@ def test_a_prediction_that_fails_costs_a_sweep_no_report(
     def fail(*arguments: Any) -> None:
         raise error
 
-    monkeypatch.setattr("kvbench.simulation.predict.predict_run", fail)
+    monkeypatch.setattr("kvbench.simulation.calibrate.predict.predict_run", fail)
     folder = changed(run, tmp_path / "run")
     _predict_and_show(folder, Console())
     assert str(error) in capsys.readouterr().out and (folder / "report.md").is_file()

@@ -12,11 +12,11 @@ from engine.execution.simulated_executor import StepWork
 from kvbench.capacity.gpus import find_gpu, known_gpus
 from kvbench.capacity.model import plan_model
 from kvbench.common.errors import UsageError
-from kvbench.simulation.cost_model import CostCalibration
-from kvbench.simulation.machine import Machine
-from kvbench.simulation.tables import find_tables, read_tables
+from kvbench.simulation.cost.cost_model import CostCalibration
+from kvbench.simulation.cost.machine import Machine
+from kvbench.simulation.cost.tables import find_tables, read_tables
 
-SHARED = Path(__file__).resolve().parents[4] / "shared" / "gpu_measured"
+SHARED = Path(__file__).resolve().parents[5] / "shared" / "gpu_measured"
 MEASURED = Path(os.environ.get("KVBENCH_GPU_MEASURED", SHARED))
 NAMED = ("A100-40GB", "A100-80GB", "H100", "H200", "L4", "L40S", "RTX-4090", "RTX-PRO-6000", "B200", "MI300X")
 
@@ -96,7 +96,7 @@ def test_a_calibration_adds_and_scales():
 
 def test_a_model_that_does_not_fit_is_refused_with_the_numbers():
     with pytest.raises(UsageError, match=r"llama-3.1-70b.*131\.\d GiB.*71\.\d GiB"):
-        Machine(plan_model("llama-3.1-70b"), find_gpu("H100")).replica({})
+        Machine(plan_model("llama-3.1-70b"), find_gpu("H100")).settle({})
 
 
 @pytest.mark.skipif(not MEASURED.is_dir(), reason=f"needs measured operator times in {MEASURED}")

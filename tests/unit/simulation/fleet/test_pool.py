@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from kvbench.common.errors import MeasurementError, UsageError
-from kvbench.simulation import pool
-from kvbench.simulation.pool import RayOptions, map_simulations
+from kvbench.simulation.fleet import pool
+from kvbench.simulation.fleet.pool import RayOptions, map_simulations
 from tests.support.fake_ray import FakeCluster, node
 
 
@@ -51,8 +51,8 @@ def test_no_process_outlives_an_interrupt(how: signal.Signals) -> None:
     code = (
         "import signal\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs ignore it
-        "from tests.unit.simulation.test_pool import work\n"
-        "from kvbench.simulation.pool import map_simulations\n"
+        "from tests.unit.simulation.fleet.test_pool import work\n"
+        "from kvbench.simulation.fleet.pool import map_simulations\n"
         "if __name__ == '__main__':\n"
         "    map_simulations(work, {'a': 60.0, 'b': 60.0}, 2)\n"
     )

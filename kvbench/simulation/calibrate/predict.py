@@ -33,9 +33,11 @@ from kvbench.runs.folder import DONE
 from kvbench.runs.manifest import stored_workload
 from kvbench.runs.model import MeasuredCell, Repeat, Run, number
 from kvbench.runs.predictions import METRICS, PREDICTIONS, Predicted, Predictions
-from kvbench.simulation.drive import TURNAROUND_S, Drive, EndedRequest, Replica, SettingsByName, StepTimer, prime
-from kvbench.simulation.instrument import row_of
-from kvbench.simulation.unit_costs import MeasuredSteps, UnitCostModel, UnitCosts, fit_unit_costs, measured
+from kvbench.simulation.cost.cost_model import StepTimer
+from kvbench.simulation.cost.machine import SettingsByName
+from kvbench.simulation.cost.unit_costs import MeasuredSteps, UnitCostModel, UnitCosts, fit_unit_costs, measured
+from kvbench.simulation.fleet.drive import TURNAROUND_S, Drive, EndedRequest, Replica, prime
+from kvbench.simulation.fleet.recorder import row_of
 from kvbench.workload.load_section import LoadConfig
 
 _HOST = ("dtype", "kernel_backend", "num_threads", "torch_compile", "fused_layers")

@@ -27,14 +27,14 @@ from kvbench.runs.model import Run
 from kvbench.runs.predictions import METRICS as PREDICTED
 from kvbench.runs.predictions import Predicted
 from kvbench.runs.read import read_run
-from kvbench.simulation import cost_model, measured_run
+from kvbench.simulation.calibrate import measured_run
+from kvbench.simulation.calibrate.measured_run import MeasuredRun, RunPrediction, predict, series_errors
+from kvbench.simulation.calibrate.predict import predicted_cells, unit_costs_of
 from kvbench.simulation.choose import gpu_machine
-from kvbench.simulation.cost_model import Checked, CostCalibration, Provenance
-from kvbench.simulation.drive import SettingsByName
-from kvbench.simulation.machine import Machine
-from kvbench.simulation.measured_run import MeasuredRun, RunPrediction, predict, series_errors
-from kvbench.simulation.predict import predicted_cells, unit_costs_of
-from kvbench.simulation.unit_costs import robust_nnls, write_unit_costs
+from kvbench.simulation.cost import cost_model
+from kvbench.simulation.cost.cost_model import Checked, CostCalibration, Provenance
+from kvbench.simulation.cost.machine import Machine, SettingsByName
+from kvbench.simulation.cost.unit_costs import robust_nnls, write_unit_costs
 
 _POINTS = 4
 """Simulations of a name. Under a queue a figure jumps a little from one value to the next, since other requests meet in

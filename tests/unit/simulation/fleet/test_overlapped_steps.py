@@ -10,7 +10,7 @@ from engine.config import EngineConfig
 from engine.execution.simulated_executor import StepTime
 from engine.kv.budget import KVShape, LayerKV, capacity_of
 from kvbench.requests.request import RequestSpec
-from kvbench.simulation.drive import Drive, Replica
+from kvbench.simulation.fleet.drive import Drive, Replica
 
 GPU = 0.010
 

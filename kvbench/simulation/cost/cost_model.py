@@ -7,6 +7,7 @@ links ──► all-reduce, swap, copies       ┘
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -21,6 +22,8 @@ from kvbench.common.errors import UsageError
 from kvbench.common.files import read_json, write_json
 from kvbench.common.schema import explain
 
+StepTimer = Callable[[StepWork], StepTime]
+"""A cost model: it computes the time of a step from its work."""
 _FORMAT = 1  # of a calibration's file
 CLASSES = ("gemm", "experts", "attention", "elementwise", "all_reduce", "head", "launches", "move", "host")
 """gemm: projections of attention and MLP. experts: routed experts. attention: with the write of KV.

@@ -27,7 +27,7 @@ from kvbench.common.errors import UsageError
 from kvbench.common.files import read_json, write_json
 from kvbench.common.schema import explain
 from kvbench.runs.model import Run
-from kvbench.simulation.machine import Machine
+from kvbench.simulation.cost.machine import Machine
 
 THIS_CPU, FORMAT = "this-cpu", "kvbench-unit-costs/1"
 

@@ -22,9 +22,9 @@ from kvbench.common.errors import UsageError
 from kvbench.common.files import read_json
 from kvbench.common.schema import explain
 from kvbench.requests.request import RequestSpec
-from kvbench.simulation.drive import Drive, EndedRequest, Replica, SettingsByName
-from kvbench.simulation.machine import Machine
-from kvbench.simulation.tables import plain_name
+from kvbench.simulation.cost.machine import Machine, SettingsByName
+from kvbench.simulation.cost.tables import plain_name
+from kvbench.simulation.fleet.drive import Drive, EndedRequest, Replica
 
 _TOKEN_IDS = 1 << 13  # of made-up prompts; fewer than any vocabulary has
 _SERIES = ("t", "running", "kv_cache_pct")

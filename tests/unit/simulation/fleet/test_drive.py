@@ -12,7 +12,8 @@ from engine.execution.simulated_executor import StepTime
 from engine.kv.budget import KVShape, LayerKV, capacity_of
 from engine.sequence import Request, SamplingParams
 from kvbench.requests.request import RequestSpec
-from kvbench.simulation.drive import ROUTERS, Drive, EndedRequest, Replica, StepTimer
+from kvbench.simulation.cost.cost_model import StepTimer
+from kvbench.simulation.fleet.drive import ROUTERS, Drive, EndedRequest, Replica
 
 STEP = 0.1  # s
 VOCAB = 50_000

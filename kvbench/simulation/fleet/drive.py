@@ -16,22 +16,18 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.execution.simulated_executor import SimulatedExecutor, StepTime, StepWork, VirtualClock
+from engine.execution.simulated_executor import SimulatedExecutor, VirtualClock
 from engine.kv.budget import KVCapacity
 from engine.kv.layouts import make_kv_manager
 from engine.scheduling.scheduler import QueueFull
 from engine.sequence import Request, SamplingParams, TokenOutput
 from engine.sequence import Sequence as Tokens
 from kvbench.requests.request import RequestSpec, continued
-
-StepTimer = Callable[[StepWork], StepTime]
-"""A cost model: the time of a step from its work."""
-SettingsByName = Mapping[str, Any]
-"""Settings of the engine by name, as a workload's ``engine`` section has them."""
+from kvbench.simulation.cost.cost_model import StepTimer
+from kvbench.simulation.cost.machine import Machine, SettingsByName
 
 
 class Replica:
@@ -51,6 +47,12 @@ class Replica:
         self._executor = SimulatedExecutor(vocab_size, step_time, self.clock, pipelined=pipelined)
         config = replace(config, async_scheduling=pipelined)
         self.engine = Engine(config, self._executor, make_kv_manager(config, capacity), self.clock)
+
+    @classmethod
+    def on(cls, machine: Machine, settings: SettingsByName, number: int = 0) -> Replica:
+        """Makes an idle engine on ``machine``. Raises UsageError as ``Machine.settle`` does."""
+        config, capacity = machine.settle(settings)
+        return cls(config, capacity, machine.vocab_size, machine.step_timer(config), number)
 
     def rewind(self) -> None:
         """Sets the clock of an idle engine back to 0; its prefix cache stays."""

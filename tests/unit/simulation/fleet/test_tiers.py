@@ -16,8 +16,8 @@ from kvbench.capacity.gpus import find_gpu
 from kvbench.capacity.model import plan_model
 from kvbench.cli.main import main
 from kvbench.common.errors import UsageError
-from kvbench.simulation.machine import Machine
-from kvbench.simulation.tiers import FirstTokens, Tier, TieredCache, parse_tiers, simulate_tiers
+from kvbench.simulation.cost.machine import Machine
+from kvbench.simulation.fleet.tiers import FirstTokens, Tier, TieredCache, parse_tiers, simulate_tiers
 from kvbench.trace_analysis.cache_sim import replay
 from kvbench.traces.model import Trace
 from tests.support.trace_samples import page_row

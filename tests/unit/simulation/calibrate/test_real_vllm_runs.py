@@ -11,13 +11,13 @@ import pytest
 
 from kvbench.capacity.gpus import find_gpu
 from kvbench.capacity.model import plan_model
-from kvbench.simulation.calibration import errors, fit_run, fitted_by_default
-from kvbench.simulation.cost_model import CostCalibration
-from kvbench.simulation.machine import Machine
-from kvbench.simulation.measured_run import machine_for, predict, read_measured_run, series_errors
-from kvbench.simulation.tables import find_tables, read_tables
+from kvbench.simulation.calibrate.calibration import errors, fit_run, fitted_by_default
+from kvbench.simulation.calibrate.measured_run import machine_for, predict, read_measured_run, series_errors
+from kvbench.simulation.cost.cost_model import CostCalibration
+from kvbench.simulation.cost.machine import Machine
+from kvbench.simulation.cost.tables import find_tables, read_tables
 
-SHARED = Path(__file__).resolve().parents[4] / "shared" / "gpu_measured"
+SHARED = Path(__file__).resolve().parents[5] / "shared" / "gpu_measured"
 MEASURED = Path(os.environ.get("KVBENCH_GPU_MEASURED", SHARED))
 GPUS = ("RTX4090", "RTXPRO6000")
 LIMITS = {"ttft_mean": 0.10, "tpot_mean": 0.05, "ttft_p95": 0.15, "tpot_p95": 0.15}

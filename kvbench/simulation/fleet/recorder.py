@@ -23,13 +23,15 @@ from engine.counters import PHASES
 from engine.sequence import TokenOutput
 from kvbench.common.files import write_atomically
 from kvbench.common.records import Record
-from kvbench.load.samples import SCHEMA
-from kvbench.metrics.latency import distribution, weighted_distribution
+from kvbench.load.completion import Completion
+from kvbench.load.samples import SCHEMA, Sample
+from kvbench.lockstep.instrument import result_row
+from kvbench.metrics.latency import SESSION_BROKEN, distribution, weighted_distribution
 from kvbench.metrics.model import LoadMetrics, LoadOutcome, PooledLatencies
 from kvbench.metrics.rows import MS, gaps_within, sequence_tpots
 from kvbench.metrics.steady_window import comes_at, steady_state
-from kvbench.simulation.drive import EndedRequest, Replica
-from kvbench.simulation.instrument import row_of
+from kvbench.requests.request import RequestSpec
+from kvbench.simulation.fleet.drive import EndedRequest, Replica
 
 _ROWS, _TOKENS = 5_000, 1_000_000  # of a row group, at most
 _GAPS = 1 << 20  # gaps that are kept one by one, before equal ones are counted
@@ -329,3 +331,26 @@ def row_writer(path: Path | None) -> Iterator[Callable[[EndedRequest], None]]:
     with write_atomically(path) as scratch, pq.ParquetWriter(scratch, SCHEMA) as writer:
         yield write
         flush()
+
+
+def with_unsent(ended: Sequence[EndedRequest], requests: Sequence[RequestSpec]) -> list[EndedRequest]:
+    """Returns every request in the order of the load; turns after a refused one were not sent."""
+    sent = {one.spec.index: one for one in ended}
+    last = {one.spec.session: one.sent for one in ended}
+    unsent = [spec for spec in requests if spec.index not in sent]
+    for spec in unsent:
+        sent[spec.index] = EndedRequest(spec, last[spec.session], last[spec.session], 0, reason=SESSION_BROKEN)
+    return [sent[spec.index] for spec in requests]
+
+
+def row_of(one: EndedRequest) -> Mapping[str, Any]:
+    """A row of requests.parquet."""
+    if one.reason == SESSION_BROKEN or one.error is not None:
+        refused = one.error is not None
+        done = Completion(http_status=one.status if refused else None)
+        done.fail("http_error" if refused else SESSION_BROKEN, one.error or "an earlier turn was refused")
+        return Sample(one.spec, 0, one.due, one.sent, one.sent, done).to_row(0.0)
+    tokens = one.tokens or [1] * len(one.times)
+    sequences = one.sequences or None
+    row = result_row(one.spec, one.due, one.sent, one.times, tokens, one.cached, one.reason, (), sequences)
+    return {**row, "queued_s": one.sent - one.due}

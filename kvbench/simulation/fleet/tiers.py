@@ -35,7 +35,7 @@ from kvbench.capacity.model import plan_model
 from kvbench.capacity.weights import weights_of
 from kvbench.common.errors import UsageError, as_usage_error
 from kvbench.common.text import format_bytes, parse_bytes
-from kvbench.simulation.machine import Machine
+from kvbench.simulation.cost.machine import Machine
 from kvbench.trace_analysis.cache_sim import PagedPrefixes, PrefixNodes, hit_rates
 from kvbench.trace_analysis.commands import print_cache
 from kvbench.traces.model import Trace, file_names

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from kvbench.capacity.gpus import find_gpu
 from kvbench.capacity.model import plan_model
 from kvbench.requests.request import RequestSpec
-from kvbench.simulation.drive import Drive, EndedRequest
-from kvbench.simulation.machine import Machine
+from kvbench.simulation.cost.machine import Machine
+from kvbench.simulation.fleet.drive import Drive, EndedRequest, Replica
 from kvbench.trace_analysis.cache_sim import hit_rates, replay, working_set
 from kvbench.traces.model import Trace
 from kvbench.traces.read import read_trace
@@ -32,7 +32,8 @@ def engine_hits(prompts: list[tuple[int, ...]], num_pages: int, users: int | Non
     longest = max(map(len, prompts)) + 1
     table = -(-longest // page_size) * 8 * 64
     slot = MACHINE.model.token_bytes()
-    replica = MACHINE.replica(
+    replica = Replica.on(
+        MACHINE,
         {
             "page_size": page_size, "enable_prefix_caching": True, "kv_budget": num_pages * page_size * slot + table,
             "max_model_len": longest, "max_num_seqs": 64, "max_num_batched_tokens": 8192,

@@ -12,10 +12,10 @@ import pytest
 from kvbench.capacity.gpus import find_gpu
 from kvbench.capacity.model import plan_model
 from kvbench.common.errors import UsageError
-from kvbench.simulation.calibration import errors, fit_run, fit_steps, logged_work, read_step_log
-from kvbench.simulation.cost_model import CostCalibration, read_calibration, write_calibration
-from kvbench.simulation.machine import Machine
-from kvbench.simulation.measured_run import predict, predicted_at, read_measured_run, series_errors
+from kvbench.simulation.calibrate.calibration import errors, fit_run, fit_steps, logged_work, read_step_log
+from kvbench.simulation.calibrate.measured_run import predict, predicted_at, read_measured_run, series_errors
+from kvbench.simulation.cost.cost_model import CostCalibration, read_calibration, write_calibration
+from kvbench.simulation.cost.machine import Machine
 
 MACHINE = Machine(plan_model("Qwen3-32B"), find_gpu("H100"), 2, calibration=CostCalibration())
 SETTINGS = {"max_num_seqs": 16, "max_num_batched_tokens": 1024, "max_model_len": 4096}
