@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
-from kvbench.report.style import compact, finish, hatch, label_above, legend_outside
+from kvbench.report.style import compact, finish, hatch, label_above, legend_below
 
 _BAR, _ROW, _HEAD = 16, 40, 34  # px: a bar, a bar with its label, and above the first bar below a heading
 _LEAST_LABELLED = 0.06  # of the axis: a narrower part has no room for its text
@@ -57,9 +57,10 @@ def bars(frame: pd.DataFrame, parts: Mapping[str, BarPart], end: float | None = 
         head = row.head
     figure.update_xaxes(showgrid=False, **({"range": [0, end]} if end else {"rangemode": "tozero"}), **axis)
     figure.update_yaxes(range=[height, 0], showticklabels=False, showgrid=False)
-    finish(figure, height + 24 + 52)
-    legend_outside(figure, 1.0)
-    return figure.update_layout(barmode="overlay", margin={"t": 24, "b": 52, "l": 16, "r": 40})
+    finish(figure, round(height))
+    figure.update_layout(barmode="overlay")
+    titles = [trace.name for trace in figure.data]
+    return legend_below(figure, height, titles, margin={"t": 16, "l": 16, "r": 40})
 
 
 def _places(frame: pd.DataFrame) -> tuple[dict[Any, float], float]:

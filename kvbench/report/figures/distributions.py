@@ -15,7 +15,18 @@ from kvbench.metrics.definitions import METRICS
 from kvbench.metrics.latency import request_latencies
 from kvbench.metrics.rows import inter_token_latencies, times_per_output_token
 from kvbench.report.comparisons import Comparisons
-from kvbench.report.style import Drawing, LineStyle, compact, ecdf, finish, legend_outside, log_axis, safe, under
+from kvbench.report.style import (
+    Drawing,
+    LineStyle,
+    below_each_other,
+    compact,
+    ecdf,
+    finish,
+    legend_outside,
+    log_axis,
+    safe,
+    under,
+)
 from kvbench.report.tables import UNCERTAIN
 from kvbench.report.wording import say
 from kvbench.runs.model import MeasuredCell, all_steady_latency
@@ -97,7 +108,7 @@ def distributions_figure(frame: pd.DataFrame, look: Mapping[str, LineStyle]) -> 
     figure.update_layout(margin={"t": 20, "b": 56})
     if len(set(groups)) > 1:
         figure.update_layout(updatemenus=[_menu(frame, groups)])
-    return figure
+    return below_each_other(figure, legend_lines=frame["configuration"].nunique(), panel=170)
 
 
 def _menu(frame: pd.DataFrame, groups: list[str]) -> dict[str, Any]:

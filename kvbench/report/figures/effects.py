@@ -12,7 +12,7 @@ from plotly.subplots import make_subplots
 from kvbench.effects.comparison import MARGINS, Call, Comparison
 from kvbench.metrics.definitions import ENGINE, figure
 from kvbench.report.comparisons import Comparisons, amount
-from kvbench.report.style import CONTIGUOUS, GREY, PAGED, Drawing, finish, safe
+from kvbench.report.style import CONTIGUOUS, GREY, PAGED, Drawing, below_each_other, finish, safe
 from kvbench.report.wording import say
 from kvbench.runs.engine_time import EngineTime
 
@@ -68,9 +68,11 @@ def effects_figure(frame: pd.DataFrame, margin: float) -> go.Figure:
     names = ["<br>".join(map(safe, wrap(row, _LONGEST))) for row in rows]
     made.update_yaxes(range=[-0.5, len(rows) - 0.2], tickvals=list(range(len(rows))), ticktext=names)
     lines = max(name.count("<br>") for name in names) + 1
-    finish(made, 112 + max(80, (_ROW + _LINE * lines) * len(rows)))
+    height = max(80, (_ROW + _LINE * lines) * len(rows))
+    finish(made, 112 + height)
     made.update_annotations(font={"size": 13})
-    return made.update_layout(margin={"t": 78, "l": 20, "r": 16})
+    made.update_layout(margin={"t": 78, "l": 20, "r": 16})
+    return below_each_other(made, legend_lines=2, panel=height, gap=88, left=20)
 
 
 def _traces(
@@ -127,4 +129,4 @@ def drawing(comparisons: Comparisons, engine_time: EngineTime | None) -> Drawing
     label = engine_time.label if engine_time and clock == ENGINE else clock
     margin = 100 * MARGINS[clock]
     caption = say("effects.caption", clock, load=load, clock=label, margin=margin)
-    return Drawing("effects", say("effects.title"), caption, effects_figure(frame, margin), 560)
+    return Drawing("effects", say("effects.title"), caption, effects_figure(frame, margin), 372)

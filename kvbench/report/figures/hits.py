@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from kvbench.report.hits import NOT_TOLD, UNEXPLAINED, HitLedger, signed_percent
-from kvbench.report.style import GREY, Drawing, LineStyle, finish, hatch, safe
+from kvbench.report.style import GREY, Drawing, LineStyle, finish, hatch, room_for_labels, safe
 from kvbench.report.wording import say
 
 _MOST_PANELS = 6
@@ -68,7 +68,7 @@ def hit_drawing(ledgers: Sequence[HitLedger], look: Mapping[str, LineStyle]) -> 
     values = {"hit": ledger.percent(ledger.hit), "shared": ledger.percent(ledger.shared), "gap": gap, "doubt": doubt}
     form = "endless" if ledger.hit is None else "hit"
     title = say("hits.title", form, endless=ledger.percent(ledger.endless), **values)
-    return Drawing("hits", title, caption, _figure(shown, look), 372)
+    return Drawing("hits", title, caption, _figure(shown, look), room_for_labels(shown["title"]))
 
 
 def _figure(bars: pd.DataFrame, look: Mapping[str, LineStyle]) -> go.Figure:
@@ -93,7 +93,7 @@ def _figure(bars: pd.DataFrame, look: Mapping[str, LineStyle]) -> go.Figure:
             marker={"color": panel["kind"].map(colours), "pattern": hatch(panel["kind"].map(_PATTERNS))},
             text=texts, textposition="outside", cliponaxis=False, hovertext=hovers, hoverinfo="text", row=row, col=1,
         )  # fmt: skip
-    figure.update_annotations(font={"size": 13})
+    figure.update_annotations(font={"size": 12}, x=0, xanchor="left", xshift=-100)
     figure.update_xaxes(range=[0, max(1.0, float(bars["high"].max()) * 1.18)], ticksuffix=" %", nticks=6)
     figure.update_xaxes(title_text="share of the prompt tokens", row=len(panels))
     figure.update_yaxes(autorange="reversed", showgrid=False)

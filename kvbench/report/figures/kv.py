@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from textwrap import wrap
 from typing import Any
@@ -16,7 +15,7 @@ from kvbench.common import text as words
 from kvbench.report.decision import Decision
 from kvbench.report.figures.bars import COLUMNS, BarPart, bars
 from kvbench.report.kv import USES, Ledgers, ledgers_of
-from kvbench.report.style import GREY, Drawing, compact, finish, hatch, room_for_labels, safe, thin, under
+from kvbench.report.style import GREY, Drawing, compact, finish, hatch, legend_below, room_for_labels, safe, thin, under
 from kvbench.report.wording import say
 from kvbench.runs.kv_ledger import SLOT_USES, bytes_per_slot, interval_slots
 from kvbench.runs.model import MeasuredCell, MeasuredLoad
@@ -40,7 +39,7 @@ _EVENTS = {  # column -> counter, what its panel is called
     "swapped_out": ("swapped_out_slots_total", "swapped out, MiB/s"),
 }
 _LINES = {"running": "solid", "waiting": "dot"}
-_GAP, _BOTTOM = 34, 52  # px between panels, and below them
+_GAP = 34  # px between panels
 _LINE = 19  # characters of a column's title
 _KV_HEIGHT, _SEQUENCES_HEIGHT, _EVENT_HEIGHT = 200, 96, 60  # px
 
@@ -171,7 +170,7 @@ def timeline_figure(frame: pd.DataFrame) -> go.Figure:
         for row, event in enumerate(events, start=3):
             look = {"fill": "tozeroy", "line": {"color": GREY, "width": 1.5, "shape": "vh"}}
             _trace(figure, rows, event, event, (row, column), "%{y:.3~g}", **look, showlegend=False)
-    figure.update_xaxes(range=[0, float(frame["t"].max())])
+    figure.update_xaxes(range=[0, 1.1 * float(frame["t"].max())])
     figure.update_xaxes(title_text="seconds", row=len(heights))
     figure.update_yaxes(range=[0, 100], ticksuffix=" %", dtick=25, row=1)
     panels = [(say("kv.sequences"), frame[list(_LINES)]), *((_EVENTS[event][1], frame[event]) for event in events)]
@@ -180,11 +179,10 @@ def timeline_figure(frame: pd.DataFrame) -> go.Figure:
         place = {"x": 0, "xref": "paper", "xanchor": "left", "yref": "paper", "yanchor": "bottom", "yshift": 2}
         top = figure.get_subplot(row, 1).yaxis.domain[1]
         figure.add_annotation(text=label, y=top, **place, showarrow=False, font={"size": 12})
-    entries = sum(45 + 6.5 * len(title) for title in in_legend.values())  # px
-    top = 38 + 20 * math.ceil(entries / (_width(len(names)) - 110)) + 16 * max(map(len, titles))
-    finish(figure, height + top + _BOTTOM)
-    figure.update_layout(margin={"t": top, "b": _BOTTOM}, hovermode="x unified", legend={"tracegroupgap": 0})
-    return figure
+    finish(figure, height)
+    figure.update_layout(hovermode="x unified", legend_tracegroupgap=0)
+    margin = {"t": 22 + 16 * max(map(len, titles)), "l": 64, "r": 44}
+    return legend_below(figure, height, list(in_legend.values()), margin)
 
 
 def _width(columns: int) -> int:
