@@ -47,7 +47,7 @@ def bars(frame: pd.DataFrame, parts: Mapping[str, BarPart], end: float | None = 
             orientation="h", width=_BAR, name=part.title, hovertext=list(rows["hover"]), hoverinfo="text",
             marker={"color": part.colour, "line": {"width": 0}, "pattern": hatch(part.pattern, 0.2)},
             text=list(rows["text"].where(rows["length"] >= _LEAST_LABELLED * longest, "")), textposition="inside",
-            insidetextanchor="middle", textangle=0, textfont={"size": 11, "color": part.ink}, constraintext="none",
+            insidetextanchor="middle", textangle=0, textfont={"size": 11, "color": part.ink}, constraintext="inside",
         )  # fmt: skip
     head = ""
     for row in frame.drop_duplicates("bar").itertuples():
