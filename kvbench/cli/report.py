@@ -65,7 +65,8 @@ def report(run_dirs: tuple[Path, ...], output_dir: Path | None, price_per_hour: 
 def _show_side_by_side(run_dirs: Sequence[Path], console: Console, output_dir: Path | None) -> None:
     """Write compare.html and compare.md; print the sentence, what cannot be compared, and the paths. ValueError."""
     from kvbench.common.console import print_plain
-    from kvbench.report.side_by_side import groups_of, headline, not_compared, write_side_by_side
+    from kvbench.report.side_by_side import groups_of, not_compared
+    from kvbench.report.side_by_side_page import headline, write_side_by_side
     from kvbench.runs.read import read_run
 
     groups = groups_of(*map(read_run, run_dirs))

@@ -35,7 +35,10 @@ def sequence_tpots(
 
     tokens: of each chunk; None where that is not known: the request's ``total`` is then shared out evenly over them
     """
-    if choices is None or tokens is None:
+    if choices is None:
+        known = len(times) > 1 and total > 1
+        return np.array([(times[-1] - times[0]) / (total - 1) if known else np.nan])
+    if tokens is None:
         tokens = np.full(len(times), total / max(len(times), 1))
     further = np.array([own.sum() - 1 for own in by_sequence(tokens, choices)])
     spans = np.array([own[-1] - own[0] if len(own) > 1 else np.nan for own in by_sequence(times, choices)])
@@ -44,6 +47,9 @@ def sequence_tpots(
 
 def gaps_within(times: Sequence[float] | np.ndarray, choices: Choices) -> np.ndarray:
     """The gaps between neighbouring chunks of the same sequence, all sequences together. float64 [gaps]"""
+    if choices is None:
+        times = np.asarray(times, dtype=float)
+        return times[1:] - times[:-1]
     return np.concatenate([np.empty(0), *map(np.diff, by_sequence(times, choices))])
 
 
@@ -107,7 +113,10 @@ def reasoned(requests: pd.DataFrame) -> np.ndarray:
 
 def _tpots(requests: pd.DataFrame) -> list[np.ndarray]:
     """The time per output token [s] of each sequence of each request. [requests] of [sequences]"""
-    columns = (chunk_times(requests), chunk_choices(requests), chunk_tokens(requests), streamed_tokens(requests))
+    choices = chunk_choices(requests)
+    several = any(own is not None for own in choices)  # of one sequence the chunks' own tokens are not needed
+    tokens = chunk_tokens(requests) if several else [None] * len(requests)
+    columns = (chunk_times(requests), choices, tokens, streamed_tokens(requests))
     return [sequence_tpots(*row) for row in zip(*columns, strict=True)]
 
 

@@ -93,9 +93,8 @@ def loss(one: Candidate, beside: Comparison) -> str:
     """p95 TTFT +61 %; −20 % tokens/s served at 3 at once: the worst, with clock and load where they are others."""
     assert one.worst is not None
     load, worst = one.worst
-    clock = in_clock(worst) if worst.clock != beside.clock else ""
-    where = f" {load.where}" if load != one.cell.load else ""
-    return f"{size(worst)}{clock}{where}"
+    clock, where = in_clock(worst) * (worst.clock != beside.clock), load.where * (load != one.cell.load)
+    return say("answers.loss", size=size(worst), clock=clock, where=where).rstrip()
 
 
 def ttft_words(one: Candidate) -> str:
@@ -104,7 +103,7 @@ def ttft_words(one: Candidate) -> str:
     if comparison is None:
         return ""
     other = one.throughput is not None and one.throughput.clock != comparison.clock
-    clock = f" {comparison.clock}" if other else ""
+    clock = say("answers.clock", other, clock=comparison.clock)
     return say("answers.ttft", comparison.call, amount=amount(comparison.ratio)) + clock
 
 
@@ -115,30 +114,30 @@ def throughput_words(one: Candidate) -> str:
 
 def room_words(one: Candidate) -> str:
     """4.0x the tokens: how many times as many tokens fit into the same bytes, from a tenth more on."""
-    return say("answers.room", times=words.significant(one.room, 2)) if one.room else ""
+    return say("answers.room", one.room is not None, times=words.significant(one.room, 2))
 
 
 def numbers(decision: Decision, one: Candidate) -> str:
     """The change of throughput, and the p95s that are decided."""
     if one.throughput is None:
         doubt = one.cell.doubt or one.base.doubt
-        return say("answers.no_ratio", "doubt" if doubt else "other", doubt=doubt)
+        return say("answers.no_ratio", bool(doubt), doubt=doubt)
     decided = [p95 for p95 in one.p95.values() if p95.call in (Call.BETTER, Call.WORSE)]
     texts = [_number(decision, comparison) for comparison in (one.throughput, *decided)]
     as_served = served(one.cell, one.base, THROUGHPUT) if one.throughput.clock == ENGINE else None
     if as_served and as_served.low is not None:  # of fewer repeats the ratio says nothing
         texts.insert(1, say("answers.as_served", as_served.call, amount=amount(as_served.ratio)))
-    undecided = [figure(metric).title for metric, p95 in one.p95.items() if not p95.decided]
-    if undecided and one.verdict in (Verdict.PAYS, Verdict.NO_CHANGE):
-        texts.append(say("answers.undecided", names=words.listing(undecided)))
+    undecided = words.listing([figure(metric).title for metric, p95 in one.p95.items() if not p95.decided])
+    is_named = bool(undecided) and one.verdict in (Verdict.PAYS, Verdict.NO_CHANGE)
+    texts.append(say("answers.undecided", is_named, names=undecided))
     if one.worst in one.elsewhere:
         texts.append(say("answers.but", loss=loss(one, one.throughput)))
     return joined(*texts)
 
 
 def _number(decision: Decision, comparison: Comparison) -> str:
-    clock = f" {comparison.clock}" if comparison.clock != decision.clock else ""
-    return say("answers.number", comparison.call, effect=effect(comparison), clock=clock)
+    clock = say("answers.clock", comparison.clock != decision.clock, clock=comparison.clock)
+    return say("answers.number", comparison.call, effect=effect(comparison)) + clock
 
 
 # --- The answers ---
@@ -158,7 +157,7 @@ def _setting(decision: Decision, answer: SettingAnswer) -> ReportAnswer:
             value_words(answer.setting, effective(one.cell.settings, answer.setting)),
             setting_title(answer.setting),
         )
-        form = answer.setting if answer.setting == "kv_cache_dtype" else value
+        form = {"kv_cache_dtype": "value"}.get(answer.setting, value)
         subject = say("answers.subject", form, title=title, value=value)
     return candidate_answer(decision, one, subject)
 
@@ -188,7 +187,7 @@ def _paging(decision: Decision, answer: SettingAnswer) -> ReportAnswer:
     texts = []
     for pair in answer.candidates:
         here = pair.here  # the other loads have words of their own
-        where = f" {pair.cell.load.where}" if pair.cell.load != decision.load else ""
+        where = say("answers.where", pair.cell.load != decision.load, where=pair.cell.load.where)
         if where and here.verdict == Verdict.UNDECIDED:
             doubt = pair.cell.doubt or pair.base.doubt
             texts.append((doubt or say("answers.verdict", Verdict.UNDECIDED).lower()) + where)
@@ -222,13 +221,10 @@ def _page_size(decision: Decision, answer: SettingAnswer) -> ReportAnswer:
     subject, best = say("answers.page_size"), answer.decided
     if best is None:
         undecided = all(one.verdict == Verdict.UNDECIDED for one in answer.candidates)
-        size_kept = answer.candidates[0].base.page_size or say("answers.default")
-        kept = say("answers.keep_size", "undecided" if undecided else "other", size=size_kept)
-        reason = "" if undecided else say("answers.no_other_size")
-        return ReportAnswer(subject, kept, reason, "; ".join(texts))
+        kept = say("answers.keep_size", undecided, size=answer.candidates[0].base.page_size or say("answers.default"))
+        return ReportAnswer(subject, kept, say("answers.no_other_size", not undecided), "; ".join(texts))
     verdict, mark = _with_quality(decision, best, best.graded)
-    form = "safe" if best.quality.safe else "other"
-    verdict = say("answers.use_size", form, size=best.cell.page_size, verdict=verdict.lower())
+    verdict = say("answers.use_size", best.quality.safe, size=best.cell.page_size, verdict=verdict.lower())
     return ReportAnswer(subject, verdict, _sizes(best, verdict), "; ".join(texts), mark)
 
 
@@ -241,7 +237,7 @@ def _with_quality(decision: Decision, one: Candidate, graded: Verdict) -> tuple[
     unsaid = not quality.outside and (one.cell.is_baseline or not one.would_be_set)
     if decision.run.simulated or quality.safe or unsaid:
         return verdict, _MARKS.get(graded, "")
-    return f"{verdict}; {quality.verdict}", "worse" if quality.outside else ""
+    return f"{verdict}; {quality.verdict}", "worse" * bool(quality.outside)
 
 
 def _sizes(one: Candidate, verdict: str) -> str:
@@ -253,11 +249,11 @@ def _sizes(one: Candidate, verdict: str) -> str:
         clauses.append(size(one.best_p95))
     beside = one.throughput or one.best_p95
     if one.worst and beside and one.verdict != Verdict.COSTS:
-        place = "other" if one.worst[0] == one.cell.load else "elsewhere"
-        shorter = say("answers.short_loss", place, size=size(one.worst[1]))
+        shorter = say("answers.short_loss", one.worst[0] != one.cell.load, size=size(one.worst[1]))
         return _first_that_fits(verdict, _after(clauses, loss(one, beside)), _after(clauses, shorter), shorter)
-    clauses += [size(one.best_p95)] if one.best_p95 and one.verdict == Verdict.PAYS else []
-    with_room = joined(*clauses, room_words(one) if one.verdict != Verdict.NO_CHANGE else "")
+    if one.best_p95 and one.verdict == Verdict.PAYS:
+        clauses.append(size(one.best_p95))
+    with_room = joined(*clauses, room_words(one) * (one.verdict != Verdict.NO_CHANGE))
     return _first_that_fits(verdict, with_room, joined(*clauses), joined(*clauses[:1]))
 
 

@@ -252,7 +252,7 @@ def cell_parts(
 
     ``missing``: ids of cells; ``problems``: loads that failed as a whole.
     """
-    columns = table.columns or (identity_columns()[0],)
+    columns = table.columns if table.rows else table.columns[:1]
     empty = (NONE,) * (len(columns) - 1)
     absent = tuple(Row(None, (Value(cell, cell, "not measured"), *empty), "missing") for cell in missing)
     every = ReportTable(columns, table.rows + absent)

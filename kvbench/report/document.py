@@ -107,7 +107,7 @@ def document(run: Run, price_per_hour: float | None = None) -> Document:
         verdict=headline(decision),
         brief=tuple(filter(None, (run.folder.name, *provenance.brief(run), provenance.made_from(run)))),
         status=state.status,
-        banner=say("document.simulated", banner=banner.lower()) if run.simulated else banner,
+        banner=say("document.simulated", bool(run.simulated), banner=banner, lower=banner.lower()),
         details=(*provenance.simulated_details(run), *state.reasons, *provenance.warnings(run)),
         answers=tuple(filter(None, (*report_answers(decision), meaning(decision, price_per_hour)))),
         limits=tuple(line for line in limit_lines if line.limit != limits.UNKNOWN),
@@ -182,8 +182,8 @@ def _baseline(decision: Decision) -> str:
     if clock == ENGINE and in_turns:
         clock = in_turns.label
     names = words.listing(decision.comparisons.not_varied)
-    form = "not_varied" if names else "other"
-    return say("document.baseline", form, name=base.name, where=base.load.where, clock=clock, names=names)
+    place = {"name": base.name, "where": base.load.where, "clock": clock}
+    return say("document.baseline", **place) + say("document.not_varied", bool(names), names=names)
 
 
 def _counted(run: Run) -> str:
@@ -195,14 +195,18 @@ def _counted(run: Run) -> str:
         return ""
     repeats = [len(cell.repeats) for cell in run.cells]
     low, high = min(repeats), max(repeats)
-    each = say("document.repeats", "same" if low == high else "other", low=low, high=words.plural(high, "repeat"))
-    valid, cells = sum(cell.valid for cell in run.cells), len(run.cells) + len(run.missing)
-    form = "too_few" if high < FEWEST else "other"
-    parts = [say("document.counted", form, valid=valid, cells=cells, each=each, clock=run.clock, fewest=FEWEST)]
-    parts.append(say("document.failed", n=sum(cell.count("failed") for cell in run.cells)))
-    if run.manifest.shared_machine:
-        cores = run.manifest.cpu.cores
-        parts.append(say("document.shared", "cores" if cores else "other", cores=cores))
+    each = say("document.repeats", low == high, low=low, high=words.plural(high, "repeat"))
+    valid, cells, cores = (
+        sum(cell.valid for cell in run.cells),
+        len(run.cells) + len(run.missing),
+        run.manifest.cpu.cores,
+    )
+    counted = say("document.counted", valid=valid, cells=cells, each=each)
+    parts = [
+        counted + say("document.too_few", high < FEWEST, clock=run.clock, fewest=FEWEST),
+        say("document.failed", n=sum(cell.count("failed") for cell in run.cells)),
+        say("document.shared", bool(cores), cores=cores) * run.manifest.shared_machine,
+    ]
     return "; ".join(filter(None, parts))
 
 

@@ -25,8 +25,8 @@ def headline(decision: Decision) -> str:
     """The decision in one sentence of at most 25 words; clauses that do not fit are among the answers."""
     run = decision.run
     incomplete = run.cells and (run.missing or run.status != "complete")
-    prefix = say("headline.simulated") * bool(run.simulated) + say("headline.incomplete") * bool(incomplete)
-    clauses = [clause for clause in _CLAUSES[decision.conclusion.advice](decision) if clause]
+    prefix = say("headline.simulated", bool(run.simulated)) + say("headline.incomplete", bool(incomplete))
+    clauses = [clause for clause in _CLAUSES.get(decision.conclusion.advice, _best)(decision) if clause]
     while len(clauses) > 1 and count_words(prefix + joined(*clauses)) > MOST_WORDS:
         clauses.pop()
     text = f"{prefix}{joined(*clauses)}."
@@ -57,8 +57,7 @@ def _not_served(decision: Decision) -> list[str]:
         return [say("headline.no_load")]
     best = max(ahead, key=lambda one: one.ratio)
     change = {"cell": best.cell, "amount": amount(best.ratio), "interval": signed_interval(best.comparison)}
-    form = "kept" if run.not_kept else "measured"
-    return [say("headline.only_engine_time", form, clock=ENGINE, **change)]
+    return [say("headline.only_engine_time", bool(run.not_kept), clock=ENGINE, **change)]
 
 
 def _alone(decision: Decision) -> list[str]:
@@ -67,12 +66,13 @@ def _alone(decision: Decision) -> list[str]:
     rates = spread(cell.throughput())
     if cell.doubt or rates is None:
         return _doubt(decision, cell)
-    bounds = f" ({words.tokens_per_s(rates.low)}–{words.tokens_per_s(rates.high)})" if rates.n > 1 else ""
-    (ttft, few), whole = cell.percentile("ttft_ms", "p95"), say("headline.whole_run") * (not cell.has_steady_latency)
-    rate, name = words.tokens_per_s(rates.median), words.upper_first(cell.name)
+    rate, low, high = map(words.tokens_per_s, (rates.median, rates.low, rates.high))
+    bounds = say("headline.bounds", rates.n > 1, low=low, high=high)
+    (ttft, few), whole = cell.percentile("ttft_ms", "p95"), say("headline.whole_run", not cell.has_steady_latency)
+    name, place = words.upper_first(cell.name), {"clock": cell.clock, "where": cell.load.where}
     return [
-        say("headline.alone", name=name, rate=rate, bounds=bounds, clock=cell.clock, where=cell.load.where),
-        say("headline.alone_ttft", ttft=words.ms(ttft), mark=UNCERTAIN * few + whole) if ttft else "",
+        say("headline.alone", name=name, rate=rate, bounds=bounds, **place),
+        say("headline.alone_ttft", bool(ttft), ttft=words.ms(ttft), mark=UNCERTAIN * few + whole),
         say("headline.nothing_to_compare"),
     ]
 
@@ -157,15 +157,17 @@ def _only(decision: Decision) -> list[str]:
     name, where = brief_name(one), one.cell.load.where
     if one.verdict == Verdict.COSTS and one.throughput:
         return [say("headline.do_not_ship", name=name, loss=gain(one, one.throughput)), ttft_words(one)]
-    call = throughput_words(one) + (in_clock(one.throughput) if one.throughput else "")
+    call = throughput_words(one)
+    if one.throughput:
+        call += in_clock(one.throughput)
     if one.verdict == Verdict.MIXED_P95 and one.best_p95:
         best = one.best_p95
         return [say("headline.risk", name=name, gain=gain(one, best), loss=loss(one, best)), call]
     if one.worst:
         load, worst = one.worst
         return [say("headline.do_not_ship", name=name, loss=gain(one, worst, load)), call]
-    known = "level" if all(p95.decided for p95 in one.p95.values()) else "undecided"
-    first = say("headline.no_difference", known, name=name, call=call, where=where)
+    is_level = all(p95.decided for p95 in one.p95.values())
+    first = say("headline.no_difference", is_level, name=name, call=call, where=where)
     return [words.upper_first(first), ttft_words(one)]
 
 
@@ -193,15 +195,10 @@ _CLAUSES: Mapping[Advice, Callable[[Decision], list[str]]] = {
     Advice.ALONE: _alone,
     Advice.NO_BASELINE: _no_baseline,
     Advice.NOT_TOLD: _not_told,
-    Advice.WOULD_BRING: _best,
-    Advice.SHIP: _best,
-    Advice.WRONG_ANSWERS: _best,
-    Advice.OUTSIDE: _best,
-    Advice.UNMEASURED: _best,
-    Advice.DOUBTFUL: _best,
     Advice.RISK: _risk,
     Advice.PAGING: _paging,
     Advice.PAGING_RISK: _paging,
     Advice.ONLY: _only,
     Advice.KEEP: _keep,
 }
+"""The clauses of each conclusion; of those that are missing, `_best`."""

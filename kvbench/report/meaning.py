@@ -29,10 +29,12 @@ class Served:
     @classmethod
     def of(cls, decision: Decision, name: str, with_slo: bool) -> Served | None:
         """The load at which a configuration served most; None where none of its loads is valid and has the figure."""
-        cells = [cell for cell in decision.comparisons.cells if cell.name == name and cell.valid]
-        rates = [(median(cell.per_repeat("goodput") if with_slo else cell.throughput()), cell) for cell in cells]
-        best = max(((rate, cell) for rate, cell in rates if rate is not None), key=lambda one: one[0], default=None)
-        return cls(best[1], best[0], best[1].share_within_slo) if best else None
+        served = []
+        for cell in decision.comparisons.cells:
+            rate = median(cell.per_repeat("goodput") if with_slo else cell.throughput())
+            if cell.name == name and cell.valid and rate is not None:
+                served.append(cls(cell, rate, cell.share_within_slo))
+        return max(served, key=lambda one: one.rate, default=None)
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ def meaning(decision: Decision, price_per_hour: float | None) -> ReportAnswer | 
     made = Meaning.of(decision, with_slo=bool(slo))
     if made is None:
         return None
-    other = say("meaning.other", "baseline" if made.other.cell.is_baseline else "contiguous")
+    other = say("meaning.other", made.other.cell.is_baseline)
     title, names = say("meaning.title"), _names(made)
     if not slo:
         best_cost, other_cost = (_cost(price_per_hour, served.rate, 1e6) for served in (made.best, made.other))

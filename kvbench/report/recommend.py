@@ -17,7 +17,7 @@ import yaml
 from kvbench.common import text as words
 from kvbench.effects.comparison import FEWEST, Call
 from kvbench.metrics.definitions import ENGINE, figure
-from kvbench.report.answers import candidate_answer, gain, numbers
+from kvbench.report.answers import candidate_answer, gain, joined, numbers
 from kvbench.report.comparisons import THROUGHPUT, differing, median, scatters, served
 from kvbench.report.decision import Candidate, Decision, Verdict, safe_ones, wins
 from kvbench.report.headline import headline
@@ -123,9 +123,8 @@ def _doubts(decision: Decision) -> Iterator[NextStep]:
     run, state = decision.run, decision.validity
     if state.reasons or state.status != "valid":
         why = words.and_more(state.reasons, 2, "; ") or say("recommend.no_load")
-        status = words.upper_first(state.status)
-        command = next((step.command for step in again(decision)), "")
-        yield NextStep(say("recommend.status", state.status, status=status, why=why), command)
+        status = say("recommend.status", state.status != "valid", status=words.upper_first(state.status))
+        yield NextStep(status + why, _command(again(decision)))
     if disturbed := say("recommend.disturbed", n=sum(len(cell.invalid_repeats) for cell in run.cells)):
         yield NextStep(disturbed, "")
     if scattered := [f"{cell.name} {cell.load.where}" for cell in run.cells if scatters(cell)]:
@@ -135,6 +134,11 @@ def _doubts(decision: Decision) -> Iterator[NextStep]:
     base = next((cell for cell in run.cells if cell.is_baseline), None)
     if base and (outside := decision.qualities[base.config_id].outside):
         yield NextStep(say("recommend.base_outside", reasons=_together(outside)), "")
+
+
+def _command(steps: Iterator[NextStep]) -> str:
+    """The command of the first step; empty without one."""
+    return next((step.command for step in steps), "")
 
 
 def _together(reasons: Sequence[str]) -> str:
@@ -165,10 +169,9 @@ def _evidence(selected: Selection) -> Iterator[str]:
         return
     first = best.cell.load
     for load in sorted(decision.comparisons.loads, key=lambda load: (load != first, load)):
-        if here := selected.at(load):
-            yield say("recommend.at_load", where=load.where, told=_told(decision, here.here))
-        else:
-            yield say("recommend.not_measured_at", where=load.where)
+        here = selected.at(load)
+        told = _told(decision, here.here) if here else ""
+        yield say("recommend.at_load", here is not None, where=load.where, told=told)
 
 
 def _told(decision: Decision, one: Candidate) -> str:
@@ -185,10 +188,8 @@ def _by_load(selected: Selection) -> Iterator[str]:
     """Tells what pays at one load and not at another: not the best everywhere, or worse elsewhere."""
     decision = selected.decision
     for load in reversed(decision.comparisons.loads):
-        candidates, here = decision.by_load[load], None
-        if selected.best:
-            here = selected.at(load)
-        pays_here = here is not None and here.verdict == Verdict.PAYS
+        candidates, here = decision.by_load[load], selected.at(load)
+        pays_here = selected.best and here and here.verdict == Verdict.PAYS
         top = next(iter(safe_ones(wins(candidates))), None)
         if load != decision.load and top and top.verdict == Verdict.PAYS and not pays_here:
             yield say("recommend.rather", where=load.where, line=_line(decision, top))
@@ -208,8 +209,7 @@ def _rejected(selected: Selection) -> Iterator[str]:
         decided = one.verdict != Verdict.UNDECIDED and one.cell.name not in selected.pair
         if outside or (selected.best and one not in taken and decided):
             verdict = candidate_answer(selected.decision, one).verdict.lower()
-            form = "outside" if outside else "other"
-            yield say("recommend.rejected", form, name=one.name, verdict=verdict, reasons=outside)
+            yield say("recommend.rejected", bool(outside), name=one.name, verdict=verdict, reasons=outside)
 
 
 def _flags(run: Run, cell: MeasuredCell) -> str:
@@ -226,7 +226,7 @@ def _answers(quality: Quality) -> str:
     if not quality.figures:
         return say("recommend.answers", quality=quality.brief)
     verdict = quality.verdict or say("recommend.within")
-    measured = say("recommend.measured_with", model=quality.model) if quality.model else ""
+    measured = say("recommend.measured_with", bool(quality.model), model=quality.model)
     return say("recommend.answers", quality=f"{quality}, {verdict}{measured}")
 
 
@@ -234,8 +234,7 @@ def _briefly(one: Candidate) -> str:
     """INT8 KV: +13 % tokens/s (13 to 14), quality not measured"""
     assert one.best is not None  # it won by that
     unsafe = is_quantised(one.cell) or not one.quality.safe
-    told = [gain(one, one.best), *([one.quality.brief] if unsafe else [])]
-    return say("recommend.setting", name=one.name, value=", ".join(told))
+    return say("recommend.setting", name=one.name, value=joined(gain(one, one.best), one.quality.brief * unsafe))
 
 
 # --- The fallback ---
@@ -246,14 +245,14 @@ def _fallback(selected: Selection) -> Iterator[str]:
     best, back, run = selected.best, selected.back, selected.decision.run
     contiguous = _back_to_contiguous(selected)
     if best is None:
-        yield from [contiguous] if contiguous else ()
+        yield from filter(None, [contiguous])
         return
-    names = sorted(differing(best.cell, back))
-    changes = [say("recommend.setting", name=name, value=as_yaml(effective(back.settings, name))) for name in names]
+    was = {name: as_yaml(effective(back.settings, name)) for name in sorted(differing(best.cell, back))}
+    changes = [say("recommend.setting", name=name, value=value) for name, value in was.items()]
     yield say("recommend.back", name=back.name, changes=", ".join(changes))
     if signs := _signs(back):
-        command = _load_command(run, back)
-        yield say("recommend.signs", signs=signs, where=back.load.where, name=back.name, command=command)
+        place = {"name": back.name, "where": back.load.where}
+        yield say("recommend.signs", signs=signs, command=_load_command(run, back), **place)
     if best.cell.hit_rate and effective(best.cell.settings, "enable_prefix_caching"):
         yield say("recommend.hits_fall", share=words.percent(best.cell.hit_rate))
     if is_quantised(best.cell):
@@ -281,8 +280,7 @@ def _signs(cell: MeasuredCell) -> str:
     for metric, title in _P95S:
         value, few = cell.percentile(metric, "p95")
         if value:
-            form = "few" if few else "other"
-            signs.append(say("recommend.p95_exceeds", form, title=title, value=words.ms(value)))
+            signs.append(say("recommend.p95_exceeds", few, title=title, value=words.ms(value)))
     return " or ".join(filter(None, [", ".join(signs[:-1]), signs[-1]]))
 
 
@@ -293,7 +291,8 @@ def _load_command(run: Run, cell: MeasuredCell) -> str:
         return ""
     options = ["--profile", run.manifest.profile] if run.manifest.profile else []
     for option, value in pairwise(command):
-        options += ["-o", value] if option in ("-o", "--override") and value.startswith("load.") else []
+        if option in ("-o", "--override") and value.startswith("load."):
+            options += ["-o", value]
     load_id = cell.cell_id.removeprefix(f"{cell.config_id}-")
     load = shlex.join(["kvbench", "load", file, *options, "--at", load_id, "--url", "URL"])
     return say("recommend.load_command", command=load)
@@ -307,12 +306,10 @@ def _unmeasured(selected: Selection) -> Iterator[NextStep]:
     decision, best, run = selected.decision, selected.best, selected.decision.run
     if selected.unknown:
         names = words.listing([one.name if best else _line(decision, one) for one in selected.unknown])
-        command = next((step.command for step in quality_step(decision)), "")
-        yield NextStep(say("recommend.open_quality", names=names), command)
+        yield NextStep(say("recommend.open_quality", names=names), _command(quality_step(decision)))
     if undecided := [one for one in decision.candidates if one.verdict == Verdict.UNDECIDED]:
         told = [say("recommend.with_numbers", name=one.name, numbers=numbers(decision, one)) for one in undecided]
-        command = next((step.command for step in decide(decision)), "")
-        yield NextStep(say("recommend.undecided", names=words.and_more(told)), command)
+        yield NextStep(say("recommend.undecided", names=words.and_more(told)), _command(decide(decision)))
     if best and best.throughput and best.throughput.clock == ENGINE:
         as_served = served(best.cell, selected.base, THROUGHPUT)
         if not (as_served and as_served.decided):
@@ -356,7 +353,7 @@ def _paging(selected: Selection) -> Iterator[str]:
             advice=_paging_advice(here),
             numbers=numbers(decision, here),
             latency=say("recommend.pair_latency", **latency) if latency else "",
-            at_once=say("recommend.at_once", here=ran, there=than) if "–" not in (ran, than) else "",
+            at_once=say("recommend.at_once", "–" not in (ran, than), here=ran, there=than),
         )
     if last and (reserved := reservation(last)):
         yield say("recommend.reserved", reserved=reserved.rstrip("."))
@@ -371,7 +368,7 @@ def _no_pair(selected: Selection) -> str:
         return say("recommend.always_pages", engine=preset.title)
     command = sweep_command(run, ["-o", "sweep.layout=[contiguous, paged]"])
     layout = "paged" if selected.base.is_contiguous else "contiguous"
-    return say("recommend.no_pair", "command" if command else "other", layout=layout, command=command)
+    return say("recommend.no_pair", bool(command), layout=layout, command=command)
 
 
 def _paging_advice(one: Candidate) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import yaml
 
@@ -21,14 +21,14 @@ def lines(made: Recommendation, width: int = 100) -> list[str]:
     if not made.configuration:
         return text
     text += ["", *_what_to_set(made, width)]
-    rejected = [say("recommend.not_taken", names=", ".join(made.rejected))] if made.rejected else []
-    evidence = _items([*made.evidence, made.answers, *rejected], width)
-    text += ["", say("recommend.why", baseline=made.baseline), *evidence]
+    rejected = say("recommend.not_taken", bool(made.rejected), names=", ".join(made.rejected))
+    evidence = filter(None, [*made.evidence, made.answers, rejected])
+    text += ["", say("recommend.why", baseline=made.baseline), *_items(evidence, width)]
     if made.fallback:
         back, *when = made.fallback
-        first = say("recommend.go_back", "when" if when else "other", name=back)
+        first = say("recommend.go_back", bool(when), name=back)
         text += ["", *_wrapped(first, width), *_items(when, width)]
-    pair = say("recommend.when_not", "pair" if made.pair else "other", names=" against ".join(made.pair))
+    pair = say("recommend.when_not", bool(made.pair), names=" against ".join(made.pair))
     text += ["", pair, *_items(made.paging, width)]
     if made.alone or made.unmeasured:
         text += ["", say("recommend.open"), *_open(made, width)]
@@ -36,7 +36,9 @@ def lines(made: Recommendation, width: int = 100) -> list[str]:
         settings = {"engine": dict(made.settings)}
         dumped = yaml.safe_dump(settings, default_flow_style=None, sort_keys=False, width=width - 20)
         text += ["", say("recommend.settings", name=made.configuration), *dumped.splitlines()]
-    return [*text, *([say("recommend.flags", flags=made.flags)] if made.flags else [])]
+    if made.flags:
+        text.append(say("recommend.flags", flags=made.flags))
+    return text
 
 
 def _what_to_set(made: Recommendation, width: int) -> list[str]:
@@ -68,7 +70,7 @@ def _step(step: NextStep, width: int, first: str = "") -> list[str]:
     return [*_wrapped(f"{step.why}:", width, first), f"{' ' * len(first)}  {step.command}"]
 
 
-def _items(sentences: Sequence[str], width: int) -> list[str]:
+def _items(sentences: Iterable[str], width: int) -> list[str]:
     return [line for sentence in sentences for line in _wrapped(sentence, width, "  - ")]
 
 

@@ -186,7 +186,7 @@ def cell_table(
         if candidate.key in always or any(number is not None for number in sorts):
             shown.append(candidate)
     rows = (Row(cell, tuple(each.of(cell) for each in shown), cell.load) for cell in cells)
-    return ReportTable(tuple(shown), tuple(rows), numbers_from) if cells else NO_TABLE
+    return ReportTable(tuple(shown), tuple(rows), numbers_from)
 
 
 def listed_table(

@@ -8,9 +8,9 @@ from rich.table import Table
 from rich.text import Text
 
 from kvbench.common.console import make_table
-from kvbench.effects.comparison import Call
+from kvbench.effects.comparison import Call, Comparison
 from kvbench.report.cells import served_words
-from kvbench.report.comparisons import CALLS, NOT_TOLD, THROUGHPUT, TTFT, WHOLE_RUN, interval, leaders
+from kvbench.report.comparisons import CALLS, THROUGHPUT, TTFT, WHOLE_RUN, interval, leaders
 from kvbench.report.document import Document
 from kvbench.report.provenance import on_what
 from kvbench.report.tables import MEDIANS, Value
@@ -28,13 +28,9 @@ _HEADS = {
     "failed": "fail",
 }
 DROP_FIRST = ("run", "preempt", "TPOT")  # on a narrow terminal
-_WHOLE, _MEDIANS, _BEST, _NOT_TOLD = "†", "‡", "•", "◦"
-_MARKS = {
-    _BEST: f"{_BEST} best of its load, or level with the best",
-    _NOT_TOLD: f"{_NOT_TOLD} {NOT_TOLD} from the best",
-    _WHOLE: f"{_WHOLE} of the whole run: a repeat has no steady window, or for latencies too few requests in it",
-    _MEDIANS: f"{_MEDIANS} paired by repeat; the medians shown have visibly another ratio",
-}
+_MARKS = {"best": "•", "not_told": "◦", "whole": "†", "medians": "‡"}
+_CALL_MARKS = {Call.LEVEL: _MARKS["best"], Call.UNDECIDED: _MARKS["not_told"]}
+_WITH_MARKS = ("ratio", "output_tokens_per_s", "ttft_ms_p95", "tpot_ms_p50")
 _STYLES = {"better": "green", "worse": "red"}
 _NAME_WIDTH = 17
 
@@ -47,10 +43,12 @@ def console_table(report: Document) -> Table:
     table, run, by_load = report.cells, report.decision.run, report.decision.comparisons.by_load
     shown = [(i, column.key) for i, column in enumerate(table.columns) if column.key in _HEADS]
     heads = [_HEADS[key] for _, key in shown]
-    what = f"simulated on {on_what(run)} · " if run.simulated else ""
-    made = make_table(heads, title=f"{run.workload} · {what}{run.folder.name} · latencies in ms", tight=True)
+    device = say("terminal.simulated", bool(run.simulated), device=on_what(run) if run.simulated else "")
+    title = say("terminal.title", workload=run.workload, device=device, run=run.folder.name)
+    made = make_table(heads, title=title, tight=True)
     for column, head in zip(made.columns, heads, strict=True):
-        column.min_width = _NAME_WIDTH if column is made.columns[0] else len(head)
+        column.min_width = len(head)
+    made.columns[0].min_width = _NAME_WIDTH
     best = {load: leaders(report.decision.comparisons.at(load)) for load in report.decision.comparisons.loads}
     marked = {key for columns in best.values() for key, calls in columns.items() if calls}
     load = None
@@ -63,7 +61,7 @@ def console_table(report: Document) -> Table:
         entries = {key: _entry(key, row.values[i], cell) for i, key in shown}
         for key in marked & entries.keys():  # others get a blank, so that digits stay below each other
             call = best[load][key].get(cell.name)
-            entries[key].append({Call.LEVEL: _BEST, Call.UNDECIDED: _NOT_TOLD}.get(call, " "))
+            entries[key].append(_CALL_MARKS.get(call, " "))
             if call == Call.LEVEL:
                 entries[key].stylize("bold")
         made.add_row(*entries.values())
@@ -79,31 +77,33 @@ def first_lines(report: Document) -> list[str]:
         lines += [say("terminal.numbers", numbers=answer.numbers)]
     lines += [say("terminal.limit", load=line.load, limit=line.limit, names=line.names) for line in report.limits]
     for step in report.next_steps[:1]:
-        lines.append(say("terminal.next", "command" if step.command else "other", why=step.why, command=step.command))
+        lines.append(say("terminal.next", bool(step.command), why=step.why, command=step.command))
     return lines
 
 
 def _caption(table: Table, cells: Sequence[MeasuredCell]) -> Text | None:
     """The meaning of the marks in ``table``, a line each; None without marks."""
     entries = "".join(str(entry) for column in table.columns for entry in column.cells)
-    lines = [Text(text) for mark, text in _MARKS.items() if mark in entries]
+    lines = [Text(say("terminal.mark", name, mark=mark)) for name, mark in _MARKS.items() if mark in entries]
     wrong = [cell for cell in cells if cell.wrong_answers]
-    doubts = [f"! WRONG ANSWERS: {c.name} at {c.load.short}, {c.wrong_answers[0]}" for c in wrong]
     refused = [cell for cell in cells if cell.doubt == "refused"]
-    doubts += [f"! {cell.name} at {cell.load.short} {served_words(cell)}" for cell in refused]
-    doubts += ["! invalid measurement"] if any(cell.doubt == "invalid" for cell in cells) else []
-    lines += [Text(text, style="red") for text in doubts]
+    doubts = [say("terminal.wrong", name=c.name, where=c.load.short, why=c.wrong_answers[0]) for c in wrong]
+    doubts += [say("terminal.refused", name=c.name, where=c.load.short, served=served_words(c)) for c in refused]
+    doubts += [say("terminal.invalid", any(cell.doubt == "invalid" for cell in cells))]
+    lines += [Text(text, style="red") for text in doubts if text]
     return Text("\n").join(lines) if lines else None
 
 
 def _entry(key: str, value: Value, cell: MeasuredCell) -> Text:
+    """The text of an entry in its colour, with the mark of what its small lines say."""
     text, notes = value.text, value.note.split("\n")
     if key == "configuration":
-        text = f"{' ' if cell.valid else '!'} {text}"  # before the name: behind a long one it would be cut off
+        text = f"{('!', ' ')[cell.valid]} {text}"  # before the name: behind a long one it would be cut off
     if key == "ratio" and "–" in notes[0]:
         text += f" ({notes[0]})"
-    if key in ("ratio", "output_tokens_per_s", "ttft_ms_p95", "tpot_ms_p50"):
-        text += _WHOLE * (WHOLE_RUN in notes) + _MEDIANS * any(note.startswith(MEDIANS) for note in notes)
+    if key in _WITH_MARKS:
+        text += _MARKS["whole"] * (WHOLE_RUN in notes)
+        text += _MARKS["medians"] * any(note.startswith(MEDIANS) for note in notes)
     if key == "failed":
         text = text.split(" ")[0]
     return Text(text, style=_STYLES.get(value.mark, ""))
@@ -111,33 +111,36 @@ def _entry(key: str, value: Value, cell: MeasuredCell) -> Text:
 
 def engine_time_console(report: Document) -> Table | None:
     """The change of output tokens/s and p95 TTFT for a terminal of 80 columns; None without it."""
-    table, known = report.engine_time, report.decision.run.engine_time
-    if not table.rows or known is None:
+    table, measured = report.engine_time, report.decision.run.engine_time
+    if not table.rows or measured is None:
         return None
-    title = f"against the baseline, engine time{'' if known.finished else ' (unfinished)'} · change in %"
+    title = say("terminal.engine_time", measured.finished)
     made = make_table(("configuration", "tok/s", "p95 TTFT"), title=title, tight=True)
     made.columns[0].min_width = _NAME_WIDTH
     group, calls = None, set()
     for row in table.rows:
         if row.group != group:
             group = row.group
-            made.add_row(Text(row.cell.load.short if row.cell else "not served yet", style="bold"))
+            made.add_row(Text(row.cell.load.short if row.cell else say("terminal.not_served"), style="bold"))
         cell_id = row.cell.cell_id if row.cell else row.values[0].text
-        effects = [known.of(cell_id, metric) for metric in (THROUGHPUT, TTFT)]
+        effects = [measured.of(cell_id, metric) for metric in (THROUGHPUT, TTFT)]
         calls |= {effect.call for effect in effects if effect}
-        entries = [Text("–")] * len(effects)
-        for i, effect in enumerate(effects):
-            if effect:  # +13.2 (+12.9 to +13.6) ahead
-                ends = f" ({_change(effect.low)} to {_change(effect.high)})" if interval(effect) else ""
-                text = f"{_change(effect.ratio)}{ends} {CALLS[effect.call]}"
-                entries[i] = Text(text, style=_STYLES.get(effect.call, ""))
-        made.add_row(Text(f"  {row.values[0].text}"), *entries)
-    caption = "tok/s of the whole run; ahead: for the better" + "\nopen: not decided" * (Call.UNDECIDED in calls)
+        made.add_row(Text(f"  {row.values[0].text}"), *map(_engine_effect, effects))
+    caption = say("terminal.ahead") + say("terminal.open", Call.UNDECIDED in calls)
     made.caption, made.caption_justify = Text(caption), "left"
     return made
+
+
+def _engine_effect(effect: Comparison | None) -> Text:
+    """+13.2 (+12.9 to +13.6) ahead"""
+    if effect is None:
+        return Text("–")
+    low, high = _change(effect.low or 1.0), _change(effect.high or 1.0)
+    bounds = say("terminal.bounds", bool(interval(effect)), low=low, high=high)
+    return Text(f"{_change(effect.ratio)}{bounds} {CALLS[effect.call]}", style=_STYLES.get(effect.call, ""))
 
 
 def _change(ratio: float) -> str:
     """+13.2; whole numbers from 100 on."""
     percent = round(100 * (ratio - 1), 1) + 0.0  # no -0.0
-    return f"{percent:+.0f}" if abs(percent) >= 100 else f"{percent:+.1f}"
+    return f"{percent:+.{int(abs(percent) < 100)}f}"

@@ -19,7 +19,7 @@ import numpy as np
 
 from kvbench.requests.arrivals import draw_times, notes_of, recorded_times
 from kvbench.requests.canaries import CanarySet, fitting, mix
-from kvbench.requests.draw import DrawContext, draw_conversations, draw_lengths, draw_requests
+from kvbench.requests.draw import DrawContext, check_fits, draw_conversations, draw_lengths, draw_requests
 from kvbench.requests.from_trace import TraceStream, draw_trace, stream_trace
 from kvbench.requests.request import Notes, RequestList, RequestSpec, conversations, distinct_prefixes
 from kvbench.traces.tokenizer import find_file, load_tokenizer
@@ -117,7 +117,7 @@ def build_requests(draw: LoadDraw) -> RequestList:
         dataclasses.replace(r, arrival_s=None if times is None or r.turn else float(next(left))) for r in requests
     ]
     for request in requests:
-        check_fits(request, draw.max_model_len)
+        check_fits(request.cls, len(request.prompt_token_ids or ()), request.max_tokens, draw.max_model_len)
     # A synthetic load that shares prefixes may by its shares have none in a few requests.
     may_share = isinstance(prompts, SyntheticPrompts) and prompts.shared_prefix
     if load.cache_state == "primed" and not may_share and not any(r.prefix_tokens for r in requests):
@@ -166,17 +166,6 @@ def _read_lines(file: str) -> list[str]:
     if not lines:
         raise ValueError(f"{file} holds no text; at least one line is needed.")
     return lines
-
-
-def check_fits(request: RequestSpec, max_model_len: int) -> None:
-    """Raises ValueError for a request that is longer than ``max_model_len`` tokens."""
-    prompt = len(request.prompt_token_ids or ())
-    if prompt + request.max_tokens > max_model_len:
-        raise ValueError(
-            f"a request of class {request.cls!r} needs {prompt} + {request.max_tokens} = "
-            f"{prompt + request.max_tokens} tokens, more than max_model_len {max_model_len}; shorten "
-            "prompt_tokens or output_tokens (a shared prefix counts too), or set length_scale: auto."
-        )
 
 
 @dataclass(frozen=True)
@@ -257,7 +246,7 @@ def _of_trace(draw: LoadDraw, trace: TraceStream, clock: np.random.Generator) ->
 
     def one_by_one() -> Iterator[list[RequestSpec]]:
         for i, request in enumerate(trace.requests):
-            check_fits(request, draw.max_model_len)
+            check_fits(request.cls, len(request.prompt_token_ids or ()), request.max_tokens, draw.max_model_len)
             yield [dataclasses.replace(request, arrival_s=None if times is None else float(times[i]))]
 
     return RequestStream(one_by_one(), count, notes)

@@ -118,6 +118,16 @@ def random_tokens(count: int, vocab_size: int, rng: np.random.Generator) -> tupl
     return compact(rng.integers(low, vocab_size, size=count).tolist())
 
 
+def check_fits(name: str, prompt: int, output: int, max_model_len: int) -> None:
+    """Raises ValueError for a request of class ``name`` that is longer than ``max_model_len`` tokens."""
+    if prompt + output > max_model_len:
+        raise ValueError(
+            f"a request of class {name!r} needs {prompt} + {output} = {prompt + output} tokens, more than "
+            f"max_model_len {max_model_len}; shorten prompt_tokens or output_tokens (a shared prefix counts too), or "
+            "set length_scale: auto."
+        )
+
+
 def draw_requests(prompts: SyntheticPrompts, count: int, context: DrawContext) -> tuple[list[RequestSpec], Notes]:
     """Draws ``count`` single requests, their classes in random order, and notes for the report."""
     classes, rng = prompts.classes, context.rng
@@ -130,6 +140,7 @@ def draw_requests(prompts: SyntheticPrompts, count: int, context: DrawContext) -
         lengths = scale_lengths(draw_lengths(item.prompt_tokens, counts[which], rng), scale)
         outputs = scale_lengths(draw_lengths(item.output_tokens, counts[which], rng), scale)
         for prompt_len, output_len, prefix in zip(lengths, outputs, give(which), strict=True):
+            check_fits(item.name, len(prefix) + int(prompt_len), int(output_len), context.max_model_len)
             body = context.tokens(int(prompt_len))
             drawn.append(
                 RequestSpec(
@@ -201,8 +212,9 @@ def _of_class(
         ids, conversation = prefix, []
         for turn in range(int(total)):
             new = int(next(users) if turn else next(firsts))
-            ids += context.tokens(new)
             output = int(next(outputs))
+            check_fits(item.name, len(ids) + new, output, context.max_model_len)
+            ids += context.tokens(new)
             conversation.append(
                 RequestSpec(
                     0, item.name, ids, None, output, prefix_tokens=len(prefix), priority=item.priority, turn=turn,

@@ -1,11 +1,11 @@
-"""What a simulated sweep runs, chosen by its workload and its machine."""
+"""Chooses what a simulation runs, by its workload and its machine."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from kvbench.simulation.cost.tables import find_tables, read_tables
 from kvbench.simulation.cost.unit_costs import THIS_CPU, this_cpu
 from kvbench.simulation.instrument import BACKEND, SimulatedTarget, checked
 from kvbench.simulation.request import SimulateRequest
+from kvbench.simulation.wording import sentence
 from kvbench.sweep.requests import SweepRequest
 from kvbench.targets.choose import STORED, ChosenTarget
 from kvbench.workload.file import SimulateSection, Workload, resolve
@@ -40,7 +41,7 @@ _START_GUESS_S = 0.1
 
 
 def profile_of(request: SweepRequest | SimulateRequest) -> str:
-    """The workload's profile that is simulated: the one asked for, else the one for such a device."""
+    """Names the workload's profile that is simulated: the one asked for, else the one for such a device."""
     return request.profile or ("cpu" if request.device == THIS_CPU else "gpu")
 
 
@@ -50,14 +51,12 @@ def check_options(request: SweepRequest | SimulateRequest, *, simulates: bool, b
     if not simulates:
         for name in given:
             if name != "--model":
-                raise UsageError(f"{name} goes with --simulate only: add it, or leave {name} out")
+                raise UsageError(sentence("choose.not_simulated", option=name))
         return
     if others := [flag(name) for name in _OTHERS_ONLY if getattr(request, name)]:
-        raise UsageError(f"{others[0]} goes with an engine that is measured: leave it out, or leave --simulate out")
+        raise UsageError(sentence("choose.measured_only", option=others[0]))
     if begun and given:
-        raise UsageError(
-            f"{given[0]} cannot change a run that has begun: leave it out, or start a new run without --resume"
-        )
+        raise UsageError(sentence("choose.begun", option=given[0]))
 
 
 def simulated_workload(
@@ -70,74 +69,71 @@ def simulated_workload(
     data = copy.deepcopy(dict(workload.resolved))
     given = {name: getattr(request, name) for name in OPTIONS if getattr(request, name)}
     given |= {name: str(value.resolve()) for name, value in given.items() if isinstance(value, Path)}
-    stored = workload.simulate.model_dump(exclude_unset=True) if workload.simulate else {}
-    section = {"device": None, "tensor_parallel": 1, **stored, **given}
-    if not section["device"]:
-        raise UsageError(
-            "a simulation needs a device: give for example --device H200 (with --tensor-parallel 4: four of them), or "
-            "a section `simulate: {device: H200}` in the workload"
-        )
-    count, device = 1, THIS_CPU
-    if section["device"].strip().lower() != THIS_CPU:
-        count, gpu = parse_gpus(section["device"])
-        device = gpu.name
-    if count > 1 and "tensor_parallel" in given and given["tensor_parallel"] != count:
-        raise UsageError(
-            f"--device {section['device']} is {count} GPUs, and --tensor-parallel is {given['tensor_parallel']}: write "
-            f"--device {device}"
-        )
-    section |= {"device": device} | ({"tensor_parallel": count} if count > 1 else {})
-    notes, asked = [], section.pop("model", None)
-    if asked is not None:
-        is_path = Path(asked).suffix == ".json" or Path(asked).is_dir()
-        data["model"] = {"config": str(Path(asked).resolve()) if is_path else plan_model(asked).name}
+    section = _section(workload.simulate, given)
+    notes, model = [], section.pop("model", None)
+    if model is not None:
+        config = str(Path(model).resolve())
+        if not (Path(model).suffix == ".json" or Path(model).is_dir()):
+            config = plan_model(model).name
+        data["model"] = {"config": config}
     else:
         dtype, own = workload.model.dtype, plan_model(str(workload.engine["model"])).spec.default_dtype
         if dtype not in (None, "auto", own):
             data["model"] = {key: value for key, value in data["model"].items() if key != "dtype"}
-            notes.append(f"weights and KV are counted in {own}, the model's own dtype, not in {dtype}")
+            notes.append(sentence("choose.own_dtype", own=own, dtype=dtype))
     keys = {override.partition("=")[0].strip() for override in overrides}
     keeps_budget = bool(keys & {"engine", "engine.kv_budget"}) or not given.keys() & _MACHINE
-    keeps_budget |= device == THIS_CPU  # where the workload's own budget for a CPU is meant
+    keeps_budget |= section["device"] == THIS_CPU  # where the workload's own budget for a CPU is meant
     notes += _leave_out(data, keeps_budget=keeps_budget)
     data |= {"simulate": section, "max_minutes": None}
     made = resolve(data, profile=workload.profile, source=None, where=str(workload.source or workload.name))
     return dataclasses.replace(made, source=workload.source), tuple(notes)
 
 
+def _section(stored: SimulateSection | None, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Makes the ``simulate`` section of what is stored in the workload and ``given`` as options. Raises UsageError."""
+    section = {"device": None, "tensor_parallel": 1}
+    section |= (stored.model_dump(exclude_unset=True) if stored else {}) | given
+    if not section["device"]:
+        raise UsageError(sentence("choose.no_device"))
+    if section["device"].strip().lower() == THIS_CPU:
+        return section | {"device": THIS_CPU}
+    count, gpu = parse_gpus(section["device"])
+    if count == 1:
+        return section | {"device": gpu.name}
+    gpus = given.get("tensor_parallel", count)
+    if gpus != count:
+        words = {"device": section["device"], "count": count, "gpus": gpus, "gpu": gpu.name}
+        raise UsageError(sentence("choose.two_counts", **words))
+    return section | {"device": gpu.name, "tensor_parallel": count}
+
+
 def _leave_out(data: dict[str, Any], *, keeps_budget: bool) -> list[str]:
     """Takes what a simulated engine does not have out of ``data``; a sentence on each."""
     engine, notes = data["engine"], []
     if swept := [name for name in data["sweep"] if name in _OF_THE_HOST]:
-        raise UsageError(
-            f"sweep.{swept[0]} changes nothing in a simulation, whose step times come from a cost model: take it out "
-            "of the sweep"
-        )
+        raise UsageError(sentence("choose.swept", name=swept[0]))
     if dropped := [name for name in _OF_THE_HOST if engine.pop(name, None) is not None]:
-        notes.append(f"a simulated engine has no {listing(dropped)}: left out")
+        notes.append(sentence("choose.dropped", names=listing(dropped)))
     if not keeps_budget and (budget := engine.pop("kv_budget", None)):
         size = budget if isinstance(budget, str) else data_size(budget)
-        notes.append(
-            f"the workload's kv_budget of {size} is left out: KV has what the device leaves beside the weights "
-            "(-o engine.kv_budget=SIZE sets it)"
-        )
+        notes.append(sentence("choose.no_budget", size=size))
     if data["load"].pop("canaries", None):
-        notes.append("canaries are left out: a simulated engine computes no answers")
+        notes.append(sentence("choose.no_canaries"))
     return notes
 
 
 def machine_of(section: SimulateSection, model: str) -> Machine:
-    """The machine with the operator times and the calibration that ``section`` names.
+    """Makes the machine with the operator times and the calibration that ``section`` names.
 
     Raises UsageError for an unknown device or model, with the nearest names, for heads that do not divide, and for
     files that are not what they should be.
     """
-    calibrated = Path(section.calibration) if section.calibration else None
+    ops, calibration = (Path(file) if file else None for file in (section.ops, section.calibration))
     if section.device == THIS_CPU:
-        return this_cpu(model, calibrated)
-    ops = Path(section.ops) if section.ops else None
-    calibration = read_calibration(calibrated) if calibrated else None
-    return gpu_machine(section.device, model, section.tensor_parallel, ops, calibration)
+        return this_cpu(model, calibration)
+    fitted = read_calibration(calibration) if calibration else None
+    return gpu_machine(section.device, model, section.tensor_parallel, ops, fitted)
 
 
 def gpu_machine(
@@ -152,8 +148,9 @@ def gpu_machine(
 
 def machine_facts(machine: Machine, section: SimulateSection) -> dict[str, Any]:
     """Returns what results say of the machine, with a digest of its operator tables and calibration."""
-    files = sorted(machine.tables.folder.glob("*.csv")) if machine.tables else []
-    files += [Path(section.calibration)] if section.calibration else []
+    files = [Path(section.calibration)] if section.calibration else []
+    if machine.tables:
+        files = [*sorted(machine.tables.folder.glob("*.csv")), *files]
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest() if files else None
     return {
         "device": machine.gpu.name,
@@ -167,7 +164,7 @@ def machine_facts(machine: Machine, section: SimulateSection) -> dict[str, Any]:
 
 
 def simulated_target(workload: Workload, notes: Sequence[str] = ()) -> ChosenTarget:
-    """The target of a workload with a ``simulate`` section. Raises UsageError, also where the model does not fit."""
+    """Makes the target of a workload with its ``simulate`` section. Raises UsageError where the model does not fit."""
     assert workload.simulate is not None
     machine = machine_of(workload.simulate, str(workload.engine["model"]))
     machine.step_timer(machine.settle(workload.engine)[0])

@@ -69,7 +69,7 @@ class SimulatedTarget(Target):
         self.replica = Replica.on(self._machine, self._settings)
 
     def stop(self) -> None:
-        """There is nothing to stop."""
+        """Stops nothing."""
 
     def as_sent(self, requests: list[RequestSpec]) -> list[RequestSpec]:
         return requests
@@ -91,7 +91,7 @@ class SimulatedTarget(Target):
         )
 
     def metrics(self) -> MetricsSample:
-        """The engine's state, at its own time."""
+        """Reads the engine's state, at its own time."""
         from engine.server.metrics import readings
 
         gauges, counters = readings(self.replica.engine.stats())
@@ -103,7 +103,7 @@ class SimulatedTarget(Target):
 
 
 def checked(machine: Machine, settings: SettingsByName) -> Capacity:
-    """The KV of a simulated engine with these settings. Raises UsageError."""
+    """Returns the KV of a simulated engine with these settings. Raises UsageError."""
     config, capacity = machine.settle(settings)
     assert config.max_model_len is not None
     spec, length = machine.model.spec, config.max_model_len
@@ -130,7 +130,7 @@ class SampledReadings:
         self._idle: MetricsSample | None = None
 
     def after_step(self) -> None:
-        """Call after each step."""
+        """Takes the readings that are due by the end of a step."""
         now = self._target.replica.clock.now
         if now >= self._due:
             sample = self._idle or self._target.metrics()
@@ -157,7 +157,7 @@ class SimulatedInstrument(TargetInstrument):
         return sum(r.width * r.max_tokens for r in requests) / _GUESS_TOKENS_PER_S + 0.1
 
     def warm_up(self, block: Block, point: LoadPoint) -> None:
-        """There is nothing to warm up."""
+        """Notes that nothing was warmed up."""
         self.facts["warm_up"] = WarmUpResult(requests=0, answered=0, failures=0, last=None)
 
     def send(self, point: LoadPoint, requests: RequestList, requests_file: Path, out: Path) -> LoadResult:
@@ -210,7 +210,7 @@ class SimulatedInstrument(TargetInstrument):
     def _drive(
         self, target: SimulatedTarget, point: LoadPoint, requests: Sequence[RequestSpec]
     ) -> tuple[list[EndedRequest], list[MetricsSample]]:
-        """Sends all requests; how they ended, and what was read of the engine meanwhile."""
+        """Sends all requests. Returns how they ended, and what was read of the engine meanwhile."""
         ended: list[EndedRequest] = []
         readings, began = SampledReadings(target), time.monotonic()
         failed = steps = 0

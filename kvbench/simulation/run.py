@@ -1,4 +1,4 @@
-"""One load, or one trace, on a simulated fleet: what is run, its figures, and the highest rate that meets a limit."""
+"""Runs one load or trace on a simulated fleet, and finds the highest rate that meets a limit."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from kvbench.common.errors import as_usage_error
 from kvbench.common.files import pack, write_json
 from kvbench.common.records import Record
 from kvbench.metrics.model import LoadOutcome
+from kvbench.metrics.rows import successful
 from kvbench.requests.build import LoadDraw, RequestStream, stream_requests
 from kvbench.runs.results import COST_NOTES
 from kvbench.simulation.choose import machine_of
@@ -39,7 +40,7 @@ Progress = Callable[[int, int | None], None]
 
 
 class SimulationFacts(Record):
-    """The simulated load and machine, as summary.json has them before the figures."""
+    """The simulated load and machine, which summary.json has before the figures."""
 
     simulated: bool = True
     name: str
@@ -83,7 +84,7 @@ class SimulationJob:
     facts: SimulationFacts | None = None
 
     def stream(self, replica: Replica) -> RequestStream:
-        """The requests for engines such as ``replica``. Raises UsageError."""
+        """Makes the requests for engines such as ``replica``. Raises UsageError."""
         longest = replica.engine.config.max_model_len
         assert longest is not None
         with as_usage_error():
@@ -125,9 +126,9 @@ def simulate(job: SimulationJob, on_progress: Progress | None = None) -> Simulat
             prime(replica, stream.prefixes)
             replica.rewind()
     primed = _seconds_by_class(replicas)
-    limits = {name: limit for name, limit in (job.load.slo.model_dump() if job.load.slo else {}).items() if limit}
+    slo = job.load.slo.model_dump(exclude_none=True) if job.load.slo else {}
     with row_writer(job.folder / "requests.parquet" if job.folder is not None else None) as writer:
-        recorder = Recorder(replicas, limits, writer)
+        recorder = Recorder(replicas, slo, writer)
 
         def on_end(ended: EndedRequest) -> None:
             recorder.on_end(ended)
@@ -144,6 +145,7 @@ def simulate(job: SimulationJob, on_progress: Progress | None = None) -> Simulat
             router=ROUTERS[job.router](),
             on_step=recorder.on_step,
         ).run()
+        recorder.flush()
     cost_notes = list(dict.fromkeys(note for replica in replicas for note in replica.cost_notes))
     load = LoadOutcome(
         mode=job.point.mode,
@@ -152,15 +154,15 @@ def simulate(job: SimulationJob, on_progress: Progress | None = None) -> Simulat
         notes=stream.notes | {COST_NOTES: cost_notes},
     )
     figures = recorder.figures(load, _seconds_by_class(replicas) - primed)
-    due, _, e2el, _, _ = recorder.columns()
-    result = Simulation(job.facts, figures, due, due + e2el)
+    answered = successful(recorder.requests())
+    result = Simulation(job.facts, figures, answered["t0"].to_numpy(), answered["end"].to_numpy())
     if job.folder is not None:
         write_json(job.folder / "summary.json", result.to_json())
     return result
 
 
 def _seconds_by_class(replicas: Sequence[Replica]) -> Counter[str]:
-    """Seconds of all replicas' steps so far by class of operator, where the cost model knows them."""
+    """Adds up the seconds of all replicas' steps so far by class of operator, where the cost model knows them."""
     total: Counter[str] = Counter()
     for replica in replicas:
         total.update(replica.seconds_by_class)
@@ -198,7 +200,7 @@ class SimulatedRateSearch:
 def find_rate(
     job: SimulationJob, *, conditions: Sequence[Condition], run_seconds: float, tolerance: float
 ) -> SimulatedRateSearch:
-    """The highest rate that meets ``conditions``, and each rate that was tried."""
+    """Finds the highest rate that meets ``conditions``."""
     trials: list[TriedRate] = []
     first, is_trace = job.point.request_rate or FIRST_RATE, job.load.arrivals == "trace"
     if is_trace:
@@ -224,7 +226,7 @@ def find_rate(
 
 
 def sustainable_rate(run: Callable[[float], bool], first: float, tolerance: float = 0.02) -> float:
-    """The highest rate [1/s] at which ``run(rate)`` says that the limits are met, by bisection.
+    """Finds the highest rate [1/s] at which ``run(rate)`` says that the limits are met, by bisection.
 
     A simulation gives the same answer each time, so no rate is tried twice: from ``first`` the rate is doubled or
     halved until one is met and one missed, then the geometric mean of both is tried until they are within

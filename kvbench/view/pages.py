@@ -17,7 +17,7 @@ from kvbench.common import text as words
 from kvbench.history import page as history_page
 from kvbench.history.show import Selection, view
 from kvbench.report import page as run_page
-from kvbench.report import side_by_side
+from kvbench.report import side_by_side_page
 from kvbench.report.document import document
 from kvbench.report.page import PAGE_JS, PLOTLY_JS, render, template_file
 from kvbench.report.side_by_side import Group
@@ -114,7 +114,7 @@ def run(measured: Run, links: Links) -> str:
 
 
 def compared(groups: Sequence[Group], links: Links) -> str:
-    return framed(side_by_side.page(groups), links)
+    return framed(side_by_side_page.page(groups), links)
 
 
 def history(workspace: Workspace, links: Links) -> str:

@@ -18,6 +18,10 @@ SCRIPT = "<script>alert(1)</script>"
 _BOTTOMS = """() => ["effects", "frontier"].map(
   id => document.querySelector(`#${id} .plot`).getBoundingClientRect().bottom)"""
 
+_FRONTIER = """() => [
+  [...document.querySelectorAll("#frontier .bglayer .bg")].map(panel => panel.getBoundingClientRect().toJSON()),
+  document.querySelector("#frontier .scroll").getBoundingClientRect().right]"""
+
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -42,6 +46,18 @@ def test_the_first_screen_of_a_laptop_ends_below_effects_and_frontier(browser, r
     assert report.stat().st_size < _MOST_BYTES
     with browser.open(report, width=1440, height=900) as page:
         assert max(page.page.evaluate(_BOTTOMS)) <= 900
+
+
+def test_a_phone_scrolls_no_page_and_stacks_the_panels_of_throughput_against_latency(browser, report: Path) -> None:
+    with browser.open(report, width=PHONE) as page:
+        page.page.evaluate("() => document.querySelectorAll('details').forEach(each => { each.open = true; })")
+        page.settle()
+        assert page.page.evaluate("() => document.documentElement.scrollWidth") <= PHONE
+        (first, second), right = page.page.evaluate(_FRONTIER)
+        assert first["bottom"] < second["top"] and max(first["right"], second["right"]) <= right <= PHONE
+    with browser.open(report, width=LAPTOP) as page:
+        (first, second), _ = page.page.evaluate(_FRONTIER)
+        assert first["right"] < second["left"]
 
 
 def test_everything_that_opens_or_sorts_is_reached_by_keyboard(browser, report: Path) -> None:

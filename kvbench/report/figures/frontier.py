@@ -137,7 +137,7 @@ def frontier_figure(frame: pd.DataFrame, look: Mapping[str, LineStyle]) -> go.Fi
 
 def _axis_title(frame: pd.DataFrame, axis: str) -> str:
     whole = axis in ("goodput", "energy") or not frame["steady"].all()
-    return _AXES[axis][0] + (" (whole run)" if whole else "")
+    return _AXES[axis][0] + say("frontier.axis_whole_run", bool(whole))
 
 
 def _line(part: pd.DataFrame, sure: pd.Series, axis: str, latency: str, look: LineStyle | None) -> go.Scatter:
@@ -191,7 +191,7 @@ def _buttons(figure: go.Figure, frame: pd.DataFrame, axes: list[str]) -> dict[st
 
 def _window_words(frame: pd.DataFrame) -> str:
     """The words behind a latency's title: its window, where that is the whole run."""
-    return "" if frame["steady_latency"].all() else say("frontier.whole_run")
+    return say("frontier.whole_run", not frame["steady_latency"].all())
 
 
 def section(frame: pd.DataFrame) -> Section:
@@ -219,7 +219,7 @@ def _number(row: pd.Series, name: str) -> Value:
     value, low, high = (row[name + end] for end in _ENDS)
     if pd.isna(value):
         return Value("–")
-    note = "" if pd.isna(low) else say("frontier.interval", low=words.significant(low), high=words.significant(high))
+    note = say("frontier.interval", bool(pd.notna(low)), low=words.significant(low), high=words.significant(high))
     return Value(words.significant(value) + UNCERTAIN * bool(row.get(f"{name}_few")), value, note)
 
 
@@ -230,12 +230,14 @@ def drawing(frame: pd.DataFrame, comparisons: Comparisons, look: Mapping[str, Li
         return None
     axes = [axis for axis in _AXES if frame[axis].notna().any()]
     stars = any(certain(frame, axis, latency).any() for axis in axes for latency in _LATENCIES)
-    certainty = "overlap" if frame["ttft_low"].notna().any() else "few"
+    known = bool(frame["ttft_low"].notna().any())
     sentences = [
-        say("frontier.better", "less" if {"cost", "energy"} & set(axes) else "other", clock=comparisons.clock),
-        say("frontier.larger") if len(comparisons.loads) > 1 else "",
-        say("frontier.certainty", "stars" if stars else certainty, fewest=FEWEST),
-        say("frontier.grey") if set(frame["configuration"]) - look.keys() else "",
+        say("frontier.better", bool({"cost", "energy"} & set(axes)), clock=comparisons.clock),
+        say("frontier.larger", len(comparisons.loads) > 1),
+        say("frontier.stars", stars),
+        say("frontier.no_stars", known and not stars),
+        say("frontier.no_intervals", not known and not stars, fewest=FEWEST),
+        say("frontier.grey", not look.keys() >= set(frame["configuration"])),
     ]
     caption = words.upper_first(" ".join(filter(None, sentences)))
     return Drawing("frontier", say("frontier.title"), caption, frontier_figure(frame, look))

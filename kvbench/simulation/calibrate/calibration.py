@@ -1,11 +1,10 @@
-"""``kvbench calibrate-model``: fits what operator tables and data sheets lack, checks it on other runs, stores it."""
+"""Fits what operator tables and data sheets lack, and checks it on other runs: ``kvbench calibrate-model``."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,10 +34,11 @@ from kvbench.simulation.cost import cost_model
 from kvbench.simulation.cost.cost_model import Checked, CostCalibration, Provenance
 from kvbench.simulation.cost.machine import Machine, SettingsByName
 from kvbench.simulation.cost.unit_costs import robust_nnls, write_unit_costs
+from kvbench.simulation.wording import sentence
 
 _POINTS = 4
-"""Simulations of a name. Under a queue a figure jumps a little from one value to the next, since other requests meet in
-a step; a line through several points is not misled by that."""
+"""Simulations of a field. Under a queue a figure jumps a little from one value to the next, since other requests meet
+in a step; a line through several points is not misled by that."""
 LOG_NAMES = ("host_s", "prompt_layer_s", "kernels")
 """What can be fitted to a step log."""
 _LOG_COLUMNS = ("time_s", "prefill_tokens", "decode_tokens", "running", "waiting", "kv_slots_used")
@@ -46,28 +46,25 @@ _LEAST_STEPS = 10
 _HELD_OUT = 1 / 3  # of the steps of a log, the last ones
 
 
-@dataclass(frozen=True)
-class _Fitted:
-    """Between which values a field is fitted, and to what of the run's requests, which depends on it most."""
-
-    low: float
-    high: float
-    samples: str
-    figure: Callable[[np.ndarray], float]
-
-    def of(self, run: MeasuredRun | RunPrediction, *, from_prefill: bool) -> float:
-        """The figure of ``run``; TTFT stands in where it is not measured when requests were scheduled."""
-        return self.figure(getattr(run, "ttft" if self.samples == "prefill" and not from_prefill else self.samples))
-
-
-# Of the time from scheduling to the first token the median: which prompts meet in a step is chance, and makes its tail.
-_FITTED = {
-    "prompt_layer_s": _Fitted(0.0, 300e-6, "prefill", np.median),
-    "host_s": _Fitted(0.0, 20e-3, "tpot", np.nanmean),
-    "all_reduce_s": _Fitted(0.0, 60e-6, "tpot", np.nanmean),
-    "kernels": _Fitted(0.85, 1.15, "tpot", np.nanmean),
+_RANGES = {
+    "prompt_layer_s": (0.0, 300e-6),
+    "host_s": (0.0, 20e-3),
+    "all_reduce_s": (0.0, 60e-6),
+    "kernels": (0.85, 1.15),
 }
-NAMES = tuple(_FITTED)
+"""The values between which a field is fitted."""
+NAMES = tuple(_RANGES)
+
+
+def _figure(run: MeasuredRun | RunPrediction, name: str, *, from_prefill: bool) -> float:
+    """Computes the figure of a run that depends most on the field ``name``.
+
+    Of the time from scheduling to the first token it is the median: which prompts meet in a step is chance, and makes
+    its tail. TTFT stands in for that time where it is not measured.
+    """
+    if name != "prompt_layer_s":
+        return float(np.nanmean(run.tpot))
+    return float(np.median(run.prefill if from_prefill else run.ttft))
 
 
 def fitted_by_default(machine: Machine, run: MeasuredRun) -> list[str]:
@@ -81,21 +78,21 @@ def fitted_by_default(machine: Machine, run: MeasuredRun) -> list[str]:
 
 
 def fit_run(run: MeasuredRun, machine: Machine, names: Sequence[str]) -> CostCalibration:
-    """The calibration of ``machine`` with which ``run`` comes out as measured; ``names``: of its fields.
+    """Fits the fields ``names`` of the calibration of ``machine``, so that ``run`` comes out as measured.
 
-    As many figures of the run are met as there are names: each figure is taken as linear in all of them, from
-    simulations along each one; of several names once more, nearer to what that gave.
+    As many figures of the run are met as there are fields: each figure is taken as linear in all of them, from
+    simulations along each one; of several fields once more, nearer to what that gave.
     """
-    fields, from_prefill = [_FITTED[name] for name in names], run.prefill is not None
+    from_prefill = run.prefill is not None
 
-    def figures(of: MeasuredRun | RunPrediction) -> np.ndarray:
-        return np.array([field.of(of, from_prefill=from_prefill) for field in fields])
+    def figures(source: MeasuredRun | RunPrediction) -> np.ndarray:
+        return np.array([_figure(source, name, from_prefill=from_prefill) for name in names])
 
     calibration, wanted = machine.corrections, figures(run)
     for round_number in range(min(2, len(names))):
         tried, results = [], []
-        for name, field in zip(names, fields, strict=True):
-            low, high = field.low, field.high
+        for name in names:
+            low, high = _RANGES[name]
             if round_number:
                 middle, reach = getattr(calibration, name), (high - low) / 4
                 low, high = max(low, middle - reach), max(low, middle - reach) + 2 * reach
@@ -105,10 +102,10 @@ def fit_run(run: MeasuredRun, machine: Machine, names: Sequence[str]) -> CostCal
                 results.append(figures(predict(run, dataclasses.replace(machine, calibration=other))))
         plane, *_ = np.linalg.lstsq(np.array(tried), np.array(results), rcond=None)
         best, *_ = np.linalg.lstsq(plane[:-1].T, wanted - plane[-1], rcond=None)
-        values = {
-            name: float(np.clip(value, field.low, 2 * field.high))
-            for name, value, field in zip(names, best, fields, strict=True)
-        }
+        values = {}
+        for name, value in zip(names, best, strict=True):
+            low, high = _RANGES[name]
+            values[name] = float(np.clip(value, low, 2 * high))
         calibration = calibration.model_copy(update=values)
     source = {"run": run.name, "requests": len(run.requests), "engine": run.engine}
     return calibration.model_copy(update={"provenance": provenance_of(machine, names, **source)})
@@ -127,17 +124,15 @@ def provenance_of(machine: Machine, names: Sequence[str], **source: object) -> P
 
 
 def latencies(run: MeasuredRun | RunPrediction) -> dict[str, float]:
-    """Mean and 95th percentile of TTFT and TPOT [s]."""
-    return {
-        "ttft_mean": float(np.nanmean(run.ttft)),
-        "ttft_p95": float(np.nanpercentile(run.ttft, 95)),
-        "tpot_mean": float(np.nanmean(run.tpot)),
-        "tpot_p95": float(np.nanpercentile(run.tpot, 95)),
-    }
+    """Computes the mean and the 95th percentile of TTFT and TPOT [s]."""
+    figures = {}
+    for name, seconds in (("ttft", run.ttft), ("tpot", run.tpot)):
+        figures |= {f"{name}_mean": float(np.nanmean(seconds)), f"{name}_p95": float(np.nanpercentile(seconds, 95))}
+    return figures
 
 
 def errors(run: MeasuredRun, predicted: RunPrediction) -> dict[str, float]:
-    """RunPrediction over measured - 1 of each of ``latencies``."""
+    """Computes predicted over measured - 1 of each of ``latencies``."""
     measured = latencies(run)
     return {name: value / measured[name] - 1 for name, value in latencies(predicted).items()}
 
@@ -146,7 +141,7 @@ def errors(run: MeasuredRun, predicted: RunPrediction) -> dict[str, float]:
 class LoggedSteps:
     """A step log (``kvbench serve --step-log FILE``).
 
-    works: what each step computed, as far as the log says; seconds: from the end of the one before
+    works: what each step computed, as far as the log says; seconds: from the end of the step before
     """
 
     name: str
@@ -162,16 +157,14 @@ def read_step_log(path: Path) -> LoggedSteps:
     try:
         frame = pd.read_csv(path)
     except (OSError, ValueError) as error:
-        raise UsageError(f"{path} cannot be read as a step log: {error}") from None
+        raise UsageError(sentence("calibration.no_log", path=path, error=error)) from None
     if missing := [name for name in _LOG_COLUMNS if name not in frame]:
-        raise UsageError(f"{path} is no step log: it has no column {', '.join(missing)}")
+        raise UsageError(sentence("calibration.no_columns", path=path, columns=", ".join(missing)))
     seconds = frame["time_s"].diff().to_numpy()
     busy = ((frame["running"] + frame["waiting"]).shift(fill_value=0) > 0).to_numpy()
     kept = busy & np.isfinite(seconds) & ((frame["prefill_tokens"] + frame["decode_tokens"]) > 0).to_numpy()
     if kept.sum() < _LEAST_STEPS:
-        raise UsageError(
-            f"{path} has {kept.sum()} steps that follow another one at once: at least {_LEAST_STEPS} are needed"
-        )
+        raise UsageError(sentence("calibration.few_steps", path=path, steps=kept.sum(), least=_LEAST_STEPS))
     columns = frame.loc[kept, ["prefill_tokens", "decode_tokens", "kv_slots_used"]].astype(int)
     works = [logged_work(*row) for row in columns.itertuples(index=False, name=None)]
     return LoggedSteps(path.name, works, seconds[kept])
@@ -179,13 +172,15 @@ def read_step_log(path: Path) -> LoggedSteps:
 
 def logged_work(prompt: int, decodes: int, kv_slots: int) -> StepWork:
     """Returns a step's work: its prompts as one from its beginning, decodes that share what else the KV holds."""
-    context = max(decodes, kv_slots - prompt) if decodes else 0
-    mean = -(-context // decodes) if decodes else 0
-    return StepWork(((prompt, 0),) if prompt else (), decodes, context, mean, decodes + bool(prompt))
+    prompts = ((prompt, 0),) if prompt else ()
+    if not decodes:
+        return StepWork(prompts, 0, 0, 0, bool(prompt))
+    context = max(decodes, kv_slots - prompt)
+    return StepWork(prompts, decodes, context, -(-context // decodes), decodes + bool(prompt))
 
 
 def fit_steps(log: LoggedSteps, machine: Machine, settings: SettingsByName, names: Sequence[str]) -> CostCalibration:
-    """The calibration, and in its provenance the errors on the last third of the steps, to which nothing is fitted.
+    """Fits a calibration to a step log; its provenance has the errors on the last third, to which nothing is fitted.
 
     names: of LOG_NAMES. A step takes its kernels times ``kernels``, plus ``host_s``, plus in steps with prompts
     ``prompt_layer_s`` a layer: non-negative least squares, in which disturbed steps count less (Huber's weights).
@@ -217,7 +212,7 @@ _HELD_OUT_RUN = "not fitted to it"
 
 @dataclass(frozen=True)
 class _Prediction:
-    """A run predicted with a calibration; ``how``: what that has to do with the run."""
+    """A run predicted with a calibration; ``how``: what the calibration has to do with the run."""
 
     run: MeasuredRun
     how: str
@@ -264,17 +259,13 @@ class _Runs:
             run, machine = self.read(path)
             return fit_run(run, machine, names or fitted_by_default(machine, run))
         if wrong := [name for name in names if name not in LOG_NAMES]:
-            raise UsageError(f"--fit {wrong[0]} cannot be told from a step log: it has {', '.join(LOG_NAMES)}")
+            raise UsageError(sentence("calibration.not_in_log", name=wrong[0], names=", ".join(LOG_NAMES)))
         if not self.device or not self.model:
-            raise UsageError(f"{path} does not say where it was written: give --device and --model")
+            raise UsageError(sentence("calibration.log_of_what", path=path))
         machine = gpu_machine(self.device, self.model, self.gpus, self.ops)
         fitted = fit_steps(read_step_log(path), machine, self.settings, names or LOG_NAMES[:2])
         held_out = fitted.provenance.held_out_last_third or {}
-        print_plain(
-            console,
-            f"{path.name}: the last third of its steps, which nothing was fitted to, is predicted "
-            f"{held_out['total']:+.1%} in all; the median step is off by {held_out['median_step']:.1%}",
-        )
+        print_plain(console, sentence("calibration.log_held_out", name=path.name, **held_out))
         return fitted
 
 
@@ -295,11 +286,11 @@ def calibrate_command(
 ) -> int:
     """Runs ``kvbench calibrate-model``. Raises UsageError."""
     if run is None and calibration is None:
-        raise UsageError("nothing to fit: give the folder of a measured run, or a step log")
+        raise UsageError(sentence("calibration.nothing"))
     if run is not None and calibration is not None:
-        raise UsageError("--calibration is one that is fitted already, and RUN is fitted anew: give one of the two")
+        raise UsageError(sentence("calibration.both"))
     if run is None and not check:
-        raise UsageError("--calibration alone says nothing new: add --check RUN")
+        raise UsageError(sentence("calibration.no_check"))
     if run is not None and (run / "manifest.json").is_file() and (run / "cells").is_dir():
         return _calibrate_sweep(run, check, output, as_json=as_json)
     runs, console = _Runs(device, model, tensor_parallel, ops, _settings(engine)), Console()
@@ -327,55 +318,61 @@ def calibrate_command(
         print(json.dumps(facts, indent=2))
         return 0
     values = ", ".join(f"{name} {getattr(fitted, name):.4g}" for name in NAMES)
-    print_plain(console, f"calibration: {values}" + (f" -> {output}" if output else ""))
+    print_plain(console, sentence("calibration.fitted", values=values, file=_arrow(output)))
     if predictions:
         print_table(console, _table(predictions))
     if predictions and not held_out:
-        print_plain(console, "note: nothing was held out: --check RUN tells how well it predicts another run")
+        print_plain(console, sentence("calibration.not_held_out"))
     for note in dict.fromkeys(note for p in predictions for note in p.predicted.notes):
-        print_plain(console, f"note: {note}")
+        print_plain(console, sentence("calibration.note", note=note))
     return 0
 
 
+def _arrow(file: Path | None) -> str:
+    return "" if file is None else sentence("calibration.file", path=file)
+
+
 def _settings(words: Sequence[str]) -> SettingsByName:
-    """The settings of --engine. Raises UsageError."""
+    """Reads the settings of --engine. Raises UsageError."""
     settings = {}
     for word in words:
         name, equals, value = word.partition("=")
         if not equals:
-            raise UsageError(f"--engine {word!r} is not KEY=VALUE: write for example --engine max_num_seqs=128")
+            raise UsageError(sentence("calibration.not_a_setting", word=word))
         try:
             settings[name.strip()] = parse_yaml(value)
         except ValueError as error:
-            raise UsageError(f"--engine {shorten(word, 60)}: not a YAML value: {error}") from None
+            raise UsageError(sentence("calibration.bad_value", word=shorten(word, 60), error=error)) from None
     return settings
 
 
 def _table(predictions: Sequence[_Prediction]) -> Table:
-    names = itertools.product(("ttft", "tpot"), ("mean", "p95"))
-    titles = {f"{name}_{which}": f"{which} {METRICS[name].short}" for name, which in names}
+    titles = {
+        f"{name}_{which}": f"{which} {METRICS[name].short}" for name in ("ttft", "tpot") for which in ("mean", "p95")
+    }
+    distances = {"running": "{:.1f}", "kv_cache_pct": "{:.1f} points"}
     lines = []
-    for p in predictions:
-        off, distances = errors(p.run, p.predicted), series_errors(p.run, p.predicted)
-        running = f"{distances['running']:.1f}" if "running" in distances else "-"
-        kv = f"{distances['kv_cache_pct']:.1f} points" if "kv_cache_pct" in distances else "-"
-        lines.append((p.run.name, p.how, *(f"{off[name]:+.1%}" for name in titles), running, kv))
+    for prediction in predictions:
+        off = errors(prediction.run, prediction.predicted)
+        apart = series_errors(prediction.run, prediction.predicted)
+        shown = [form.format(apart[name]) if name in apart else "-" for name, form in distances.items()]
+        lines.append((prediction.run.name, prediction.how, *(f"{off[name]:+.1%}" for name in titles), *shown))
     heads = ("run", "calibration", *titles.values(), "running", "KV use")
-    table = make_table(heads, lines, numbers_from=2, title="predicted over measured")
-    table.caption = "running, KV use: mean distance over the measured seconds"
+    table = make_table(heads, lines, numbers_from=2, title=sentence("calibration.table"))
+    table.caption = sentence("calibration.caption")
     return table
 
 
 def _draw(prediction: _Prediction, path: Path) -> None:
     from kvbench.report.predictions import predicted_figure
 
-    title = f"{prediction.run.name}: simulated over measured ({prediction.how})"
+    title = sentence("calibration.figure", name=prediction.run.name, how=prediction.how)
     figure = predicted_figure(prediction.run.series, prediction.predicted.series, title)
     write_text(path, figure.to_html(include_plotlyjs=True))
 
 
 def _calibrate_sweep(folder: Path, check: Sequence[Path], output: Path | None, *, as_json: bool) -> int:
-    """Unit costs of a sweep of the built-in engine on a CPU, and how well they predict other sweeps."""
+    """Fits unit costs to a sweep on a CPU, and tells how well they predict other sweeps."""
     run, console = _read_sweep(folder), Console()
     costs = unit_costs_of(run)
     if output is not None:
@@ -386,14 +383,14 @@ def _calibrate_sweep(folder: Path, check: Sequence[Path], output: Path | None, *
         print(json.dumps({"unit_costs_s": dataclasses.asdict(costs), "checked": cells}, indent=2))
         return 0
     values = {**costs.units, **{f"context in {dtype}": seconds for dtype, seconds in costs.context.items()}}
-    print_plain(console, f"unit costs of {run.folder.name} [us]" + (f" -> {output}" if output else ""))
+    print_plain(console, sentence("calibration.costs", name=run.folder.name, file=_arrow(output)))
     print_plain(console, ", ".join(f"{name} {1e6 * seconds:.4g}" for name, seconds in values.items() if seconds))
     for name, predicted in checked.items():
         rows = [
             (cell, *(f"{figures[m].error:+.1%}" if m in figures else "-" for m in PREDICTED))
             for cell, figures in predicted.items()
         ]
-        print_table(console, make_table(("cell", *PREDICTED), rows, title=f"predicted over measured: {name}"))
+        print_table(console, make_table(("cell", *PREDICTED), rows, title=sentence("calibration.cells", name=name)))
     return 0
 
 
@@ -401,5 +398,5 @@ def _read_sweep(folder: Path) -> Run:
     with as_usage_error():
         run = read_run(folder)
     if run.manifest.gpus:
-        raise UsageError(f"{folder} was measured on a GPU: unit costs are for CPUs, whose steps do not overlap")
+        raise UsageError(sentence("calibration.on_gpu", folder=folder))
     return run

@@ -1,4 +1,4 @@
-"""A measured serving run as the simulator repeats it: from request times of vLLM, or of `kvbench load`.
+"""A measured serving run that the simulator repeats: from request times of vLLM, or of `kvbench load`.
 
 A folder has requests.jsonl, one request a line (input_toks, output_toks, queued_ts, first_token_ts, last_token_ts [s];
 scheduled_ts and arrival_time [s] may be missing), and may have meta.json (model, engine_kwargs, kv_cache), config.json
@@ -25,6 +25,7 @@ from kvbench.requests.request import RequestSpec
 from kvbench.simulation.cost.machine import Machine, SettingsByName
 from kvbench.simulation.cost.tables import plain_name
 from kvbench.simulation.fleet.drive import Drive, EndedRequest, Replica
+from kvbench.simulation.wording import sentence
 
 _TOKEN_IDS = 1 << 13  # of made-up prompts; fewer than any vocabulary has
 _SERIES = ("t", "running", "kv_cache_pct")
@@ -59,7 +60,7 @@ class MeasuredRun:
 
 @dataclass(frozen=True)
 class RunPrediction:
-    """Figures of each request as in ``MeasuredRun``; series: after each step; seconds: GPU and host time by class."""
+    """The figures of each request as in ``MeasuredRun``; series: after each step; seconds: by class of operator."""
 
     ttft: np.ndarray
     tpot: np.ndarray
@@ -71,7 +72,7 @@ class RunPrediction:
 
 
 class _Request(BaseModel):
-    """One line of requests.jsonl."""
+    """A line of requests.jsonl."""
 
     model_config = ConfigDict(allow_inf_nan=False)
     input_toks: int = Field(gt=0)
@@ -113,12 +114,12 @@ File = TypeVar("File", bound=BaseModel)
 
 
 def read_measured_run(folder: Path) -> MeasuredRun:
-    """Raises UsageError for a folder that holds no such run."""
+    """Reads a run. Raises UsageError for a folder that holds none."""
     if (folder / "requests.jsonl").is_file():
         return _read_vllm(folder)
     if (folder / "requests.parquet").is_file():
         return _read_own(folder)
-    raise UsageError(f"{folder} has neither requests.jsonl nor requests.parquet: give the folder of a measured run")
+    raise UsageError(sentence("measured_run.none", folder=folder))
 
 
 def _read_vllm(folder: Path) -> MeasuredRun:
@@ -128,13 +129,14 @@ def _read_vllm(folder: Path) -> MeasuredRun:
             try:
                 rows.append(_Request.model_validate_json(line))
             except ValidationError as error:
-                raise UsageError(f"{path}, line {number}: {explain(error, '')[0]}") from None
+                why = explain(error, "")[0]
+                raise UsageError(sentence("measured_run.line", path=path, number=number, why=why)) from None
     series = pd.DataFrame(columns=list(_SERIES))
     if (path := folder / "timeseries.csv").is_file():
         try:
             series = pd.read_csv(path)
         except ValueError as error:
-            raise UsageError(f"{path} is no table: {error}") from None
+            raise UsageError(sentence("measured_run.no_table", path=path, error=error)) from None
     arguments, meta = (_read_file(folder / "meta.json", model) for model in (_Arguments, _Meta))
     scheduled = [row.first_token_ts - row.scheduled_ts for row in rows if row.scheduled_ts is not None]
     arrivals = [row.arrival_time for row in rows if row.arrival_time is not None]
@@ -156,7 +158,7 @@ def _read_vllm(folder: Path) -> MeasuredRun:
 
 
 def _measured(folder: Path, rows: Sequence[_Request], arrivals: Sequence[float], **more: Any) -> MeasuredRun:
-    """A run of these requests. Their prompts share nothing: their texts are not known."""
+    """Makes a run of these requests. Their prompts share nothing, since their texts are not known."""
     began, specs = min(arrivals, default=0.0), []
     for index, (row, at) in enumerate(zip(rows, arrivals, strict=True)):
         ids = tuple(np.random.default_rng(index).integers(0, _TOKEN_IDS, row.input_toks).tolist())
@@ -179,17 +181,17 @@ def _read_file(path: Path, model: type[File]) -> File:
     try:
         return model.model_validate(read_json(path) if path.is_file() else {})
     except ValidationError as error:
-        raise UsageError(f"{path}: {explain(error, '')[0]}") from None
+        raise UsageError(sentence("measured_run.damaged", path=path, why=explain(error, "")[0])) from None
 
 
 def _read_own(folder: Path) -> MeasuredRun:
     frame = pd.read_parquet(path := folder / "requests.parquet")
     needed = ("t0", "prompt_tokens", "output_tokens", "chunk_times")
     if missing := [name for name in needed if name not in frame]:
-        raise UsageError(f"{path} has no column {', '.join(missing)}")
+        raise UsageError(sentence("measured_run.no_columns", path=path, columns=", ".join(missing)))
     frame = frame[(frame["chunk_times"].map(len) > 0) & (frame["output_tokens"] > 0)].sort_values("t0")
     if frame.empty:
-        raise UsageError(f"{path} has no request with tokens")
+        raise UsageError(sentence("measured_run.empty", path=path))
     columns = (frame[name].tolist() for name in needed)
     rows = [
         _Request(input_toks=prompt, output_toks=output, queued_ts=t0, first_token_ts=times[0], last_token_ts=times[-1])
@@ -233,7 +235,7 @@ def predict(run: MeasuredRun, machine: Machine) -> RunPrediction:
     load = sorted(run.requests, key=lambda spec: spec.arrival_s or 0.0)
     Drive([replica], [[spec] for spec in load], lambda end: ended.__setitem__(end.spec.index, end), on_step=after).run()
     if refused := [end.error for end in ended.values() if end.error]:
-        raise UsageError(f"{run.name} cannot be repeated on this machine: {refused[0]}")
+        raise UsageError(sentence("measured_run.not_repeated", run=run.name, why=refused[0]))
     order = [spec.index for spec in run.requests]
     first = np.array([ended[i].times[0] for i in order])
     began = [ended[i].due if run.from_arrival else replica.seen[i][0] for i in order]
@@ -249,7 +251,7 @@ def predict(run: MeasuredRun, machine: Machine) -> RunPrediction:
 
 
 def series_errors(run: MeasuredRun, predicted: RunPrediction) -> dict[str, float]:
-    """Mean absolute distance of predicted and measured ``running`` and ``kv_cache_pct``, each over the measured times.
+    """Computes the mean distance of predicted and measured ``running`` and ``kv_cache_pct`` over the measured times.
 
     A column that was not measured, or is 0 throughout, is left out.
     """
@@ -262,18 +264,19 @@ def series_errors(run: MeasuredRun, predicted: RunPrediction) -> dict[str, float
 
 
 def predicted_at(predicted: RunPrediction, times: np.ndarray, column: str) -> np.ndarray:
-    """The predicted ``running`` or ``kv_cache_pct`` at each of ``times`` [s since the first arrival]."""
+    """Returns the predicted ``running`` or ``kv_cache_pct`` at each of ``times`` [s since the first arrival]."""
     index = np.searchsorted(predicted.series["t"].to_numpy(), times, side="right") - 1
     values = predicted.series[column].to_numpy(dtype=float)
     return np.where(index < 0, 0.0, values[np.maximum(index, 0)])
 
 
 def machine_for(run: MeasuredRun, device: str | None, model: str | None, gpus: int | None) -> tuple[str, str, int]:
-    """Device, model and GPUs of a run: as given, else as it states. Raises UsageError where neither says."""
+    """Names device, model and GPUs of a run: as given, else as it states. Raises UsageError where neither says."""
     for name, given, stated in (("device", device, run.device), ("model", model, run.model)):
         if not given and not stated:
-            raise UsageError(f"{run.name} does not say on which {name} it ran: give --{name}")
+            raise UsageError(sentence("measured_run.unknown", run=run.name, name=name))
         plain = [plain_name(word) for word in (given, stated) if word]
         if len(plain) == 2 and plain[0] not in plain[1] and plain[1] not in plain[0]:
-            raise UsageError(f"{run.name} ran on the {name} {stated}, and --{name} is {given}: leave it out")
+            words = {"name": name, "stated": stated, "given": given}
+            raise UsageError(sentence("measured_run.contradicted", run=run.name, **words))
     return str(device or run.device), str(model or run.model), gpus or run.gpus or 1

@@ -1,4 +1,4 @@
-"""A prediction beside each measured cell of a run: by the simulator, calibrated on the run's other cells.
+"""Predicts each measured cell of a run by the simulator, calibrated on the run's other cells.
 
 The requests of each load are replayed through the engine's own scheduler and KV manager. The unit costs of its steps
 (``unit_costs``) are fitted to all cells but the one that is predicted. What is left between both is what the cost model
@@ -38,6 +38,7 @@ from kvbench.simulation.cost.machine import SettingsByName
 from kvbench.simulation.cost.unit_costs import MeasuredSteps, UnitCostModel, UnitCosts, fit_unit_costs, measured
 from kvbench.simulation.fleet.drive import TURNAROUND_S, Drive, EndedRequest, Replica, prime
 from kvbench.simulation.fleet.recorder import row_of
+from kvbench.simulation.wording import sentence
 from kvbench.workload.load_section import LoadConfig
 
 _HOST = ("dtype", "kernel_backend", "num_threads", "torch_compile", "fused_layers")
@@ -128,7 +129,7 @@ def step_ends(
 
 @dataclass(frozen=True)
 class _StoredLoad:
-    """One measured load of a cell, and how it is replayed; host: its server's values of ``_HOST``."""
+    """A measured load of a cell, and how it is replayed; host: its server's values of ``_HOST``."""
 
     cell_id: str
     replayed: ReplayedLoad
@@ -144,7 +145,7 @@ def predict_run(run: Run, most_steps: float = math.inf) -> Path:
     """
     counted = sum(cell.counter("steps_total") or 0.0 for cell in run.cells)
     if counted > most_steps:
-        raise UsageError(f"{counted:,.0f} steps take minutes to replay: `kvbench predict {run.folder}` does it")
+        raise UsageError(sentence("predict.too_many_steps", steps=counted, run=run.folder))
     loads, left_out = _loads_of(run)
     fittable, notes = _fittable(loads)
     notes += left_out
@@ -152,17 +153,14 @@ def predict_run(run: Run, most_steps: float = math.inf) -> Path:
     for cell_id, of_cell in loads.items():
         others = [steps for load, steps in fittable if load.cell_id != cell_id and load.host == of_cell[0].host]
         if not others:
-            notes.append(f"{cell_id} is not predicted: no other cell in a closed loop is like it in {listing(_HOST)}")
+            notes.append(sentence("predict.alone", cell=cell_id, settings=listing(_HOST)))
             continue
         costs = fit_unit_costs(others)
         predicted[cell_id] = _predicted(of_cell, costs)
         timer = UnitCostModel(costs, of_cell[0].replayed.config.kv_cache_dtype)
-        notes += [f"{cell_id}: {note}" for note in timer.notes()]
+        notes += [sentence("predict.note", cell=cell_id, note=note) for note in timer.notes()]
     if not predicted:
-        raise UsageError(
-            f"{run.folder} has no other cell in a closed loop to calibrate the simulator on: predict a run with two "
-            "cells or more"
-        )
+        raise UsageError(sentence("predict.one_cell", run=run.folder))
     costs = dataclasses.asdict(fit_unit_costs(steps for _, steps in fittable))
     path = run.folder / PREDICTIONS
     write_record(path, Predictions(cells=predicted, unit_costs_s=costs, notes=tuple(notes)))
@@ -173,12 +171,12 @@ def unit_costs_of(run: Run) -> UnitCosts:
     """Fits them to every cell of a run whose steps are known. Raises UsageError where there is none."""
     fittable, _ = _fittable(_loads_of(run)[0])
     if len({load.host for load, _ in fittable}) > 1:
-        raise UsageError(f"{run.folder} varies {' or '.join(_HOST)}, each of which has unit costs of its own")
+        raise UsageError(sentence("predict.varies", run=run.folder, settings=" or ".join(_HOST)))
     return fit_unit_costs(steps for _, steps in fittable)
 
 
 def _fittable(loads: LoadsByCell) -> tuple[list[tuple[_StoredLoad, MeasuredSteps]], list[str]]:
-    """The loads that can be fitted to, with their steps, and notes on those whose replay went another way."""
+    """Finds the loads that can be fitted to, with their steps, and notes on those whose replay went another way."""
     fittable, notes = [], []
     for load in itertools.chain.from_iterable(loads.values()):
         if not load.replayed.repeats_its_steps:
@@ -186,8 +184,7 @@ def _fittable(loads: LoadsByCell) -> tuple[list[tuple[_StoredLoad, MeasuredSteps
         works, ends, ended = works_of(load.replayed)
         counted = number(load.repeat.server.get("steps_total"))
         if counted and abs(len(works) / counted - 1.0) > _SAME_STEPS:
-            took = f"its replay took {len(works)} steps and its server {counted:.0f}"
-            notes.append(f"nothing is fitted to {load.cell_id}: {took}")
+            notes.append(sentence("predict.other_steps", cell=load.cell_id, replay=len(works), server=counted))
             continue
         began = float(load.rows["t0"].min())
         measured_ends = step_ends(ends, ended, load.rows["chunk_times"].tolist())
@@ -198,38 +195,35 @@ def _fittable(loads: LoadsByCell) -> tuple[list[tuple[_StoredLoad, MeasuredSteps
 def _loads_of(run: Run) -> tuple[LoadsByCell, list[str]]:
     """Reads every load that can be replayed, and notes why cells are left out. UsageError without any."""
     if run.simulated:
-        raise UsageError(f"{run.folder} is simulated itself: predict a run that was measured")
+        raise UsageError(sentence("predict.simulated", run=run.folder))
     if not run.is_built_in or run.manifest.serve_cmd:
-        raise UsageError(f"{run.folder} is of another engine, whose scheduler the simulator does not have")
+        raise UsageError(sentence("predict.other_engine", run=run.folder))
     loads: dict[str, list[_StoredLoad]] = {}
     left_out, section = [], stored_workload(run.manifest).load
     for cell in run.cells:
         engine = run.manifest.server_of(cell.config_id).engine.to_json()  # as its server said it
         why = _why_not(cell, engine, run, section)
-        repeats = () if why else cell.repeats
-        of_cell = [load for repeat in repeats if (load := _load(cell, engine, repeat, run, section))]
-        if of_cell:
-            loads[cell.cell_id] = of_cell
-        else:
-            left_out.append(f"{cell.cell_id} is not predicted: {why or 'its raw samples are not there'}")
+        if why is None:
+            read = (_load(cell, engine, repeat, run, section) for repeat in cell.repeats)
+            loads[cell.cell_id] = [load for load in read if load is not None]
+        if not loads.get(cell.cell_id):
+            loads.pop(cell.cell_id, None)
+            left_out.append(sentence("predict.left_out", why or "no samples", cell=cell.cell_id, doubt=cell.doubt))
     if not loads:
-        why = f": {left_out[0]}" if left_out else ""
-        raise UsageError(f"{run.folder} has no load that can be predicted{why}")
+        raise UsageError(sentence("predict.nothing", run=run.folder, why="".join(f": {why}" for why in left_out[:1])))
     return loads, left_out
 
 
 def _why_not(cell: MeasuredCell, engine: SettingsByName, run: Run, load: LoadConfig) -> str | None:
-    if cell.doubt:
-        return f"its measurement is {cell.doubt}"
-    if not engine:
-        return "its server's settings are not known"
-    if engine.get("async_scheduling"):
-        return "its engine plans a step while it computes the one before, so that steps have no time of their own"
-    if not load.ignore_eos:
-        return "its answers end where the model says so"
-    if "steady" in run.cache_state and cell.settings.get("enable_prefix_caching"):
-        return "its prefix cache begins with what the load before it left"
-    return None
+    """Names the form of ``predict.left_out`` for a cell that cannot be predicted; None for one that can."""
+    reasons = {
+        "doubt": cell.doubt,
+        "no settings": not engine,
+        "overlaps": engine.get("async_scheduling"),
+        "answers end": not load.ignore_eos,
+        "steady": "steady" in run.cache_state and cell.settings.get("enable_prefix_caching"),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def _load(cell: MeasuredCell, engine: SettingsByName, repeat: Repeat, run: Run, load: LoadConfig) -> _StoredLoad | None:
@@ -240,7 +234,7 @@ def _load(cell: MeasuredCell, engine: SettingsByName, repeat: Repeat, run: Run, 
     try:
         plan = plan_engine(EngineConfig.from_mapping(engine), on_cpu=engine.get("device") == "cpu")
     except ValueError as error:
-        raise UsageError(f"{cell.cell_id} cannot be replayed: {error}") from None
+        raise UsageError(sentence("predict.not_replayed", cell=cell.cell_id, error=error)) from None
     assert plan.capacity is not None, "a server states its budget"
     replayed = ReplayedLoad(
         plan.config,
@@ -275,7 +269,7 @@ def _predicted(loads: Sequence[_StoredLoad], costs: UnitCosts) -> dict[str, Pred
 
 
 def predicted_metrics(load: ReplayedLoad, costs: UnitCosts) -> LoadMetrics:
-    """The metrics of a load as ``summarise`` defines them, from a replay."""
+    """Computes the metrics of a load from a replay."""
     ended = replay(load, UnitCostModel(costs, load.config.kv_cache_dtype))
     outcome = LoadOutcome(mode="open" if load.users is None else "closed", concurrency=load.users)
     return summarise(pd.DataFrame([row_of(end) for end in ended]), outcome)

@@ -1,4 +1,4 @@
-"""Step times: what every cost model shares, and the one that a device's data sheet gives.
+"""The step times that every cost model shares, and those that a device's data sheet gives.
 
 tables or roofline ──► kernels of a step ┐
 calibration ──► host time, corrections   ├──► StepTime, and seconds by class for "where the time goes"
@@ -21,6 +21,7 @@ from kvbench.capacity.weights import weights_of
 from kvbench.common.errors import UsageError
 from kvbench.common.files import read_json, write_json
 from kvbench.common.schema import explain
+from kvbench.simulation.wording import sentence
 
 StepTimer = Callable[[StepWork], StepTime]
 """A cost model: it computes the time of a step from its work."""
@@ -54,7 +55,7 @@ _LOGIT_BYTES = 8  # float32 logits, read twice: 150 to 330 us for 256 sequences 
 
 
 class Kernels(NamedTuple):
-    """Seconds of a step on each GPU, by class."""
+    """The seconds of a step on each GPU, by class."""
 
     gemm: float
     experts: float
@@ -117,14 +118,14 @@ class _CalibrationFile(CostCalibration):
 
 
 def read_calibration(path: Path) -> CostCalibration:
-    """Raises UsageError for a file that is none."""
+    """Reads a calibration. Raises UsageError for a file that is none."""
     stored = read_json(path)
     if isinstance(stored, dict) and "format" in stored and isinstance(stored["format"], str):
-        raise UsageError(f"{path} has unit costs, which are for --device this-cpu: give a calibration of a GPU")
+        raise UsageError(sentence("cost_model.unit_costs", path=path))
     try:
         return CostCalibration.model_validate(_CalibrationFile.model_validate(stored).model_dump(exclude={"format"}))
     except ValidationError as error:
-        raise UsageError(f"{path} is no calibration of a cost model: {explain(error, '')[0]}") from None
+        raise UsageError(sentence("cost_model.damaged", path=path, why=explain(error, "")[0])) from None
 
 
 def write_calibration(path: Path, calibration: CostCalibration) -> None:
@@ -137,7 +138,7 @@ TYPICAL = CostCalibration(prompt_layer_s=110e-6)
 
 @dataclass(frozen=True)
 class GpuShare:
-    """One GPU among those that share a model: what both sources of kernel times need.
+    """A GPU among those that share a model, as both sources of kernel times need it.
 
     layers: of the model; heads, kv_heads: on this GPU; processors: streaming multiprocessors
     experts: of a layer, and those of one token; None: the model has none
@@ -157,7 +158,7 @@ class GpuShare:
     reduce_token_s: float = 0.0
 
     def move_seconds(self, work: StepWork) -> float:
-        """Swaps over the host link, copies within a GPU, which read and write."""
+        """Computes the time of swaps over the host link, and of copies within a GPU, which read and write."""
         swapped = (work.swapped_out + work.swapped_in) * self.slot_bytes / self.host_link_bytes_per_s
         return swapped + 2 * work.copied * self.slot_bytes / self.memory_bytes_per_s
 
@@ -172,7 +173,7 @@ class CostModel:
         self._steps = 0
 
     def kernels(self, work: StepWork) -> Kernels:
-        """The kernels of a step that computes at least one token."""
+        """Computes the kernels of a step with at least one token."""
         raise NotImplementedError
 
     def notes(self) -> list[str]:
@@ -180,10 +181,7 @@ class CostModel:
         mean = sum(self.seconds.values()) / self._steps if self._steps else SHORT_STEP_S
         if mean >= SHORT_STEP_S or self.calibration.host_s:
             return []
-        return [
-            f"steps take {1e3 * mean:.2g} ms on average, in which an engine's host may not be ready: host_s of a "
-            "calibration says how long it takes, and is 0 here"
-        ]
+        return [sentence("cost_model.short_steps", milliseconds=1e3 * mean)]
 
     def __call__(self, work: StepWork) -> StepTime:
         calibration, share, seconds = self.calibration, self.share, self.seconds
@@ -209,13 +207,13 @@ class CostModel:
         return StepTime(host + move + execute + head, schedule=host, execute=execute, sample=head, move=move)
 
     def active_experts(self, tokens: int) -> float:
-        """Experts of a layer that the tokens of a step go through, of a model that has any."""
+        """Computes the experts of a layer that the tokens of a step go through, of a model that has any."""
         assert self.share.experts is not None
         return active_experts(tokens, *self.share.experts, self.calibration.evenness)
 
 
 def active_experts(tokens: int, experts: int, per_token: int, evenness: float = EVENNESS) -> float:
-    """Expected experts with at least one of ``tokens`` tokens, each of which goes to ``per_token`` of ``experts``.
+    """Computes the expected experts with one of ``tokens`` tokens, each of which goes to ``per_token`` of ``experts``.
 
     An expert's popularity is taken as gamma-distributed with the shape ``evenness``: infinite where all experts are
     alike, the smaller the more tokens go to few of them.
@@ -283,7 +281,7 @@ class Roofline(CostModel):
         )
 
     def _product(self, read: float, used: float) -> float:
-        """Seconds of matrix products that read ``read`` weights and use each for some token, ``used`` in all."""
+        """Computes the seconds of matrix products that read ``read`` weights and use ``used`` in all, each a token."""
         memory, compute = read * self._weight_bytes / self._bytes_per_s, 2 * used / self._flops
         return (memory**_OVERLAP + compute**_OVERLAP) ** (1 / _OVERLAP)
 

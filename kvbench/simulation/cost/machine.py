@@ -1,4 +1,4 @@
-"""What is simulated: a model on GPUs, its KV memory, and the cost model of its steps."""
+"""A model on GPUs that is simulated: its KV memory, and the cost model of its steps."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from kvbench.common.errors import UsageError, as_usage_error
 from kvbench.common.text import format_bytes, listing
 from kvbench.simulation.cost.cost_model import TYPICAL, CostCalibration, GpuShare, Roofline, StepTimer
 from kvbench.simulation.cost.tables import MeasuredOperators, Tables
+from kvbench.simulation.wording import sentence
 
 SettingsByName = Mapping[str, Any]
 """Settings of the engine by name, as a workload's ``engine`` section has them."""
@@ -44,42 +45,33 @@ class Machine:
         self.model.check_split(self.gpus)
         if self.gpu.performance is None:
             fast = listing([gpu.name for gpu in known_gpus() if gpu.performance])
-            raise UsageError(
-                f"{self.gpu.name} cannot be simulated: kvbench knows its memory, but not its speed. Those that can: "
-                f"{fast}"
-            )
+            raise UsageError(sentence("machine.unknown_speed", gpu=self.gpu.name, fast=fast))
         fitted_on = self.calibration.provenance.device if self.calibration else None
         if self.calibration and self.calibration.kernels != 1.0 and fitted_on not in (None, self.gpu.name):
-            raise UsageError(
-                f"the calibration scales the kernels of {fitted_on}, which says nothing of {self.gpu.name}: fit one "
-                "there, or leave --fit kernels out"
-            )
+            raise UsageError(sentence("machine.other_kernels", fitted_on=fitted_on, gpu=self.gpu.name))
         if self.tables is None or (self.tables.experts is None) == (experts_of(self.model) is None):
             return
-        if self.tables.experts is not None:
-            raise UsageError(
-                f"{self.tables.folder} has times of experts (moe.csv), and {self.model.name} has none: give the "
-                "tables of this model"
-            )
-        raise UsageError(
-            f"{self.tables.folder} has no moe.csv, and {self.model.name} has experts: measure them, or leave --ops out "
-            "for the data sheet"
-        )
+        key = "machine.no_experts" if self.tables.experts is not None else "machine.no_moe_table"
+        raise UsageError(sentence(key, folder=self.tables.folder, model=self.model.name))
 
     @property
     def title(self) -> str:
-        """4xA100-80GB, simulated."""
-        return f"{self.gpus}x{self.gpu.name}, simulated" if self.gpus > 1 else f"{self.gpu.name}, simulated"
+        """The GPUs in words, such as ``4xA100-80GB, simulated``."""
+        return sentence("machine.title", n=self.gpus, gpu=self.gpu.name)
 
     @property
     def cost_model(self) -> str:
         """The source of step times, for people."""
-        source = f"operator times in {self.tables.folder}" if self.tables else f"data sheet of {self.gpu.name}"
+        source = sentence("machine.data_sheet", gpu=self.gpu.name)
+        if self.tables:
+            source = sentence("machine.tables", folder=self.tables.folder)
         if self.calibration is None:
             return source
         fitted = self.calibration.provenance
-        run = fitted.run or fitted.step_log
-        return f"{source}, calibrated{f' on {run}' if run else ''}{f' ({fitted.device})' if fitted.device else ''}"
+        run, device = fitted.run or fitted.step_log, fitted.device
+        on = sentence("machine.on_run", "run" if run else "none", run=run)
+        on += sentence("machine.on_device", "device" if device else "none", device=device)
+        return sentence("machine.calibrated", source=source, on=on)
 
     @property
     def corrections(self) -> CostCalibration:
@@ -95,7 +87,7 @@ class Machine:
         return sum(group.count for group in self.model.layers)
 
     def settle(self, settings: SettingsByName) -> tuple[EngineConfig, KVCapacity]:
-        """The engine settings and their KV capacity; ``kv_budget`` is of all GPUs together.
+        """Settles the engine settings and their KV capacity; ``kv_budget`` is of all GPUs together.
 
         Raises UsageError for settings that cannot be, and for a model that does not fit, with the numbers.
         """
@@ -110,14 +102,12 @@ class Machine:
             return config, capacity_of(config, shape, budget)
 
     def _kv_budget(self, config: EngineConfig) -> int:
-        """Bytes for KV on all GPUs: as many as asked for, or all that they have beside the weights."""
+        """Computes the bytes for KV on all GPUs: as many as asked for, or all that they have beside the weights."""
         most = self.gpu.memory_bytes * self.gpus - weights_of(self.model).total_bytes
         if config.kv_budget is not None and config.kv_budget > most:
-            raise UsageError(
-                f"kv_budget {config.kv_budget} ({format_bytes(config.kv_budget)}) is more than the "
-                f"{format_bytes(max(0, most))} that {self.gpus}x{self.gpu.name} has beside the weights: lower it, or "
-                "leave it out"
-            )
+            what = {"budget": config.kv_budget, "gpus": self.gpus, "gpu": self.gpu.name}
+            sizes = {"size": format_bytes(config.kv_budget), "most": format_bytes(max(0, most))}
+            raise UsageError(sentence("machine.too_much_kv", **what, **sizes))
         if config.kv_budget is not None:
             return config.kv_budget
         planned = Settings(
@@ -128,15 +118,13 @@ class Machine:
         )
         memory = memory_of(self.model, weights_of(self.model), self.gpu, self.gpus, planned)
         if memory.kv <= 0:
-            raise UsageError(
-                f"{self.model.name} does not fit on {self.gpus}x{self.gpu.name}: its weights take "
-                f"{memory.weights / GIB:.1f} GiB of each GPU's {memory.taken / GIB:.1f} GiB; take more GPUs or larger "
-                "ones"
-            )
+            sizes = {"weights": memory.weights / GIB, "memory": memory.taken / GIB}
+            what = {"model": self.model.name, "gpus": self.gpus, "gpu": self.gpu.name}
+            raise UsageError(sentence("machine.does_not_fit", **what, **sizes))
         return memory.kv * self.gpus
 
     def kv_shape(self) -> KVShape:
-        """The shape on all GPUs together: a KV head that several GPUs hold counts for each."""
+        """Returns the shape on all GPUs together: a KV head that several GPUs hold counts for each."""
         layers = []
         for group in self.model.layers:
             heads = max(1, group.kv.kv_heads // self.gpus) * self.gpus
@@ -144,15 +132,12 @@ class Machine:
         return KVShape(tuple(layers), self.model.dtype_bytes)
 
     def step_timer(self, config: EngineConfig) -> StepTimer:
-        """The cost model for an engine of these settings. Raises UsageError where the tables are of another KV."""
+        """Makes the cost model of an engine with these settings. Raises UsageError for tables of another KV."""
         share = self._share(config)
         if self.tables is None:
             return Roofline(self.model, self.gpu, self.gpus, config.kv_cache_dtype, self.corrections, share)
         if config.kv_cache_dtype not in ("auto", self.model.spec.default_dtype):
-            raise UsageError(
-                f"{self.tables.folder} was measured with KV in the model's own dtype, and kv_cache_dtype is "
-                f"{config.kv_cache_dtype!r}: leave --ops out, and the data sheet is used"
-            )
+            raise UsageError(sentence("machine.other_kv", folder=self.tables.folder, dtype=config.kv_cache_dtype))
         return MeasuredOperators(self.tables, self.corrections, share)
 
     def _share(self, config: EngineConfig) -> GpuShare:

@@ -1,4 +1,4 @@
-"""Measured operator times of one model on one kind of GPU, read and interpolated.
+"""Reads and interpolates measured operator times of one model on one kind of GPU.
 
 A folder has, each with a header and times in microseconds, of one GPU of those that share the model:
     dense.csv         layer, tokens, time_us: operators on all tokens of a step. ``embedding`` and ``final_layernorm``
@@ -32,6 +32,7 @@ from kvbench.common.errors import UsageError
 from kvbench.common.parsing import read_yaml
 from kvbench.common.text import listing
 from kvbench.simulation.cost.cost_model import LONGEST_SHARE, CostCalibration, CostModel, GpuShare, Kernels
+from kvbench.simulation.wording import sentence
 
 _GEMMS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 _ONCE_A_STEP = ("embedding", "final_layernorm")
@@ -147,7 +148,7 @@ class Tables:
 
 
 def find_tables(root: Path, gpu: str, model: str, gpus: int) -> Path:
-    """Returns ``root``, or in a collection its GPU/MODEL/tpN; names are compared without case and dashes.
+    """Finds the tables: ``root``, or in a collection its GPU/MODEL/tpN; names are compared without case and dashes.
 
     Raises UsageError where there is none, with what is there.
     """
@@ -161,11 +162,8 @@ def find_tables(root: Path, gpu: str, model: str, gpus: int) -> Path:
         device, name = map(plain_name, folder.parts[-3:-1])
         if device == plain_name(gpu) and name.startswith(plain_name(model)) and folder.name == f"tp{gpus}":
             return folder
-    has = ", ".join(str(folder.relative_to(root)) for folder in folders) or "no operator tables"
-    raise UsageError(
-        f"{root} has no tables of {model} on {gpu} with tensor parallelism {gpus}: it has {has}. Measure them, or "
-        "leave --ops out for the data sheet"
-    )
+    tables = ", ".join(str(folder.relative_to(root)) for folder in folders) or "no operator tables"
+    raise UsageError(sentence("tables.none", root=root, model=model, gpu=gpu, gpus=gpus, tables=tables))
 
 
 def _require_same(meta: Path, gpu: str, model: str) -> None:
@@ -177,10 +175,7 @@ def _require_same(meta: Path, gpu: str, model: str) -> None:
     for what, key, wanted in (("GPU", "hardware", gpu), ("model", "model", model)):
         other = stated[key] if isinstance(stated, dict) and key in stated else None
         if other and not plain_name(str(other)).startswith(plain_name(wanted)):
-            raise UsageError(
-                f"{meta.parent} has operator times of the {what} {other}, and {wanted} is to be simulated: give the "
-                "tables of that one, or leave --ops out for the data sheet"
-            )
+            raise UsageError(sentence("tables.of_another", folder=meta.parent, what=what, other=other, wanted=wanted))
 
 
 def plain_name(name: str) -> str:
@@ -189,7 +184,10 @@ def plain_name(name: str) -> str:
 
 
 def read_tables(folder: Path) -> Tables:
-    """Raises UsageError for a file, a column or an operator that is missing, and for what is no number."""
+    """Reads the tables of a folder.
+
+    Raises UsageError for a file, a column or an operator that is missing, and for what is no number.
+    """
     dense = _read(folder / "dense.csv", ("tokens", "time_us"), "layer")
     sequences = _read(folder / "per_sequence.csv", ("sequences", "time_us"), "layer")
     experts = None
@@ -198,13 +196,11 @@ def read_tables(folder: Path) -> Tables:
         experts = grid_of({(tokens, active): time for tokens, active, time in rows})
     layers = {*dense["layer"], *sequences["layer"]}
     if missing := [name for name in _GEMMS[: 2 if experts else 4] if name not in set(dense["layer"])]:
-        raise UsageError(
-            f"{folder / 'dense.csv'} has no times of {', '.join(missing)}: measure them, or leave --ops out"
-        )
+        raise UsageError(sentence("tables.no_times", path=folder / "dense.csv", what=", ".join(missing)))
+    kinds = dict.fromkeys(_ONCE_A_STEP, "once") | dict.fromkeys(_GEMMS, "gemm")
     times: dict[str, dict[float, float]] = {name: defaultdict(float) for name in ("gemm", "elementwise", "once")}
     for tokens, time, layer in dense.itertuples(index=False, name=None):
-        kind = "once" if layer in _ONCE_A_STEP else "gemm" if layer in _GEMMS else "elementwise"
-        times[kind][tokens] += time * (2 if layer in _TWICE_A_LAYER else 1)
+        times[kinds.get(layer, "elementwise")][tokens] += time * (1 + (layer in _TWICE_A_LAYER))
     head: dict[float, float] = defaultdict(float)
     for count, time, _ in sequences.itertuples(index=False, name=None):
         head[count] += time
@@ -226,7 +222,7 @@ def read_tables(folder: Path) -> Tables:
 
 
 def _attention(path: Path) -> tuple[Grid, Grid, Grid | None]:
-    """Decodes alone, prompts alone, and both together, where that was measured."""
+    """Reads the times of decodes alone, of prompts alone, and of both together, where that was measured."""
     rows = _read(path, (*_ATTENTION, "time_us")).itertuples(index=False, name=None)
     times = {(chunk, before, n, kv): time for chunk, before, n, kv, time in rows}
     decode = {(n, kv): time for (chunk, _, n, kv), time in times.items() if not chunk and n}
@@ -234,12 +230,12 @@ def _attention(path: Path) -> tuple[Grid, Grid, Grid | None]:
     mixed = {where: time for where, time in times.items() if where[0] and where[2]}
     for points, what in ((decode, "decode alone (prefill_chunk 0)"), (prefill, "prefill alone (n_decode 0)")):
         if not points:
-            raise UsageError(f"{path} has no times of {what}: measure them, or leave --ops out for the data sheet")
+            raise UsageError(sentence("tables.no_times", path=path, what=what))
     return grid_of(decode), grid_of(prefill), grid_of(mixed) if mixed else None
 
 
 def _read(path: Path, numbers: Sequence[str], *texts: str) -> pd.DataFrame:
-    """The columns ``numbers``, finite and at least 0, then ``texts`` of a CSV. Raises UsageError."""
+    """Reads the columns ``numbers``, finite and at least 0, then ``texts`` of a CSV. Raises UsageError."""
     try:
         frame = pd.read_csv(path, dtype=str, keep_default_na=False)
     except (OSError, ValueError) as error:
@@ -282,21 +278,25 @@ class MeasuredOperators(CostModel):
         tables, layer_s, tokens = self.tables, self._layer_s, work.tokens
         context = work.decode_context / work.decodes if work.decodes else 0.0
         most, last = self._most, self._last
-        chunk, before = _as_one(work.prefills) if work.prefills else (0, 0.0)
+        chunk, before = _as_one(work.prefills)
         for i, value in enumerate((tokens, work.drawn, work.decodes, context, chunk, before)):
             if value > last[i] and value > most[i]:
                 most[i] = value
-        experts = tables.experts(tokens, self.active_experts(tokens)) if tables.experts is not None else 0.0
+        experts = head = 0.0
+        if tables.experts is not None:
+            experts = tables.experts(tokens, self.active_experts(tokens))
+        if work.drawn:
+            head = tables.head(work.drawn) * 1e-6
         return Kernels(
             gemm=tables.gemm(tokens) * layer_s,
             experts=experts * layer_s,
             attention=self._attention(work, context, chunk, before) * layer_s,
             elementwise=tables.elementwise(tokens) * layer_s + tables.once(tokens) * 1e-6,
-            head=tables.head(work.drawn) * 1e-6 if work.drawn else 0.0,
+            head=head,
         )
 
     def _attention(self, work: StepWork, context: float, chunk: float, before: float) -> float:
-        """Microseconds a layer. ``chunk``, ``before``: of all prompts as one.
+        """Computes the microseconds of a layer. ``chunk``, ``before``: of all prompts as one.
 
         Decodes take as long as ones of their mean context, or as the longest sequence alone: no other can take over
         its work.
@@ -308,8 +308,7 @@ class MeasuredOperators(CostModel):
         if len(work.prefills) > 1:
             # Prompts do not attend to one another, which is less work than one chunk of all their tokens. They share
             # the GPU as well as that chunk, and take at least as long as the longest of them alone.
-            attended = sum(count * (held + count / 2) for count, held in work.prefills)
-            share = min(1.0, attended / (chunk * (before + chunk / 2)))
+            share = min(1.0, _attended(work.prefills) / (chunk * (before + chunk / 2)))
             prefill = max(alone * share, max(tables.prefill(count, held) for count, held in work.prefills))
         if not decodes:
             return prefill
@@ -321,22 +320,27 @@ class MeasuredOperators(CostModel):
         return mixed + prefill - alone
 
     def notes(self) -> list[str]:
-        name = "/".join(self.tables.folder.parts[-3:])
-        absent = [*self.tables.absent, *(["steps with both prompts and decodes"] if self.tables.mixed is None else [])]
-        lacking = [f"the tables of {name} have no times of {listing(absent)}"] if absent else []
-        beyond = [
-            f"{what} went up to {met:,.0f} and the tables of {name} end at {last:,.0f} ({met / last:.1f}x): continued "
-            "from their last two points"
-            for what, met, last in zip(_LIMITS, self._most, self._last, strict=True)
-            if met
-        ]
-        return [*lacking, *beyond, *super().notes()]
+        name, absent, notes = "/".join(self.tables.folder.parts[-3:]), list(self.tables.absent), []
+        if self.tables.mixed is None:
+            absent.append("steps with both prompts and decodes")
+        if absent:
+            notes.append(sentence("tables.absent", name=name, absent=listing(absent)))
+        for what, most, last in zip(_LIMITS, self._most, self._last, strict=True):
+            if most:
+                notes.append(sentence("tables.beyond", what=what, most=most, name=name, last=last, ratio=most / last))
+        return [*notes, *super().notes()]
 
 
 def _as_one(prefills: Sequence[tuple[int, int]]) -> tuple[int, float]:
-    """Tokens of all chunks, and the tokens before one chunk of that size that attends as much, at least 0."""
+    """Counts the tokens of all chunks, and those before one chunk of that size that attends as much."""
+    if not prefills:
+        return 0, 0.0
     if len(prefills) == 1:
         return prefills[0]
     chunk = sum(count for count, _ in prefills)
-    work = sum(count * (before + count / 2) for count, before in prefills)
-    return chunk, max(0.0, work / chunk - chunk / 2)
+    return chunk, max(0.0, _attended(prefills) / chunk - chunk / 2)
+
+
+def _attended(prefills: Sequence[tuple[int, int]]) -> float:
+    """Counts the pairs of a token of a chunk and a token that it attends to."""
+    return sum(count * (before + count / 2) for count, before in prefills)

@@ -28,6 +28,7 @@ from kvbench.common.files import read_json, write_json
 from kvbench.common.schema import explain
 from kvbench.runs.model import Run
 from kvbench.simulation.cost.machine import Machine
+from kvbench.simulation.wording import sentence
 
 THIS_CPU, FORMAT = "this-cpu", "kvbench-unit-costs/1"
 
@@ -47,7 +48,7 @@ _OUTLIER = 2.0  # a residual of so many typical ones counts half as much
 
 
 def units_of(work: StepWork) -> tuple[float, ...]:
-    """The number of each of ``UNITS`` in a step."""
+    """Counts each of ``UNITS`` in a step."""
     tokens = work.tokens
     pairs = sum(count * (before + (count + 1) / 2) for count, before in work.prefills)
     moved = work.copied + work.swapped_out + work.swapped_in
@@ -56,7 +57,7 @@ def units_of(work: StepWork) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class UnitCosts:
-    """Seconds of each of ``UNITS``, and by KV dtype of a token of context that a decode reads."""
+    """The seconds of each of ``UNITS``, and by KV dtype of a token of context that a decode reads."""
 
     units: Mapping[str, float]
     context: Mapping[str, float]
@@ -68,10 +69,12 @@ class UnitCostModel:
     def __init__(self, costs: UnitCosts, kv_cache_dtype: str) -> None:
         self.seconds = dict.fromkeys(_CLASSES.values(), 0.0)
         self._costs = [(_CLASSES[name], costs.units[name]) for name in UNITS]
-        measured = kv_cache_dtype if kv_cache_dtype in costs.context else next(iter(costs.context))
-        self._context = costs.context[measured]
-        note = f"no measured load had a KV in {kv_cache_dtype}, so reading it is charged as in {measured}"
-        self._notes = [note] if measured != kv_cache_dtype else []
+        self._notes: list[str] = []
+        if kv_cache_dtype not in costs.context:
+            measured = next(iter(costs.context))
+            self._notes.append(sentence("unit_costs.other_kv", dtype=kv_cache_dtype, measured=measured))
+            kv_cache_dtype = measured
+        self._context = costs.context[kv_cache_dtype]
 
     def notes(self) -> list[str]:
         """Returns what a reader of the results must know of how they came about."""
@@ -92,7 +95,7 @@ class UnitCostModel:
 
 @dataclass(frozen=True)
 class MeasuredSteps:
-    """Measured steps of one load with ``kv_cache_dtype``.
+    """The measured steps of one load with ``kv_cache_dtype``.
 
     amounts: float64 [steps, units + 1]: how many of each of ``UNITS``, and the context that its decodes read
     seconds: float64 [steps]
@@ -104,7 +107,7 @@ class MeasuredSteps:
 
 
 def measured(kv_cache_dtype: str, works: Sequence[StepWork], ends: np.ndarray, began: float) -> MeasuredSteps:
-    """Measured steps from their work in order and when each ended [s]; ``began``: before the first one [s].
+    """Makes measured steps from their work in order and when each ended [s]; ``began``: before the first one [s].
 
     Where nothing arrived at a step's end (NaN), its time is in that of the next step with an end.
     """
@@ -117,14 +120,14 @@ def measured(kv_cache_dtype: str, works: Sequence[StepWork], ends: np.ndarray, b
 
 
 def fit_unit_costs(loads: Iterable[MeasuredSteps]) -> UnitCosts:
-    """The unit costs that explain the loads' step times best; disturbed steps count less.
+    """Fits the unit costs that explain the loads' step times best; disturbed steps count less.
 
     Costs are scaled at the end so that the loads' total time is met: an interruption is a part of it. Raises UsageError
     where there is no step to fit.
     """
     loads = [load for load in loads if len(load.seconds)]
     if not loads:
-        raise UsageError("no step of these loads has a measured end, so the simulator cannot be calibrated on them")
+        raise UsageError(sentence("unit_costs.no_steps"))
     dtypes, units = sorted({load.kv_cache_dtype for load in loads}), len(UNITS)
     matrix = np.zeros((sum(len(load.seconds) for load in loads), units + len(dtypes)))
     row = 0
@@ -140,7 +143,7 @@ def fit_unit_costs(loads: Iterable[MeasuredSteps]) -> UnitCosts:
 
 
 def robust_nnls(matrix: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Non-negative x with ``matrix`` @ x near ``values``, in which outliers count less.
+    """Fits non-negative x with ``matrix`` @ x near ``values``; outliers count less.
 
     Huber's weights (Huber, Robust Estimation of a Location Parameter, 1964). A least-squares problem is that of the
     triangle of its QR decomposition, which is small however many rows there are.
@@ -158,7 +161,7 @@ def robust_nnls(matrix: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 
 class _UnitCostFile(BaseModel):
-    """Unit costs as JSON. ``dtype``: of weights and KV; ``num_threads``: of the engine that was measured."""
+    """The file of unit costs. ``dtype``: of weights and KV; ``num_threads``: of the engine that was measured."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
     format: str = Field(pattern=f"^{FORMAT}$")
@@ -173,7 +176,7 @@ class _UnitCostFile(BaseModel):
 
 @dataclass(frozen=True)
 class ThisCPU(Machine):
-    """This machine with ``costs`` of a step of ``model`` in ``dtype``; ``measured``: on what, by which run."""
+    """The CPU of this machine, with ``costs`` of a step; ``measured``: on what, by which run."""
 
     device: ClassVar[str] = "cpu"
     overlaps: ClassVar[bool] = False
@@ -182,11 +185,11 @@ class ThisCPU(Machine):
     measured: str = ""
 
     def __post_init__(self) -> None:
-        """There is nothing that a data sheet would have to know."""
+        """Checks nothing: no data sheet is needed."""
 
     @property
     def cost_model(self) -> str:
-        return f"unit costs fitted to {self.measured}"
+        return sentence("unit_costs.source", measured=self.measured)
 
     def _kv_budget(self, config: EngineConfig) -> int:
         return DEFAULT_CPU_BUDGET if config.kv_budget is None else config.kv_budget
@@ -209,32 +212,26 @@ def write_unit_costs(path: Path, costs: UnitCosts, run: Run) -> None:
 
 
 def this_cpu(model: str, calibration: Path | None) -> ThisCPU:
-    """Raises UsageError without unit costs, and for those of another model."""
+    """Makes this machine from its unit costs. Raises UsageError without them, and for those of another model."""
     if calibration is None:
-        raise UsageError(
-            f"--device {THIS_CPU} needs unit costs: measure this machine with `kvbench sweep WORKLOAD`, fit them with "
-            f"`kvbench calibrate-model RESULTS --output FILE`, and give --calibration FILE"
-        )
+        raise UsageError(sentence("unit_costs.no_file"))
     stored = read_json(calibration)
     if isinstance(stored, dict) and ("format" not in stored or stored["format"] != FORMAT):
-        raise UsageError(f"{calibration} has no unit costs of a CPU: fit them with `kvbench calibrate-model RESULTS`")
+        raise UsageError(sentence("unit_costs.other_file", path=calibration))
     try:
         fitted = _UnitCostFile.model_validate(stored)
     except ValidationError as error:
-        raise UsageError(f"{calibration} has no unit costs: {explain(error, '')[0]}") from None
+        raise UsageError(sentence("unit_costs.damaged", path=calibration, why=explain(error, "")[0])) from None
     if missing := [name for name in UNITS if name not in fitted.units]:
-        raise UsageError(f"{calibration} has no cost of a {missing[0]}: fit it again with `kvbench calibrate-model`")
+        raise UsageError(sentence("unit_costs.missing", path=calibration, unit=missing[0]))
     planned = plan_model(model)
     if planned.name.lower() != fitted.model.lower():
-        raise UsageError(
-            f"{calibration} is of the model {fitted.model}, and {planned.name} is to be simulated: give --model "
-            f"{fitted.model}, or measure {planned.name}"
-        )
-    threads = "threads" if fitted.num_threads > 1 else "thread"
+        names = {"fitted": fitted.model, "model": planned.name}
+        raise UsageError(sentence("unit_costs.other_model", path=calibration, **names))
     return ThisCPU(
         planned,
         GPU(THIS_CPU, memory_bytes=0, bytes_per_s=0.0, fp8=False),
         costs=UnitCosts(fitted.units, fitted.context),
         dtype=fitted.dtype,
-        measured=f"{fitted.run} on {fitted.num_threads} {threads} of {fitted.cpu}",
+        measured=sentence("unit_costs.measured", run=fitted.run, n=fitted.num_threads, cpu=fitted.cpu),
     )

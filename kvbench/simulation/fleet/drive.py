@@ -83,7 +83,7 @@ class Replica:
 
     @property
     def seconds_by_class(self) -> Mapping[str, float]:
-        """Seconds of all steps so far by class of operator, where the cost model tells them."""
+        """The seconds of all steps so far by class of operator, where the cost model tells them."""
         return getattr(self.step_time, "seconds", {})
 
     @property
@@ -93,7 +93,7 @@ class Replica:
 
     @property
     def outstanding(self) -> int:
-        """Sequences that run or wait."""
+        """The number of sequences that run or wait."""
         scheduler = self.engine.scheduler
         return len(scheduler.running) + scheduler.num_waiting + scheduler.num_parked
 
@@ -139,7 +139,7 @@ class EndedRequest:
 
 @dataclass(slots=True)
 class _Conversation:
-    """Requests that follow one another; ``turn``: the next one's index; ``sent``: the prompt of the one before."""
+    """A list of requests that follow one another; ``turn``: index of the next; ``prompt``: what was sent last."""
 
     turns: Sequence[RequestSpec]
     turn: int = 0
@@ -161,7 +161,7 @@ def prime(replica: Replica, prefixes: Iterable[tuple[int, ...]]) -> None:
 
 
 class Drive:
-    """One load on ``replicas``.
+    """A load on ``replicas``.
 
     conversations: lists of requests that follow one another, in the order of their arrivals; read as needed
     users: a closed loop of so many, each with one request at a time; None: requests are sent at their ``arrival_s``
@@ -188,7 +188,7 @@ class Drive:
         self._replicas, self._on_end, self._router, self._on_step = replicas, on_end, router, on_step
         self._source: Iterator[Sequence[RequestSpec]] = iter(conversations)
         self._users, self._turnaround_s, self._began = users, turnaround_s, began
-        self._most = most_in_flight if users is None else None
+        self._most_in_flight = most_in_flight
         self._due: list[tuple[float, int, _Conversation]] = []  # a heap
         self._held: deque[tuple[float, _Conversation]] = deque()  # due, but the client has too many open
         self._in_flight: dict[str, _RequestInFlight] = {}
@@ -228,7 +228,7 @@ class Drive:
 
     def _is_full(self) -> bool:
         """Tests whether the client has as many requests open as it may."""
-        return self._most is not None and len(self._in_flight) >= self._most
+        return self._most_in_flight is not None and len(self._in_flight) >= self._most_in_flight
 
     def _send(self, due: float, now: float, conversation: _Conversation) -> None:
         spec = drawn = conversation.turns[conversation.turn]
@@ -325,7 +325,7 @@ def prefix_aware(spec: RequestSpec, replicas: Sequence[Replica]) -> Replica:
 
 
 def cached_tokens(spec: RequestSpec, replicas: Sequence[Replica]) -> list[int]:
-    """Tokens of the prompt that each replica's prefix cache holds; 0 without one."""
+    """Counts the tokens of the prompt that each replica's prefix cache holds; 0 without one."""
     prompt = Tokens.of(Request("", spec.prompt_token_ids or ()))
     caches = [getattr(replica.engine.kv, "prefix_cache", None) for replica in replicas]
     return [len(cache.match(prompt)) * cache.page_size if cache is not None else 0 for cache in caches]

@@ -28,6 +28,7 @@ from kvbench.common.ray_cluster import (
     usable_nodes,
 )
 from kvbench.common.text import and_more
+from kvbench.simulation.wording import sentence
 
 _LOOK_S = 1.0  # a signal is seen after so long at the latest
 _ENDED_S = 5.0  # a terminated process is gone by then, or killed
@@ -38,8 +39,10 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class RayOptions:
-    """``address``: HOST:PORT of the cluster's head, None: of the cluster that this machine is in; ``wait_s``: at most
-    for a machine that has a core free.
+    """The cluster that runs simulations.
+
+    address: HOST:PORT of its head; None: of the cluster that this machine is in
+    wait_s: for a machine that has a core free, at most
     """
 
     address: str | None
@@ -92,7 +95,7 @@ def _on_cluster(
 ) -> list[Result]:
     usable = usable_nodes(cluster, _one_core, "a core for a simulation", wait_s, say)
     for note in usable.left_out:
-        say(f"note: {note}")
+        say(sentence("pool.note", note=note))
     free = [node for node in usable.nodes for _ in range(int(node.resources["CPU"]))]
     places = TaskSlots(cluster, free[: at_once or len(free)], _one_core, wait_s)
     results: dict[str, Result] = {}
@@ -102,7 +105,7 @@ def _on_cluster(
             while waiting and places.free:
                 places.submit(name := waiting.pop(0), places.free[0], _yield_result, function, jobs[name])
             if not places.left:
-                raise MeasurementError(f"no machine of the Ray cluster is left for {and_more(waiting)}")
+                raise MeasurementError(sentence("pool.no_machine", names=and_more(waiting)))
             name, came = places.next() or ("", TaskEnded())
             if isinstance(came, Raised):
                 with _failures_named(name):
@@ -145,9 +148,7 @@ def _wait_for_all(running: Mapping[Future[Result], str], children: Collection[Ba
 
 
 def _died(names: str) -> MeasurementError:
-    return MeasurementError(
-        f"{names}: a process of the simulations died, perhaps for lack of memory: run fewer at once"
-    )
+    return MeasurementError(sentence("pool.died", names=names))
 
 
 @contextmanager
@@ -162,7 +163,8 @@ def _failures_named(name: str) -> Iterator[None]:
     except MeasurementError as error:
         raise MeasurementError(f"{name}: {error}") from error
     except Exception as error:
-        raise MeasurementError(f"{name}: the simulation failed ({type(error).__name__}: {error})") from error
+        failed = sentence("pool.failed", name=name, kind=type(error).__name__, error=error)
+        raise MeasurementError(failed) from error
 
 
 def _begin(parent: int) -> None:

@@ -1,13 +1,13 @@
-"""Figures of a simulated load, gathered while it runs: exact ones, in memory that does not grow with its tokens.
+"""The rows and figures of a simulated load, gathered while it runs, in memory that its tokens do not fill.
 
-Kept of each request are six numbers of 8 bytes. The gaps between tokens are kept as different values with their
+Requests that ended become rows of requests.parquet. The functions of ``kvbench.metrics`` read them in batches, after
+which six numbers of 8 bytes are kept of each request. The gaps between tokens are kept as different values with their
 counts: all sequences of a step have the same gap, so there are about as many values as steps, 16 bytes each.
 """
 
 from __future__ import annotations
 
-import math
-from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import Field
@@ -23,21 +24,28 @@ from engine.counters import PHASES
 from engine.sequence import TokenOutput
 from kvbench.common.files import write_atomically
 from kvbench.common.records import Record
-from kvbench.load.completion import Completion
-from kvbench.load.samples import SCHEMA, Sample
-from kvbench.lockstep.instrument import result_row
-from kvbench.metrics.latency import SESSION_BROKEN, distribution, weighted_distribution
-from kvbench.metrics.model import LoadMetrics, LoadOutcome, PooledLatencies
-from kvbench.metrics.rows import MS, gaps_within, sequence_tpots
-from kvbench.metrics.steady_window import comes_at, steady_state
+from kvbench.load.samples import SCHEMA
+from kvbench.metrics import rows
+from kvbench.metrics.definitions import METRICS, over_slo
+from kvbench.metrics.latency import SESSION_BROKEN, distribution, in_steady, weighted_distribution
+from kvbench.metrics.model import Distribution, LoadMetrics, LoadOutcome, PooledLatencies
+from kvbench.metrics.steady_window import steady_state
 from kvbench.requests.request import RequestSpec
 from kvbench.simulation.fleet.drive import EndedRequest, Replica
 
-_ROWS, _TOKENS = 5_000, 1_000_000  # of a row group, at most
+_ROWS, _TOKENS = 5_000, 1_000_000  # of a batch, which is a row group of the file
 _GAPS = 1 << 20  # gaps that are kept one by one, before equal ones are counted
-_COLUMNS = ("due", "ttft", "e2el", "queued", "session")  # of each answered request [s]; session NaN: none
+_KEPT = ("ok", "t0", "ts", "first", "end", "session")
+_TOTALS = {
+    "prompt_tokens": "total_input_tokens",
+    "output_tokens": "total_output_tokens",
+    "cached_tokens": "total_cached_tokens",
+}
 _LEVELS = ("running", "waiting", "kv_usage")
+_EMPTY_ROW = dict.fromkeys(SCHEMA.names) | {"user": 0, "unstreamed_tokens": 0, "coalesced": 0, "queued_s": 0.0}
+_EMPTY_ROW |= {"chunk_times": [], "chunk_tokens": [], "text": ""}
 Count = int | float
+Row = Mapping[str, Any]
 
 
 class Level(Record):
@@ -48,7 +56,7 @@ class Level(Record):
 
 
 class SimulatedFigures(LoadMetrics):
-    """Figures of a simulated load, and what the engine did. Fields that are not set are not stored."""
+    """The figures of a simulated load, and what the engine did. Fields that are not set are not stored."""
 
     busy_s: float
     running: Level
@@ -70,7 +78,7 @@ class SimulatedFigures(LoadMetrics):
 
 
 class FleetFigures(SimulatedFigures):
-    """Figures of all replicas together.
+    """The figures of all replicas together.
 
     imbalance: the busiest replica's output tokens and busy time over the mean; replicas: of each the same figures
     seconds_by_class: of the steps' time, by class of operator; notes: how the requests were made, and on step times
@@ -82,90 +90,38 @@ class FleetFigures(SimulatedFigures):
     notes: Mapping[str, Any]
 
 
-class Gaps:
-    """Times between tokens [s]: different values, ascending, and how often each came."""
-
-    def __init__(self) -> None:
-        self._values, self._counts = np.empty(0), np.empty(0, dtype=np.int64)
-        self._new: list[np.ndarray] = []
-        self._pending = 0
-
-    def add(self, gaps: np.ndarray) -> None:
-        self._new.append(gaps)
-        self._pending += len(gaps)
-        if self._pending > max(_GAPS, len(self._values)):
-            self.counted()
-
-    def counted(self) -> tuple[np.ndarray, np.ndarray]:
-        """The values, and how often each came."""
-        if self._pending:
-            self.add_counted(np.empty(0), np.empty(0, dtype=np.int64))
-        return self._values, self._counts
-
-    def add_counted(self, values: np.ndarray, counts: np.ndarray) -> None:
-        every = np.concatenate([self._values, values, *self._new])
-        times = np.concatenate([self._counts, counts, np.ones(self._pending, dtype=np.int64)])
-        self._new, self._pending = [], 0
-        self._values, where = np.unique(every, return_inverse=True)
-        self._counts = np.zeros(len(self._values), dtype=np.int64)
-        np.add.at(self._counts, where, times)
-
-
 @dataclass
 class Tally:
-    """The work of one replica. ``rows``: ``_COLUMNS`` of each answered request; ``tpot``: of each sequence with one.
+    """The requests of one replica, and its engine over the time of the steps.
 
-    good: requests that met every limit; not_sent: later turns of those that failed
-    peaks, integrals: of ``_LEVELS``, over the time of the steps
+    kept: ``_KEPT`` of each request, a batch each; tpot: [ms] of each sequence that has one
+    gaps: different times between tokens [ms] and how often each came
+    totals: of ``_TOTALS``; ``good``: requests that met every limit; ``not_sent``: later turns of those that failed
+    peaks, integrals: of ``_LEVELS``
     """
 
-    rows: array = field(default_factory=lambda: array("d"))
-    tpot: array = field(default_factory=lambda: array("d"))
-    gaps: Gaps = field(default_factory=Gaps)
-    sent_first: float = math.inf
-    last: float = 0.0
-    input_tokens: int = 0
-    output_tokens: int = 0
-    cached_tokens: int = 0
-    completed: int = 0
-    good: int = 0
-    failed: int = 0
-    not_sent: int = 0
+    kept: list[np.ndarray] = field(default_factory=lambda: [np.empty((0, len(_KEPT)))])
+    tpot: list[np.ndarray] = field(default_factory=lambda: [np.empty(0)])
+    gaps: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=lambda: [(np.empty(0), np.empty(0))])
+    totals: Counter[str] = field(default_factory=Counter)
     failure: str | None = None
     busy_s: float = 0.0
     peaks: list[Count] = field(default_factory=lambda: [0.0] * len(_LEVELS))
     integrals: list[float] = field(default_factory=lambda: [0.0] * len(_LEVELS))
 
-    def end(self, ended: EndedRequest, limits: Mapping[str, float]) -> None:
-        """Counts a request; ``limits`` [ms] of ttft_ms, ttfo_ms (the same here), tpot_ms, itl_ms and e2el_ms."""
-        self.sent_first = min(self.sent_first, ended.sent)
-        if ended.error is not None:
-            self.failed += 1
-            self.not_sent += ended.unsent
-            self.failure = self.failure or ended.error
-            return
-        times, tokens = np.array(ended.times), ended.output_tokens
-        self.last = float(times[-1])  # requests end in the order of the clock
-        ttft, e2el = float(times[0]) - ended.due, self.last - ended.due
-        if ended.sequences or ended.tokens:
-            gaps = gaps_within(times, ended.sequences or None)
-            tpots = sequence_tpots(times, ended.sequences or None, ended.tokens or [1] * len(times), tokens)
-            tpots = tpots[~np.isnan(tpots)].tolist()
-        else:
-            gaps = np.diff(times)
-            tpots = [(self.last - float(times[0])) / (tokens - 1)] if tokens > 1 else []
-        session = math.nan if ended.spec.session is None else ended.spec.session
-        self.rows.extend((ended.due, ttft, e2el, ended.sent - ended.due, session))
-        self.tpot.extend(tpots)
-        self.gaps.add(gaps)
-        self.completed += 1
-        self.input_tokens += len(ended.spec.prompt_token_ids or ())
-        self.output_tokens += tokens
-        self.cached_tokens += ended.cached
-        if limits:
-            values = {"ttft_ms": ttft, "ttfo_ms": ttft, "e2el_ms": e2el, "tpot_ms": max(tpots, default=0.0)}
-            values["itl_ms"] = float(gaps.max()) if len(gaps) else 0.0
-            self.good += all(values[name] * MS <= limit for name, limit in limits.items())
+    def add(self, batch: pd.DataFrame, slo: Mapping[str, float]) -> None:
+        """Takes what is kept of ``batch``, rows of requests.parquet; ``slo``: limits [ms] by path."""
+        good, failed = rows.successful(batch), batch.loc[~batch["ok"], "error"]
+        self.kept.append(batch[list(_KEPT)].to_numpy(dtype=float))
+        self.tpot.append(_samples("tpot", good))
+        self.gaps.append(np.unique(_samples("itl", good), return_counts=True))
+        if sum(len(values) for values, _ in self.gaps) > _GAPS + 2 * len(self.gaps[0][0]):
+            self.gaps = [_counted(self.gaps)]
+        for column, total in _TOTALS.items():
+            self.totals[total] += int(good[column].sum())
+        missed = list(over_slo(good, slo).values())
+        self.totals["good"] += len(good) - int(np.any(missed, axis=0).sum())
+        self.failure = self.failure or next(iter(failed), None)
 
     def step(self, replica: Replica, outputs: Sequence[TokenOutput]) -> None:
         engine, seconds = replica.engine, replica.clock.now - replica.step_began
@@ -178,46 +134,74 @@ class Tally:
             self.integrals[i] += value * seconds
 
 
+def _samples(name: str, good: pd.DataFrame) -> np.ndarray:
+    """Returns the samples [ms] of the latency ``name`` of successful rows."""
+    samples = METRICS[name].samples
+    assert samples is not None
+    return samples(good)
+
+
+def _counted(parts: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+    """Merges values and their counts: returns the different values, ascending, and how often each came."""
+    values, counts = map(np.concatenate, zip(*parts, strict=True))
+    values, where = np.unique(values, return_inverse=True)
+    return values, np.bincount(where, counts).astype(np.int64)
+
+
 class Recorder:
     """The ``on_end`` and ``on_step`` of a ``Drive``.
 
-    limits: an SLO [ms]; write: gets each request that ended; ended: so many requests have
+    slo: limits [ms] by path; write: gets the rows of each batch; ended: so many requests have
     """
 
     def __init__(
-        self, replicas: Sequence[Replica], limits: Mapping[str, float], write: Callable[[EndedRequest], None]
+        self, replicas: Sequence[Replica], slo: Mapping[str, float], write: Callable[[list[Row]], None]
     ) -> None:
-        self._replicas, self._limits, self._write = replicas, limits, write
+        self._replicas, self._slo, self._write = replicas, slo, write
         self._tallies = [Tally() for _ in replicas]
         self.ended = 0
         self._before = [engine_counters(replica) for replica in replicas]
+        self._rows: list[Row] = []
+        self._numbers: list[int] = []  # of the replica of each row
+        self._tokens = 0
 
     def on_end(self, ended: EndedRequest) -> None:
         self.ended += 1
-        self._tallies[ended.replica].end(ended, self._limits)
-        self._write(ended)
+        self._tallies[ended.replica].totals["not_sent"] += ended.unsent
+        self._rows.append(row_of(ended))
+        self._numbers.append(ended.replica)
+        self._tokens += len(ended.times)
+        if len(self._rows) >= _ROWS or self._tokens >= _TOKENS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Counts and writes the rows that came since the last time. Call it at the end of the load."""
+        if not self._rows:
+            return
+        self._write(self._rows)
+        for number, batch in pd.DataFrame(self._rows).groupby(np.array(self._numbers)):
+            self._tallies[number].add(batch, self._slo)
+        self._rows, self._numbers, self._tokens = [], [], 0
 
     def on_step(self, replica: Replica, outputs: Sequence[TokenOutput]) -> None:
         self._tallies[replica.number].step(replica, outputs)
 
-    def columns(self) -> list[np.ndarray]:
-        """Returns ``_COLUMNS`` of all answered requests, replica by replica."""
-        return list(_rows(self._tallies).T.copy())
+    def requests(self) -> pd.DataFrame:
+        """Returns the columns that are kept of every row, replica by replica."""
+        return _requests(self._tallies)
 
     def figures(self, load: LoadOutcome, seconds_by_class: Mapping[str, float]) -> FleetFigures:
-        """The figures of all replicas together."""
+        """Computes the figures of all replicas together, and of several each one's."""
         counters = [
             {name: value - before[name] for name, value in engine_counters(replica).items()}
             for replica, before in zip(self._replicas, self._before, strict=True)
         ]
-        whole = _figures(self._tallies, counters, self._limits) | self._steady(load)
+        whole = _figures(self._tallies, counters, self._slo) | _steady(self.requests(), load)
         whole |= {"seconds_by_class": dict(seconds_by_class), "notes": load.notes}
         if len(counters) == 1:
             return FleetFigures(**whole)
-        replicas = [
-            SimulatedFigures(**_figures([tally], [counted], self._limits))
-            for tally, counted in zip(self._tallies, counters, strict=True)
-        ]
+        pairs = zip(self._tallies, counters, strict=True)
+        replicas = [SimulatedFigures(**_figures([tally], [counted], self._slo)) for tally, counted in pairs]
         imbalance = {}
         for name in ("total_output_tokens", "busy_s"):
             values = [getattr(replica, name) for replica in replicas]
@@ -225,20 +209,25 @@ class Recorder:
                 imbalance[name] = max(values) * len(values) / sum(values)
         return FleetFigures(**whole, imbalance=imbalance, replicas=tuple(replicas))
 
-    def _steady(self, load: LoadOutcome) -> dict[str, Any]:
-        due, ttft, e2el, queued, sessions = self.columns()
-        sessions = None if np.isnan(sessions).all() else sessions
-        steady = steady_state(due, due + queued, due + e2el, load, sessions)
-        begin, end = steady.window or (math.nan, math.nan)
-        moments = comes_at(due, due + queued, sessions)
-        inside = (moments > begin) & (moments <= end)
-        latency = PooledLatencies(ttft_ms=distribution(ttft[inside] * MS), e2el_ms=distribution(e2el[inside] * MS))
-        begin, end = steady.window or (None, None)
-        return {"steady_start_s": begin, "steady_end_s": end, "steady_note": steady.why, "steady_latency": latency}
+
+def _requests(tallies: Sequence[Tally]) -> pd.DataFrame:
+    kept = np.concatenate([batch for tally in tallies for batch in tally.kept])
+    requests = pd.DataFrame(kept, columns=list(_KEPT))
+    return requests.assign(last=requests["end"], queued_s=requests["ts"] - requests["t0"])
 
 
-def _rows(tallies: Sequence[Tally]) -> np.ndarray:
-    return np.concatenate([np.frombuffer(tally.rows).reshape(-1, len(_COLUMNS)) for tally in tallies])
+def _steady(requests: pd.DataFrame, load: LoadOutcome) -> dict[str, Any]:
+    steady = steady_state(*rows.starts(requests), rows.ends(requests), load, rows.sessions(requests))
+    inside = rows.successful(in_steady(requests, steady.window))
+    latency = PooledLatencies(**_distributions(("ttft", "e2el"), inside))
+    begin, end = steady.window or (None, None)
+    return {"steady_start_s": begin, "steady_end_s": end, "steady_note": steady.why, "steady_latency": latency}
+
+
+def _distributions(names: Sequence[str], good: pd.DataFrame) -> dict[str, Distribution]:
+    """Computes these latencies of successful rows; of those that need not be there, the ones with a sample."""
+    spread = {METRICS[name]: distribution(_samples(name, good)) for name in names}
+    return {metric.path: values for metric, values in spread.items() if metric.always or values.n}
 
 
 def engine_counters(replica: Replica) -> dict[str, Count]:
@@ -258,22 +247,16 @@ def engine_counters(replica: Replica) -> dict[str, Count]:
 
 
 def _figures(
-    tallies: Sequence[Tally], counters: Sequence[Mapping[str, Count]], limits: Mapping[str, float]
+    tallies: Sequence[Tally], counters: Sequence[Mapping[str, Count]], slo: Mapping[str, float]
 ) -> dict[str, Any]:
-    """The fields of ``SimulatedFigures``."""
-    _, ttft, e2el, queued, _ = _rows(tallies).T.copy() * MS
-    gaps = Gaps()
-    for tally in tallies:
-        gaps.add_counted(*tally.gaps.counted())
-    values, counts = gaps.counted()
-    begin, last = min(tally.sent_first for tally in tallies), max(tally.last for tally in tallies)
-    seconds = max(last - begin, 0.0) if np.isfinite(begin) else 0.0
+    """Computes the fields of ``SimulatedFigures``."""
+    requests, totals = _requests(tallies), sum((tally.totals for tally in tallies), Counter())
+    good, seconds = rows.successful(requests), 0.0
+    if len(requests):
+        seconds = float(requests["end"].max() - requests["ts"].min())
 
-    def total(name: str) -> int:
-        return sum(getattr(tally, name) for tally in tallies)
-
-    def rate(*names: str) -> float | None:
-        return sum(map(total, names)) / seconds if seconds else None
+    def rate(number: int) -> float | None:
+        return number / seconds if seconds else None
 
     engine = {name: sum(counted[name] for counted in counters) for name in counters[0]}
     phases = {name: engine.pop(name) for name in PHASES}
@@ -282,19 +265,19 @@ def _figures(
         mean = sum(tally.integrals[i] for tally in tallies) / busy if busy else None
         engine[name] = Level(peak=max(tally.peaks[i] for tally in tallies), mean=mean)
     return {
-        **{name: total(name) for name in ("completed", "failed", "not_sent")},
+        "completed": len(good),
+        "failed": len(requests) - len(good),
+        "not_sent": totals["not_sent"],
         "first_failure": next((tally.failure for tally in tallies if tally.failure), None),
         "duration_s": seconds,
-        "request_throughput": rate("completed"),
-        "output_throughput": rate("output_tokens"),
-        "total_token_throughput": rate("input_tokens", "output_tokens"),
-        **({"goodput": rate("good")} if limits else {}),
-        "ttft_ms": distribution(ttft),
-        "tpot_ms": distribution(np.concatenate([np.frombuffer(tally.tpot) for tally in tallies]) * MS),
-        "itl_ms": weighted_distribution(values * MS, counts),
-        "e2el_ms": distribution(e2el),
-        **({"client_queue_ms": distribution(queued)} if (queued > 0).any() else {}),
-        **{f"total_{name}": total(name) for name in ("input_tokens", "output_tokens", "cached_tokens")},
+        "request_throughput": rate(len(good)),
+        "output_throughput": rate(totals["total_output_tokens"]),
+        "total_token_throughput": rate(totals["total_input_tokens"] + totals["total_output_tokens"]),
+        **({"goodput": rate(totals["good"])} if slo else {}),
+        **_distributions(("ttft", "e2el", "client_queue"), good),
+        "tpot_ms": distribution(np.concatenate([batch for tally in tallies for batch in tally.tpot])),
+        "itl_ms": weighted_distribution(*_counted([part for tally in tallies for part in tally.gaps])),
+        **{name: totals[name] for name in _TOTALS.values()},
         "busy_s": busy,
         **engine,
         "phase_seconds": phases,
@@ -302,35 +285,17 @@ def _figures(
 
 
 @contextmanager
-def row_writer(path: Path | None) -> Iterator[Callable[[EndedRequest], None]]:
-    """Gives a function that writes a request to ``path``, in row groups; None: nothing is written.
+def row_writer(path: Path | None) -> Iterator[Callable[[list[Row]], None]]:
+    """Gives a function that writes rows to ``path`` as a row group; None: nothing is written.
 
     The file is there when the block ends well. Rows are in the order in which requests end.
     """
     if path is None:
-        yield lambda ended: None
+        yield lambda batch: None
         return
-    rows: list[Mapping[str, Any]] = []
-    tokens = 0
-
-    def flush() -> None:
-        nonlocal tokens
-        if rows:
-            writer.write_table(pa.Table.from_pylist(rows, schema=SCHEMA))
-        rows.clear()
-        tokens = 0
-
-    def write(ended: EndedRequest) -> None:
-        nonlocal tokens
-        rows.append(row_of(ended))
-        tokens += len(ended.times)
-        if len(rows) >= _ROWS or tokens >= _TOKENS:
-            flush()
-
     path.parent.mkdir(parents=True, exist_ok=True)
     with write_atomically(path) as scratch, pq.ParquetWriter(scratch, SCHEMA) as writer:
-        yield write
-        flush()
+        yield lambda batch: writer.write_table(pa.Table.from_pylist(batch, schema=SCHEMA))
 
 
 def with_unsent(ended: Sequence[EndedRequest], requests: Sequence[RequestSpec]) -> list[EndedRequest]:
@@ -343,14 +308,39 @@ def with_unsent(ended: Sequence[EndedRequest], requests: Sequence[RequestSpec]) 
     return [sent[spec.index] for spec in requests]
 
 
-def row_of(one: EndedRequest) -> Mapping[str, Any]:
-    """A row of requests.parquet."""
-    if one.reason == SESSION_BROKEN or one.error is not None:
-        refused = one.error is not None
-        done = Completion(http_status=one.status if refused else None)
-        done.fail("http_error" if refused else SESSION_BROKEN, one.error or "an earlier turn was refused")
-        return Sample(one.spec, 0, one.due, one.sent, one.sent, done).to_row(0.0)
-    tokens = one.tokens or [1] * len(one.times)
-    sequences = one.sequences or None
-    row = result_row(one.spec, one.due, one.sent, one.times, tokens, one.cached, one.reason, (), sequences)
-    return {**row, "queued_s": one.sent - one.due}
+def row_of(ended: EndedRequest) -> Row:
+    """Makes the row of requests.parquet. What no engine of ours says, such as reasoning, is empty."""
+    spec, times = ended.spec, ended.times
+    ok = ended.error is None and ended.reason != SESSION_BROKEN
+    row = _EMPTY_ROW | {
+        "index": spec.index,
+        "class": spec.cls,
+        "priority": spec.priority,
+        "session": spec.session,
+        "turn": spec.turn,
+        "prompt_tokens": len(spec.prompt_token_ids or ()),
+        "prefix_tokens": spec.prefix_tokens,
+        "max_tokens": spec.max_tokens,
+        "canary": spec.canary,
+        "t0": ended.due,
+        "ts": ended.sent,
+        "ok": ok,
+    }
+    if not ok:
+        refused = ended.error is not None
+        why = {"error_kind": "http_error", "error": ended.error, "http_status": ended.status}
+        broken = {"error_kind": SESSION_BROKEN, "error": "an earlier turn was refused"}
+        return row | {"end": ended.sent, "output_tokens": 0} | (why if refused else broken)
+    return row | {
+        "output_tokens": ended.output_tokens,
+        "cached_tokens": ended.cached,
+        "queued_s": ended.sent - ended.due,
+        "first": times[0],
+        "first_output": times[0],
+        "last": times[-1],
+        "end": times[-1],
+        "chunk_times": times,
+        "chunk_tokens": ended.tokens or [1] * len(times),
+        "chunk_choices": ended.sequences or None,
+        "finish_reason": ended.reason,
+    }

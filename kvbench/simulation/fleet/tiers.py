@@ -21,7 +21,7 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from kvbench.capacity.weights import weights_of
 from kvbench.common.errors import UsageError, as_usage_error
 from kvbench.common.text import format_bytes, parse_bytes
 from kvbench.simulation.cost.machine import Machine
+from kvbench.simulation.wording import sentence
 from kvbench.trace_analysis.cache_sim import PagedPrefixes, PrefixNodes, hit_rates
 from kvbench.trace_analysis.commands import print_cache
 from kvbench.traces.model import Trace, file_names
@@ -45,7 +46,6 @@ NAMES = ("hbm", "dram", "ssd")
 _SSD_BYTES_PER_S = 6.5e9  # sequential reads of a data-centre drive on PCIe 4.0 x4: as announced of Samsung's PM9A3
 _LATENCY_S = {"hbm": 0.0, "dram": 20e-6, "ssd": 100e-6}  # of a request's load; a page of megabytes takes far longer
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
-_EXAMPLE = "write for example hbm=40GiB,dram=40GiB@50GB/s,ssd=1TiB@6.5GB/s@100us"
 
 
 @dataclass(frozen=True)
@@ -64,36 +64,34 @@ def parse_tiers(text: str, machine: Machine, kv_cache_dtype: str = "auto") -> tu
     HBM that is left out is all that the GPUs have for KV. DRAM is read at the speed of the GPUs' links to the host,
     each GPU its share. Raises UsageError.
     """
-    room = _room(machine, kv_cache_dtype)
-    sizes: dict[str, Tier] = {}
+    room = _bytes_for_kv(machine, kv_cache_dtype)
+    tiers: dict[str, Tier] = {}
     for part in text.split(","):
         name, _, rest = part.strip().partition("=")
         name = name.strip().lower()
         if name not in NAMES:
-            raise UsageError(f"--tiers {part.strip()!r} names no tier: they are {', '.join(NAMES)}; {_EXAMPLE}")
-        if name in sizes:
-            raise UsageError(f"--tiers has two sizes of {name}: give one")
-        sizes[name] = _tier(name, rest.split("@"), machine)
-    hbm = sizes.setdefault("hbm", Tier("hbm", room, np.inf, 0.0))
+            raise UsageError(sentence("tiers.unknown", part=part.strip(), example=sentence("tiers.example")))
+        if name in tiers:
+            raise UsageError(sentence("tiers.twice", name=name))
+        tiers[name] = _tier(name, rest.split("@"), machine)
+    hbm = tiers.setdefault("hbm", Tier("hbm", room, np.inf, 0.0))
     if hbm.num_bytes > room:
-        raise UsageError(
-            f"--tiers hbm={format_bytes(hbm.num_bytes)} is more than the {format_bytes(room)} that {machine.gpus}x"
-            f"{machine.gpu.name} has for KV beside {machine.model.name}: lower it, or leave hbm out for all of it"
-        )
-    return tuple(sizes[name] for name in NAMES if name in sizes)
+        sizes = {"size": format_bytes(hbm.num_bytes), "room": format_bytes(room), "gpus": machine.gpus}
+        raise UsageError(sentence("tiers.too_large", gpu=machine.gpu.name, model=machine.model.name, **sizes))
+    return tuple(tiers[name] for name in NAMES if name in tiers)
 
 
-def _room(machine: Machine, kv_cache_dtype: str) -> int:
-    """Bytes of KV of all GPUs. Raises UsageError where the model does not fit."""
+def _bytes_for_kv(machine: Machine, kv_cache_dtype: str) -> int:
+    """Computes the bytes of KV of all GPUs. Raises UsageError where the model does not fit."""
     weights = weights_of(machine.model)
     memory = memory_of(machine.model, weights, machine.gpu, machine.gpus, Settings(kv_cache_dtype=kv_cache_dtype))
     if memory.kv <= 0:
-        machine.settle({"kv_cache_dtype": kv_cache_dtype})  # says so, with the numbers
+        machine.settle({"kv_cache_dtype": kv_cache_dtype})  # raises, with the numbers
     return max(0, memory.kv) * machine.gpus
 
 
 def _tier(name: str, words: Sequence[str], machine: Machine) -> Tier:
-    """A tier of ``words``: its size, and below HBM its speed and latency."""
+    """Reads a tier from ``words``: its size, and below HBM its speed and latency. Raises UsageError."""
     performance = machine.gpu.performance
     assert performance is not None
     link = performance.host_link_bytes_per_s * machine.gpus
@@ -102,16 +100,17 @@ def _tier(name: str, words: Sequence[str], machine: Machine) -> Tier:
     try:
         num_bytes = parse_bytes(size.strip())
         if name == "hbm" and others:
-            raise ValueError("hbm is where the GPU computes and has neither speed nor latency of loading")
-        for word in others:
-            if word.strip().lower().endswith("/s"):
-                speed = float(parse_bytes(word.strip()[:-2]))
+            raise ValueError(sentence("tiers.hbm_speed"))
+        for word in map(str.strip, others):
+            if word.lower().endswith("/s"):
+                speed = float(parse_bytes(word[:-2]))
             else:
-                latency = _seconds(word.strip())
+                latency = _seconds(word)
+        if num_bytes <= 0 or speed <= 0:
+            raise ValueError(sentence("tiers.not_positive"))
     except ValueError as error:
-        raise UsageError(f"--tiers {name}={'@'.join(words)}: {error}; {_EXAMPLE}") from None
-    if num_bytes <= 0 or speed <= 0:
-        raise UsageError(f"--tiers {name}={'@'.join(words)}: sizes and speeds are more than 0; {_EXAMPLE}")
+        what = {"name": name, "words": "@".join(words), "why": error, "example": sentence("tiers.example")}
+        raise UsageError(sentence("tiers.damaged", **what)) from None
     return Tier(name, num_bytes, speed, latency)
 
 
@@ -120,11 +119,11 @@ def _seconds(text: str) -> float:
         number = text.removesuffix(unit)
         if number != text and number.strip().replace(".", "", 1).isdecimal():
             return float(number) * seconds
-    raise ValueError(f"{text!r} is neither a speed such as 50GB/s nor a latency such as 100us")
+    raise ValueError(sentence("tiers.no_speed", text=text))
 
 
 class Store:
-    """Pages of one tier below HBM. The page of the least rank leaves first. ``uses``: None: least recently used."""
+    """The pages of a tier below HBM. The page of the least rank leaves first. ``uses``: None: least recently used."""
 
     def __init__(self, num_pages: int, uses: Counter[int] | None = None) -> None:
         self.num_pages, self._uses = num_pages, uses
@@ -168,9 +167,9 @@ class TieredCache:
         self._node_in: dict[int, int] = {}  # physical page of HBM -> node
 
     def serve(self, page_ids: Sequence[int]) -> list[int]:
-        """The tiers of a prompt's leading pages, 0 for HBM, up to the first that is in none. All are in HBM then.
+        """Returns the tiers of a prompt's leading pages, 0 for HBM, up to the first that is in none.
 
-        Of a prompt of more pages than HBM the first of them are looked up and kept.
+        All its pages are in HBM then. Of a prompt of more pages than HBM the first of them are looked up and kept.
         """
         kept = page_ids[: self._hbm.num_pages]
         nodes = self._nodes.walk(kept)
@@ -198,37 +197,30 @@ class TieredCache:
                 del self._uses[node]
 
 
-@dataclass
 class FirstTokens:
-    """TTFT of requests alone on ``machine``, by what of their prompts is where."""
+    """The TTFT of requests alone on ``machine``, by the tiers that hold the pages of their prompts.
 
-    machine: Machine
-    page_size: int
-    tiers: tuple[Tier, ...]
-    kv_cache_dtype: str = "auto"
-    step_tokens: int = field(init=False)
-    page_bytes: int = field(init=False)
+    step_tokens: most tokens of a step; page_bytes: KV of a page of ``page_size`` tokens
+    """
 
-    def __post_init__(self) -> None:
-        self.step_tokens = Settings().step_on(self.machine.gpu).tokens
-        config, capacity = self.machine.settle({
-            "kv_cache_dtype": self.kv_cache_dtype, "max_num_batched_tokens": self.step_tokens, "max_num_seqs": 1,
-        })  # fmt: skip
-        timer = self.machine.step_timer(config)
-        self.page_bytes = self.page_size * capacity.bytes_per_slot
+    def __init__(self, machine: Machine, page_size: int, tiers: tuple[Tier, ...], kv_cache_dtype: str = "auto") -> None:
+        self.machine, self.page_size, self.tiers = machine, page_size, tiers
+        self.step_tokens = Settings().step_on(machine.gpu).tokens
+        limits = {"max_num_batched_tokens": self.step_tokens, "max_num_seqs": 1}
+        config, capacity = machine.settle({"kv_cache_dtype": kv_cache_dtype, **limits})
+        timer = machine.step_timer(config)
+        self.page_bytes = page_size * capacity.bytes_per_slot
         self._step_s = functools.cache(lambda prefills, drawn: timer(StepWork(prefills, 0, 0, 0, drawn)).total)
 
     def pages_of(self, tier: Tier) -> int:
-        """Raises UsageError for a tier that holds none."""
+        """Counts the pages that ``tier`` holds. Raises UsageError for one that holds none."""
         if tier.num_bytes < self.page_bytes:
-            raise UsageError(
-                f"--tiers {tier.name}={format_bytes(tier.num_bytes)} holds no page: one of {self.page_size} tokens "
-                f"takes {format_bytes(self.page_bytes)} of KV; make it larger, or leave it out"
-            )
+            sizes = {"size": format_bytes(tier.num_bytes), "page": format_bytes(self.page_bytes)}
+            raise UsageError(sentence("tiers.no_page", name=tier.name, tokens=self.page_size, **sizes))
         return tier.num_bytes // self.page_bytes
 
     def of(self, tokens: int, tiers: Sequence[int]) -> tuple[float, list[int]]:
-        """Seconds to the first token of a prompt of ``tokens``, and the positions of the pages that are loaded.
+        """Computes the seconds to the first token of a prompt of ``tokens``, and the positions of the loaded pages.
 
         tiers: of each of its leading pages
         """
@@ -250,12 +242,12 @@ class FirstTokens:
         return without, []
 
     def _compute_page_s(self, position: int) -> float:
-        """Seconds that a page costs as a part of a full step of a long prompt."""
+        """Computes the seconds that a page costs as a part of a full step of a long prompt."""
         before = position * self.page_size // self.step_tokens * self.step_tokens
         return self._step_s(((self.step_tokens, before),), 0) / self.step_tokens * self.page_size
 
     def _compute_s(self, tokens: int, held: Sequence[int]) -> float:
-        """Seconds to compute a prompt but for the pages at ``held`` positions; at least its last token."""
+        """Computes the seconds of a prompt without the pages at ``held`` positions; at least its last token's."""
         total, room, parts = 0.0, self.step_tokens, []
         for start, end in self._gaps(tokens, held):
             while start < end:
@@ -268,7 +260,7 @@ class FirstTokens:
         return total + self._step_s(tuple(parts), 1)
 
     def _gaps(self, tokens: int, held: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Ranges of tokens that no held page has, the last token in any case."""
+        """Yields the ranges of tokens that no held page has, the last token in any case."""
         at = 0
         for position in held:
             if position * self.page_size > at:
@@ -306,28 +298,35 @@ class TierValue:
 
 @dataclass(frozen=True)
 class TieredSimulation:
-    """A trace without a cache (``mean_ttft_s``, ``p95_ttft_s``), and with each of ``tiers`` added to those above it.
+    """A trace without a cache, and with each of ``tiers`` added to those above it; the fields are those of ``--json``.
 
-    pages: of the requests that count; num_cut: requests longer than HBM
+    pages: of the requests that count; no_cache: mean_ttft_s and p95_ttft_s
     """
 
-    trace: Trace
+    simulated: bool
+    model: str
+    device: str
+    gpus: int
+    cost_model: str
     policy: str
-    warm_up: int
-    times: FirstTokens
-    mean_ttft_s: float
-    p95_ttft_s: float
-    tiers: tuple[TierValue, ...]
+    format: str
+    page_size: int | None
+    page_bytes: int
+    requests: int
+    warm_up_requests: int
     pages: int
-    num_cut: int
+    requests_longer_than_hbm: int
+    no_cache: dict[str, float]
+    tiers: tuple[TierValue, ...]
 
 
 def simulate_tiers(trace: Trace, times: FirstTokens, policy: str = "lru", warm_up: int = 0) -> TieredSimulation:
     """Replays ``trace`` without a cache, with HBM, and with one tier after another. ValueError as ``hit_rates``."""
     hit_rates(trace, trace.pages * 0, warm_up)  # raises at once if no request is left to count
     num_pages, pages = [times.pages_of(tier) for tier in times.tiers], int(trace.pages[warm_up:].sum())
-    nothing = mean, p95 = _mean_and_p95([times.of(int(tokens), ())[0] for tokens in trace.prompt_tokens[warm_up:]])
-    values = []
+    alone = [times.of(int(tokens), ())[0] for tokens in trace.prompt_tokens[warm_up:]]
+    mean, p95 = _mean_and_p95(alone)
+    no_cache, values = {"mean_ttft_s": mean, "p95_ttft_s": p95}, []
     for last, tier in enumerate(times.tiers):
         cache, seconds, hits, loaded = TieredCache(num_pages[: last + 1], policy), [], 0, 0
         for index, (tokens, page_ids) in enumerate(zip(trace.prompt_tokens.tolist(), trace.page_ids, strict=True)):
@@ -336,23 +335,33 @@ def simulate_tiers(trace: Trace, times: FirstTokens, policy: str = "lru", warm_u
                 took, fetched = times.of(tokens, tiers)
                 seconds.append(took)
                 hits += tiers.count(last)
-                loaded += tiers.count(0) if not last else sum(tiers[i] == last for i in fetched)
+                loaded += sum(tiers[i] == last for i in fetched) if last else tiers.count(0)
         before, (mean, p95) = (mean, p95), _mean_and_p95(seconds)
-        speed, latency = (tier.bytes_per_s, tier.latency_s) if np.isfinite(tier.bytes_per_s) else (None, None)
+        speed, latency = (tier.bytes_per_s, tier.latency_s) if last else (None, None)
         counts = (num_pages[last], hits, hits / pages, loaded)
         saved = (before[0] - mean, before[1] - p95)
         values.append(TierValue(tier.name, tier.num_bytes, speed, latency, *counts, mean, p95, *saved))
-    cut = int((trace.pages[warm_up:] > num_pages[0]).sum())
-    return TieredSimulation(trace, policy, warm_up, times, *nothing, tuple(values), pages, cut)
+    return TieredSimulation(
+        simulated=True,
+        model=times.machine.model.name,
+        device=times.machine.gpu.name,
+        gpus=times.machine.gpus,
+        cost_model=times.machine.cost_model,
+        policy=policy,
+        format=trace.format,
+        page_size=trace.page_size,
+        page_bytes=times.page_bytes,
+        requests=len(trace),
+        warm_up_requests=warm_up,
+        pages=pages,
+        requests_longer_than_hbm=int((trace.pages[warm_up:] > num_pages[0]).sum()),
+        no_cache=no_cache,
+        tiers=tuple(values),
+    )
 
 
 def _mean_and_p95(seconds: Sequence[float]) -> tuple[float, float]:
     return float(np.mean(seconds)), float(np.percentile(seconds, 95))
-
-
-_NOTHING = 0.005  # of the mean TTFT, below which a tier is said to save nothing
-_HEADS = ["with", "pages", "hits, pages", "loaded", "mean TTFT", "p95 TTFT", "saves, mean", "p95", "mean, a GiB"]
-_POLICY = {"lru": "too", "lfu": "the one that the fewest requests have used"}
 
 
 def tiers_command(
@@ -369,128 +378,102 @@ def tiers_command(
     as_json: bool,
     html: Path | None,
 ) -> int:
-    """Raises UsageError."""
+    """Runs ``kvbench cache-sim --tiers``. Raises UsageError."""
     if model is None or device is None:
-        raise UsageError(
-            "--tiers needs --model and --device, whose prefill is weighed against loading: give for example --model "
-            "llama-3.1-8b --device H100"
-        )
+        raise UsageError(sentence("tiers.no_machine"))
     count, gpu = parse_gpus(device)
     machine, dtype = Machine(plan_model(model), gpu, count), kv_cache_dtype or "auto"
-    sizes = parse_tiers(tiers, machine, dtype)
+    sizes, files = parse_tiers(tiers, machine, dtype), file_names(trace)
     with as_usage_error():
         read = read_page_ids(trace, format, page_size)
         assert read.page_size is not None
-        with Console(stderr=True).status(f"replaying {len(read):,} requests"):
-            result = simulate_tiers(read, FirstTokens(machine, read.page_size, sizes, dtype), policy or "lru", warm_up)
-    title = f"{file_names(trace)}: {machine.model.name} on {machine.title}"
+        times = FirstTokens(machine, read.page_size, sizes, dtype)
+        with Console(stderr=True).status(sentence("tiers.replaying", requests=len(read))):
+            result = simulate_tiers(read, times, policy or "lru", warm_up)
+    title = sentence("tiers.title", files=files, model=result.model, machine=machine.title)
     if html is not None:
         html.write_text(_figure(result, title).to_html(include_plotlyjs=True), encoding="utf-8")
     if as_json:
-        print(json.dumps({"trace": file_names(trace), **as_dict(result)}, indent=2))
+        print(json.dumps({"trace": files, **dataclasses.asdict(result)}, indent=2))
     else:
-        print_cache(title, _HEADS, _rows(result), [*answers(result), *facts(result)], html, numbers_from=1)
+        lines = [*answers(result), *facts(result, times.step_tokens)]
+        print_cache(title, _HEADS, _rows(result), lines, html, numbers_from=1)
     return 0
 
 
+_NOTHING = 0.005  # of the mean TTFT, below which a tier is said to save nothing
+_HEADS = ["with", "pages", "hits, pages", "loaded", "mean TTFT", "p95 TTFT", "saves, mean", "p95", "mean, a GiB"]
+
+
 def _rows(result: TieredSimulation) -> list[list[str]]:
-    """A row for no cache and for each tier added."""
-    rows = [["no cache", "", "", "", _time(result.mean_ttft_s), _time(result.p95_ttft_s), "", "", ""]]
+    """Makes a row for no cache and for each tier added."""
+    rows = [["no cache", "", "", "", *map(_time, result.no_cache.values()), "", "", ""]]
     for tier in result.tiers:
-        loads = tier.page_hits and tier is not result.tiers[0]
+        loaded = ""
+        if tier.page_hits and tier is not result.tiers[0]:
+            loaded = f"{tier.pages_not_computed / tier.page_hits:.0%}"
         saved_a_gib = tier.saved_mean_ttft_s / (tier.bytes / GIB)
         times = (tier.mean_ttft_s, tier.p95_ttft_s, tier.saved_mean_ttft_s, tier.saved_p95_ttft_s, saved_a_gib)
-        loaded = f"{tier.pages_not_computed / tier.page_hits:.0%}" if loads else ""
         rows.append([tier.title, f"{tier.num_pages:,}", f"{tier.page_hit_rate:.2%}", loaded, *map(_time, times)])
     return rows
 
 
 def _time(seconds: float) -> str:
-    """Three digits, in seconds from 1 s on, else in ms; what rounds to nothing is 0."""
+    """Writes three digits, in seconds from 1 s on, else in ms; what rounds to nothing is 0."""
     if abs(seconds) >= 1:
         return f"{seconds:.3g} s"
     return f"{seconds * 1e3:.3g} ms" if abs(seconds) >= 1e-7 else "0"
 
 
 def answers(result: TieredSimulation) -> list[str]:
-    """A sentence on each tier, and one on all together."""
-    words = "; ".join(f"{format_bytes(tier.bytes)} of {tier.title} {_saves(tier)}" for tier in result.tiers)
-    without, with_all = _time(result.mean_ttft_s), _time(result.tiers[-1].mean_ttft_s)
-    return [f"{words}.", f"All together: {without} without a cache, {with_all} with it."]
+    """Writes a sentence on each tier, and one on all together."""
+    without, with_all = _time(result.no_cache["mean_ttft_s"]), _time(result.tiers[-1].mean_ttft_s)
+    together = sentence("tiers.all_together", without=without, with_all=with_all)
+    return ["; ".join(map(_saves, result.tiers)) + ".", together]
 
 
 def _saves(tier: TierValue) -> str:
     saved, before = tier.saved_mean_ttft_s, tier.mean_ttft_s + tier.saved_mean_ttft_s
+    values = {"size": format_bytes(tier.bytes), "tier": tier.title, "saved": _time(saved)}
     if saved >= _NOTHING * before:
-        return f"saves {_time(saved)} of mean TTFT ({saved / before:.0%}; p95: {_time(tier.saved_p95_ttft_s)})"
-    if not tier.page_hits:
-        return "saves nothing: no page is used again while it is there"
+        return sentence("tiers.saves", share=saved / before, p95=_time(tier.saved_p95_ttft_s), **values)
+    why = "other"
     if not tier.pages_not_computed:
-        return "saves nothing: each page in it is sooner computed again than loaded"
-    return f"saves next to nothing ({_time(saved)} of mean TTFT)"
+        why = "computed" if tier.page_hits else "no hits"
+    return sentence("tiers.saves_nothing", why, **values)
 
 
-def facts(result: TieredSimulation) -> list[str]:
-    """Returns sentences on what was counted, and how."""
-    trace, times = result.trace, result.times
-    counted = f"; the first {result.warm_up:,} warm the cache and are not counted" if result.warm_up else ""
+def facts(result: TieredSimulation, step_tokens: int) -> list[str]:
+    """Writes sentences on what was counted, and how."""
+    steps = {"tokens": step_tokens, "source": result.cost_model}
+    lines = [sentence("tiers.simulated", n=result.warm_up_requests, requests=result.requests, **steps)]
+    below = sentence("tiers.below", result.policy) if len(result.tiers) > 1 else ""
+    size = format_bytes(result.page_bytes)
+    lines.append(sentence("tiers.pages", tokens=result.page_size, size=size, below=below))
     loads = [
-        f"{tier.title} {tier.bytes_per_s / 1e9:.3g} GB/s after {_time(tier.latency_s or 0.0)}"
+        sentence("tiers.speed", tier=tier.title, speed=tier.bytes_per_s / 1e9, latency=_time(tier.latency_s or 0.0))
         for tier in result.tiers
         if tier.bytes_per_s is not None
     ]
-    below = f", tiers below it {_POLICY[result.policy]}" if len(result.tiers) > 1 else ""
-    lines = [
-        f"Simulated: {len(trace):,} requests alone, one after another, so without queueing{counted}; steps of at most "
-        f"{times.step_tokens:,} tokens, times from the {times.machine.cost_model}.",
-        f"Pages of {trace.page_size} tokens ({format_bytes(times.page_bytes)}). HBM evicts the least recently used page"
-        f"{below}.",
-    ]
     if loads:
-        lines.append(f"Loading: {', '.join(loads)}; a page is loaded where that is sooner than computing it.")
-    if result.num_cut:
-        lines.append(
-            f"{result.num_cut:,} requests are longer than HBM: of these its first pages only are looked up and kept."
-        )
+        lines.append(sentence("tiers.loading", speeds=", ".join(loads)))
+    if result.requests_longer_than_hbm:
+        lines.append(sentence("tiers.cut", "other", n=result.requests_longer_than_hbm))
     return lines
 
 
-def as_dict(result: TieredSimulation) -> dict[str, Any]:
-    """Returns what ``--json`` prints beside the trace's name."""
-    trace, times = result.trace, result.times
-    return {
-        "simulated": True,
-        "model": times.machine.model.name,
-        "device": times.machine.gpu.name,
-        "gpus": times.machine.gpus,
-        "cost_model": times.machine.cost_model,
-        "policy": result.policy,
-        "format": trace.format,
-        "page_size": trace.page_size,
-        "page_bytes": times.page_bytes,
-        "requests": len(trace),
-        "warm_up_requests": result.warm_up,
-        "pages": result.pages,
-        "requests_longer_than_hbm": result.num_cut,
-        "no_cache": {"mean_ttft_s": result.mean_ttft_s, "p95_ttft_s": result.p95_ttft_s},
-        "tiers": [dataclasses.asdict(tier) for tier in result.tiers],
-    }
-
-
 def _figure(result: TieredSimulation, title: str) -> Any:
-    """Mean and p95 TTFT as one tier after another is added, and the pages that each hits; ``title``: inside it."""
+    """Draws mean and p95 TTFT as one tier after another is added, and the pages that each hits."""
     from plotly.subplots import make_subplots
 
     from kvbench.report.style import CONTIGUOUS, OTHERS, PAGED, finish, safe
 
     names = ["no cache", *(tier.title for tier in result.tiers)]
     figure = make_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.08)
-    for name, colour, times in (
-        ("mean TTFT", PAGED, [result.mean_ttft_s, *(tier.mean_ttft_s for tier in result.tiers)]),
-        ("p95 TTFT", CONTIGUOUS, [result.p95_ttft_s, *(tier.p95_ttft_s for tier in result.tiers)]),
-    ):
+    for name, colour, key in (("mean TTFT", PAGED, "mean_ttft_s"), ("p95 TTFT", CONTIGUOUS, "p95_ttft_s")):
+        seconds = [result.no_cache[key], *(getattr(tier, key) for tier in result.tiers)]
         figure.add_bar(
-            x=names, y=[seconds * 1e3 for seconds in times], name=name, marker={"color": colour},
+            x=names, y=[1e3 * second for second in seconds], name=name, marker={"color": colour},
             hovertemplate=f"%{{y:,.1f}} ms {name}<extra></extra>", row=1, col=1,
         )  # fmt: skip
     figure.add_bar(

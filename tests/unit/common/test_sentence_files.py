@@ -23,7 +23,8 @@ def wording(tmp_path: Path) -> Wording:
     path = tmp_path / "sentences.toml"
     path.write_text(
         '[a]\nkeep = "Keep {name}"\nchanges = {one = "1 change is", other = "{n:,} changes are"}\n'
-        'loads = {zero = "no load", other = "{n} loads"}\nclock = {served = " served", other = ""}\n',
+        'loads = {zero = "no load", other = "{n} loads"}\nclock = {served = " served", other = ""}\n'
+        'use = {yes = "Use {size}", no = "Keep {size}"}\n',
         encoding="utf-8",
     )
     return Wording(path)
@@ -44,6 +45,11 @@ def test_zero_has_a_form_of_its_own_where_the_file_gives_one(wording: Wording) -
 
 def test_a_named_form_is_taken_else_the_other(wording: Wording) -> None:
     assert [wording.say("a.clock", form) for form in ("served", "simulated")] == [" served", ""]
+
+
+def test_yes_or_no_chooses_a_form_and_a_template_alone_is_left_out(wording: Wording) -> None:
+    assert [wording.say("a.use", safe, size=8) for safe in (True, False)] == ["Use 8", "Keep 8"]
+    assert [wording.say("a.keep", said, name="page 16") for said in (True, False)] == ["Keep page 16", ""]
 
 
 @pytest.mark.parametrize("key", ["a.missing", "missing.keep", "a.keep"])

@@ -19,19 +19,8 @@ from kvbench.common.errors import UsageError
 from kvbench.common.stats import welch_interval
 from kvbench.effects.comparison import Call
 from kvbench.report.comparisons import THROUGHPUT
-from kvbench.report.side_by_side import (
-    MOST_SIDES,
-    Group,
-    differences,
-    drawings,
-    engine_time,
-    groups_of,
-    markdown,
-    obstacles,
-    one_group,
-    page,
-    ratios,
-)
+from kvbench.report.side_by_side import MOST_SIDES, Group, differences, groups_of, obstacles, one_group, ratios
+from kvbench.report.side_by_side_page import drawings, engine_time, markdown, page
 from kvbench.runs.model import MeasuredCell, Run
 from tests.support.records import put
 from tests.support.report_cells import cell, in_engine_time, mark_few, refused, run, wrong

@@ -144,6 +144,13 @@ def test_a_fleet_is_told_apart_and_together(workload: Path, capsys: pytest.Captu
     assert result["imbalance"]["total_output_tokens"] == pytest.approx(most / (result["total_output_tokens"] / 3))
 
 
+def test_a_replica_that_gets_no_request_has_empty_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    simulated("simulate", *MACHINE, *SHORT, "--num-prompts", 2, "--replicas", 3, "--router", "least-loaded", "--json")
+    idle = json.loads(capsys.readouterr().out)["replicas"][2]
+    assert idle["completed"] == idle["itl_ms"]["n"] == idle["ttft_ms"]["n"] == 0 and idle["ttft_ms"]["p95"] is None
+    assert idle["request_throughput"] is None and idle["running"] == {"peak": 0.0, "mean": None}
+
+
 def test_a_trace_is_played_at_its_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [{"timestamp": 500 * i, "input_length": 1024 + 200, "output_length": 3, "hash_ids": [0, 1 + i % 2, 50 + i]}
             for i in range(8)]  # fmt: skip
@@ -176,6 +183,17 @@ def test_bad_input_is_said_before_anything_runs(arguments: list[str], named: lis
     with pytest.raises(UsageError) as caught:
         simulated("simulate", *arguments)
     assert all(word in str(caught.value) for word in named)
+
+
+def test_a_load_that_is_too_long_for_the_model_is_refused_before_it_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvbench.requests.draw.random_tokens", None)
+    with pytest.raises(UsageError, match=r"200000 [+] 9 = 200009 tokens, more than max_model_len 131072"):
+        simulated("simulate", *MACHINE, "--input-len", 200_000, "--output-len", 9, "--concurrency", 2)
+    one = [{"name": "one", "share": 1, "prompt_tokens": 400, "output_tokens": 3}]
+    load = {"sessions": {"turns": 2, "num_sessions": [2]}, "prompts": {"kind": "synthetic", "classes": one}}
+    draw = LoadDraw(LoadConfig.model_validate(load | {"concurrency": [2]}), 1000, 200, seed=4, concurrency=2)
+    with pytest.raises(ValueError, match=r"400 [+] 3 = 403 tokens, more than max_model_len 200"):
+        build_requests(draw)
 
 
 def test_the_highest_rate_that_meets_a_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
