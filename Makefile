@@ -47,9 +47,9 @@ bench: install
 	@$(if $(QUICK),KVBENCH_BENCH=quick )$(BIN)/python -m tests.benchmarks.bench_run $(ARGS)
 
 bench-peers: install
-	@$(BIN)/kvbench bench-engine --require hf-continuous=5 \
+	@$(BIN)/kvbench dev bench-engine --require hf-continuous=5 \
 	  $(if $(VLLM_PYTHON),--vllm-python '$(VLLM_PYTHON)' --require vllm=1.5 --require vllm-eager=1.5) $(ARGS); \
-	float32=$$?; $(BIN)/kvbench bench-engine --dtype bfloat16 \
+	float32=$$?; $(BIN)/kvbench dev bench-engine --dtype bfloat16 \
 	  $(if $(VLLM_PYTHON),--vllm-python '$(VLLM_PYTHON)' --require vllm=1.3 --require vllm-eager=1.3) $(ARGS) \
 	  && exit $$float32
 

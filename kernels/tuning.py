@@ -1,9 +1,9 @@
 """Which tiles a kernel runs with: what was measured on such a chip, or what launch.py works out.
 
-``kernels/tuned/sm_XX.json`` holds, per architecture, the tiles that ``kvbench tune`` found faster than the computed
+``kernels/tuned/sm_XX.json`` holds, per architecture, the tiles that ``kvbench dev tune`` found faster than the computed
 ones on a real device, with that device's name, driver and Triton. Only what was measured has an entry: sm_90.json,
-of an H200, has head dim 128; every other choice is launch.py's until somebody runs ``kvbench tune`` and commits what it
-wrote.
+of an H200, has head dim 128; every other choice is launch.py's until somebody runs ``kvbench dev tune`` and commits
+what it wrote.
 
 An entry serves the shapes that compile to the same tile: same kernel, KV kind, bytes of a query's value, padded head
 dims, and padded number of query heads a KV head. Of those, the one with the nearest page size is taken (by ratio; of
@@ -68,7 +68,10 @@ class Entry:
 
 @dataclass(frozen=True)
 class Table:
-    """What ``kvbench tune`` wrote on one machine. ``arch``: 10 x major + minor compute capability; ``date``: UTC."""
+    """The tiles that ``kvbench dev tune`` wrote on one machine.
+
+    ``arch``: 10 x major + minor compute capability; ``date``: UTC.
+    """
 
     arch: int
     device: str
@@ -107,7 +110,7 @@ def read_table(arch: int, folder: Path = FOLDER) -> Table | None:
         data = json.loads(path.read_text())
         table = Table(**data | {"entries": tuple(Entry(**entry) for entry in data["entries"])})
     except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{path} is no table of tiles ({error}): write it with kvbench tune, or delete it") from None
+        raise ValueError(f"{path} is no table of tiles ({error}): run kvbench dev tune, or delete it") from None
     for entry in table.entries:
         if entry.kernel not in KERNELS or entry.page_size < 1:
             raise ValueError(f"{path}: an entry of kernel {entry.kernel!r}, page size {entry.page_size}: delete it")

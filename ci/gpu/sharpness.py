@@ -1,7 +1,7 @@
 """Parts ``launched-pairs`` and ``lockstep-pairs``: how far pairs of equal sides scatter on this device.
 
-`kvbench calibrate` measures them (see tests/benchmarks/method_runs.py); a launched pair starts two servers, so its load
-is short. Kept are every pair, the scatter by metric, and whether throughputs of launches have two modes.
+`kvbench dev calibrate` measures them (see tests/benchmarks/method_runs.py); a launched pair starts two servers, so its
+load is short. Kept are every pair, the scatter by metric, and whether throughputs of launches have two modes.
 """
 
 from __future__ import annotations

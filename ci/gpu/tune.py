@@ -1,4 +1,4 @@
-"""Part ``tune``: `kvbench tune` for as long as there is time; its table becomes tuned.json of the results.
+"""Part ``tune``: `kvbench dev tune` for as long as there is time; its table becomes tuned.json of the results.
 
 The table is not put to use here: copy it to kernels/tuned/sm_XX.json (of the architecture that it names) and commit it.
 """
@@ -20,8 +20,8 @@ QUICK = ("--head-dim", "128", "--page-size", "16")
 
 
 def tune_command(folder: Path, quick: bool, seconds: float) -> list[str]:
-    """``kvbench tune`` for as long as ``seconds`` allow."""
-    command = [sys.executable, "-m", "kvbench", "tune", "--output-dir", str(folder)]
+    """``kvbench dev tune`` for as long as ``seconds`` allow."""
+    command = [sys.executable, "-m", "kvbench", "dev", "tune", "--output-dir", str(folder)]
     return [*command, "--max-minutes", f"{max(1.0, seconds - START_S) / 60:.3f}", *(QUICK if quick else ())]
 
 
@@ -54,7 +54,7 @@ def main() -> int:
     done = subprocess.run(tune_command(folder, args.quick, args.seconds), cwd=REPOSITORY, check=False)
     tables = sorted(folder.glob("sm_*.json"))
     if done.returncode != 0:
-        report.fail("kvbench tune", f"ended with code {done.returncode}: see the log")
+        report.fail("kvbench dev tune", f"ended with code {done.returncode}: see the log")
     if tables:
         shutil.copy(tables[0], args.scratch / "tuned.json")
         summarise(report, json.loads(tables[0].read_text(encoding="utf-8")))

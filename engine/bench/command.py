@@ -1,4 +1,4 @@
-"""The command line of ``kvbench bench-engine``."""
+"""The command line of ``kvbench dev bench-engine``."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ VLLM_SKIPPED = (
 def build_parser() -> argparse.ArgumentParser:
     """Options and their defaults."""
     parser = argparse.ArgumentParser(
-        prog="kvbench bench-engine",
+        prog="kvbench dev bench-engine",
         description="Measure the engine alone, without server or load generator, beside Hugging Face transformers "
         "(documented and at its best) and vLLM on the same weights, side by side. Prints output tokens/s and ratios.",
         epilog="Exit codes: 0 done, 1 a --require was missed, 2 bad input, 4 the sides gave different tokens or the "
-        "machine was not ours. Example: kvbench bench-engine --repeats 3 --require hf-continuous=5",
+        "machine was not ours. Example: kvbench dev bench-engine --repeats 3 --require hf-continuous=5",
     )
     parser.add_argument("--model", default="llama-32m", help="folder, config JSON, or a config that ships")
     parser.add_argument("--requests", type=int, default=32, help="number of prompts, all there at the start")

@@ -1,4 +1,4 @@
-"""What ``kvbench tune`` runs: attention problems on the device, checked against float64 and timed with events.
+"""What ``kvbench dev tune`` runs: attention problems on the device, checked against float64 and timed with events.
 
 Correctness is checked on a small problem with hostile lengths (empty, one token, around tile and page bounds), a
 hostile KV cache and a poisoned output; time is the geometric mean over large ones, whose KV is far larger than the

@@ -1,4 +1,4 @@
-"""Hostile KV caches and the float64 answer: what `kvbench tune`, ci/gpu and the tests check attention with.
+"""Hostile KV caches and the float64 answer: what `kvbench dev tune`, ci/gpu and the tests check attention with.
 
 Pages lie in random order with gaps and start at odd slots; every slot that holds no token is NaN (in codes or scales,
 where a format has one); page-table entries behind a sequence's end point far outside.

@@ -1,4 +1,4 @@
-"""The search behind ``kvbench tune``: pure, with the checks and the clock passed in.
+"""The search behind ``kvbench dev tune``: pure, with the checks and the clock passed in.
 
 Speed of a wrong kernel is worth nothing, and the best of fifty noisy timings looks better than it is. So every
 candidate must first agree with the reference, and the fastest is timed again in turns with the computed default before

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
-import click
-
-from kvbench.cli.options import OutputFile
+from kvbench.common.options import (
+    Count,
+    NotNegativeCount,
+    Options,
+    OutputFile,
+    argument,
+    option,
+    switch,
+    takes,
+)
 
 _NOT_WITH_TIERS = {
     "pages": "the sizes of the tiers say how many pages each holds",
@@ -15,38 +23,51 @@ _NOT_WITH_TIERS = {
 }
 
 
-@click.command(name="cache-sim")
-@click.argument("trace", type=click.Path(path_type=Path), nargs=-1, required=True)
-@click.option("--format", default="auto", metavar="NAME", help="The trace's format (default: found by its content).")
-@click.option(
-    "--pages", multiple=True, metavar="N[,N...]",
-    help="Pages in the pool, such as 1k,5k,20k. Repeatable. (Default: 1, 2, 5, 10 ... from the longest request up to "
-    "where nothing is evicted.)",
-)  # fmt: skip
-@click.option(
-    "--page-size", type=click.IntRange(1), metavar="TOKENS",
-    help="Tokens a page of the trace (default: found from the lengths; Mooncake's is 512).",
-)  # fmt: skip
-@click.option(
-    "--warm-up", type=click.IntRange(0), default=0, metavar="REQUESTS",
-    help="The first so many only fill the cache and are not counted.",
-)  # fmt: skip
-@click.option("--kv-bytes-per-token", type=click.IntRange(1), metavar="BYTES", help="Show capacities in bytes as well.")
-@click.option("--model", metavar="NAME", help="The same, from a model: a folder, a config JSON or a shipped config.")
-@click.option("--kv-cache-dtype", metavar="DTYPE", help="With --model: auto, fp8_e4m3, int8_per_token_head, ...")
-@click.option(
-    "--tiers", metavar="NAME=SIZE[,...]",
-    help="A cache of several tiers, such as hbm=40GiB,dram=40GiB@50GB/s,ssd=1TiB, and the TTFT that each saves; "
-    "@SPEED and @LATENCY of loading are the device's link and a usual SSD's where they are not given.",
-)  # fmt: skip
-@click.option("--device", metavar="[Nx]NAME", help="--tiers: the GPUs, whose speed is simulated: H100, 4xA100-80GB.")
-@click.option(
-    "--policy", type=click.Choice(("lru", "lfu")),
-    help="--tiers: what tiers below HBM evict: the page used longest ago, or by the fewest requests (default: lru).",
-)  # fmt: skip
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of the table.")
-@click.option("--html", type=OutputFile(), metavar="PATH", help="Write the curve as a page, too.")
-def cache_sim(**options: Any) -> int:
+@dataclass(frozen=True, kw_only=True)
+class TierOptions(Options, heading="Tiers"):
+    """The options of a cache of several tiers."""
+
+    tiers: str | None = option(
+        "A cache of several tiers, such as hbm=40GiB,dram=40GiB@50GB/s,ssd=1TiB, and the TTFT that each saves; @SPEED "
+        "and @LATENCY of loading are the device's link and a usual SSD's where they are not given.",
+        metavar="NAME=SIZE[,...]",
+    )
+    device: str | None = option(
+        "With --tiers: the GPUs, whose speed is simulated: H100, 4xA100-80GB.", metavar="[Nx]NAME"
+    )
+    policy: Literal["lru", "lfu"] | None = option(
+        "With --tiers: what tiers below HBM evict: the page used longest ago, or by the fewest requests (default: lru)."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheSimRequest(TierOptions):
+    """The request of ``kvbench cache-sim``."""
+
+    trace: tuple[Path, ...] = argument("TRACE")
+    format: str = option("The trace's format (default: found by its content).", default="auto", metavar="NAME")
+    pages: tuple[str, ...] = option(
+        "Pages in the pool, such as 1k,5k,20k. Repeatable. (Default: 1, 2, 5, 10 ... from the longest request up to "
+        "where nothing is evicted.)",
+        default=(), metavar="N[,N...]",
+    )  # fmt: skip
+    page_size: Count | None = option(
+        "Tokens a page of the trace (default: found from the lengths; Mooncake's is 512).", metavar="TOKENS"
+    )
+    warm_up: NotNegativeCount = option(
+        "The first so many requests only fill the cache and are not counted.", default=0, metavar="REQUESTS"
+    )
+    kv_bytes_per_token: Count | None = option("Show capacities in bytes as well.", metavar="BYTES")
+    model: str | None = option(
+        "The same, from a model: a folder, a config JSON or the name of one that ships.", metavar="NAME"
+    )
+    kv_cache_dtype: str | None = option("With --model: auto, fp8_e4m3, int8_per_token_head, ...", metavar="DTYPE")
+    as_json: bool = switch("Print JSON instead of the table.", "--json")
+    html: OutputFile | None = option("Write the curve as a page, too.", metavar="PATH")
+
+
+@takes(CacheSimRequest)
+def cache_sim(request: CacheSimRequest) -> int:
     """Show what a prefix cache would have hit on TRACE.
 
     The hits are shown by capacity, up to those of a cache without limit.
@@ -65,11 +86,12 @@ def cache_sim(**options: Any) -> int:
     """
     from kvbench.common.option_rules import check_exclusive, check_goes_with
 
-    tiers = {name: options.pop(name) for name in ("tiers", "device", "policy")}
-    given = [name for name, value in (options | tiers).items() if value is not None and value != ()]
-    check_goes_with(given, dict.fromkeys(("policy", "device"), ("--tiers",)), ["--tiers"] if tiers["tiers"] else [])
-    check_exclusive(given, {("tiers", other): why for other, why in _NOT_WITH_TIERS.items()})
-    if tiers["tiers"] is None:
+    tiers = request.part(TierOptions).values()
+    options = {name: value for name, value in request.values().items() if name not in tiers}
+    stated = request.stated
+    check_goes_with(stated, dict.fromkeys(("policy", "device"), ("--tiers",)), ["--tiers"] if request.tiers else [])
+    check_exclusive(stated, {("tiers", other): why for other, why in _NOT_WITH_TIERS.items()})
+    if request.tiers is None:
         from kvbench.trace_analysis.commands import cache_sim_command
 
         return cache_sim_command(**options)

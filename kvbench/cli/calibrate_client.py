@@ -1,27 +1,31 @@
-"""``kvbench calibrate-client``."""
+"""``kvbench dev calibrate-client``."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
-import click
-
-from kvbench.cli.options import FiniteRange, OutputFile
 from kvbench.common.errors import UsageError
+from kvbench.common.options import Options, OutputFile, option, switch, takes
 
 
-@click.command(name="calibrate-client")
-@click.option("--streams", type=click.IntRange(1, 8192), default=64, show_default=True, help="Streams at once.")
-@click.option("--itl-ms", type=FiniteRange(0.5, 10_000), default=20.0, show_default=True, help="Between chunks.")
-@click.option("--processes", type=click.IntRange(1, 256), default=1, show_default=True, help="Load processes.")
-@click.option("--seconds", type=FiniteRange(1, 600), default=10.0, show_default=True, help="Of streaming, each time.")
-@click.option("--attempts", type=click.IntRange(1, 100), default=3, show_default=True, help="Until one is good.")
-@click.option("--tls", is_flag=True, help="Through TLS, as a load on an https:// server (needs the openssl program).")
-@click.option("--json", "json_path", type=OutputFile(), metavar="PATH", help="Write the figures, too.")
-def calibrate_client(json_path: Path | None, attempts: int, **options: Any) -> int:
+@dataclass(frozen=True, kw_only=True)
+class CalibrateClientRequest(Options):
+    """The request of ``kvbench dev calibrate-client``."""
+
+    streams: int = option("Streams at once.", default=64, least=1, most=8192)
+    itl_ms: float = option("Milliseconds between two chunks of a stream.", default=20.0, least=0.5, most=10_000)
+    processes: int = option("Share the streams among N load processes.", default=1, least=1, most=256)
+    seconds: float = option("Stream for N seconds in each attempt.", default=10.0, least=1, most=600)
+    attempts: int = option("Stop after N attempts; the first good one ends it.", default=3, least=1, most=100)
+    tls: bool = switch("Go through TLS, as a load on an https:// server does (needs the openssl program).")
+    json_path: OutputFile | None = option("Write the figures into a file, too.", "--json", metavar="PATH")
+
+
+@takes(CalibrateClientRequest)
+def calibrate_client(request: CalibrateClientRequest) -> int:
     """Measure how well the load client measures here.
 
     The real load process streams from a mock server that notes when it sent each chunk; what the client saw is
@@ -33,8 +37,8 @@ def calibrate_client(json_path: Path | None, attempts: int, **options: Any) -> i
 
     \b
     Examples:
-      kvbench calibrate-client --streams 64 --itl-ms 20
-      kvbench calibrate-client --streams 256 --processes 4
+      kvbench dev calibrate-client --streams 64 --itl-ms 20
+      kvbench dev calibrate-client --streams 256 --processes 4
     \b
     No files are written but --json's.
     Exit codes: 0 within the limits, 1 over them each time, 2 bad input, 4 it could not be measured.
@@ -46,7 +50,7 @@ def calibrate_client(json_path: Path | None, attempts: int, **options: Any) -> i
     from kvbench.common.files import write_json
     from kvbench.common.foreign_cpu import busy_notice
 
-    settings = CalibrationSettings(**options)
+    settings = CalibrationSettings(request.streams, request.itl_ms, request.processes, request.seconds, request.tls)
     if settings.streams < settings.processes:
         raise UsageError(
             f"--streams {settings.streams} is less than --processes {settings.processes}: every process needs a stream"
@@ -55,9 +59,9 @@ def calibrate_client(json_path: Path | None, attempts: int, **options: Any) -> i
     if notice := busy_notice():
         print_plain(console, f"note: {notice}")
     with console.status(f"{settings.streams} streams of {settings.itl_ms:g} ms ITL for {settings.seconds:g} s"):
-        calibration = calibrate(settings, aims(settings), attempts)
-    if json_path is not None:
-        write_json(json_path, calibration.to_json())
+        calibration = calibrate(settings, aims(settings), request.attempts)
+    if request.json_path is not None:
+        write_json(request.json_path, calibration.to_json())
     print_table(console, _table(calibration))
     for line in _attempts(calibration):
         print_plain(console, line)

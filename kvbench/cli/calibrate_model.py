@@ -1,42 +1,55 @@
-"""``kvbench calibrate-model``: what a simulation's cost model lacks, fitted to a measured run."""
+"""``kvbench dev calibrate-model``: what a simulation's cost model lacks, fitted to a measured run."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
+from typing import Literal
 
-import click
-
-from kvbench.cli.options import OutputFile, add_options
-
-_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
-_FITTED = ("prompt_layer_s", "host_s", "all_reduce_s", "kernels")
-_OPTIONS = (
-    click.option("--check", multiple=True, type=_FOLDER, metavar="RUN",
-                 help="Another measured run: predict it with what was fitted. Repeatable."),
-    click.option("--ops", type=_FOLDER, metavar="FOLDER",
-                 help="Measured times of operators, or a collection GPU/MODEL/tpN of them (default: the data sheet)."),
-    click.option("--device", metavar="[Nx]NAME", help="The GPUs, where a run does not state them."),
-    click.option("--model", metavar="NAME", help="The model, where a run does not state it."),
-    click.option("--tensor-parallel", type=click.IntRange(1, 64), metavar="N", help="So many GPUs share the model."),
-    click.option("--engine", multiple=True, metavar="KEY=VALUE",
-                 help="A setting of the engine that a run does not state, as max_num_seqs=128. Repeatable."),
-    click.option("--fit", multiple=True, type=click.Choice(_FITTED),
-                 help="What is fitted (default: what the run can tell). Repeatable."),
-    click.option("--calibration", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE",
-                 help="One that was fitted before, for --check."),
-    click.option("--output", type=OutputFile(), metavar="FILE",
-                 help="Write the calibration, for --calibration of others."),
-    click.option("--figure", type=OutputFile(), metavar="FILE",
-                 help="Draw the last run's running sequences and KV use, simulated over measured, as HTML."),
-    click.option("--json", "as_json", is_flag=True, help="Print JSON instead of the table."),
-)  # fmt: skip
+from kvbench.common.options import (
+    Existing,
+    ExistingFile,
+    ExistingFolder,
+    Options,
+    OutputFile,
+    argument,
+    option,
+    switch,
+    takes,
+)
 
 
-@click.command(name="calibrate-model")
-@click.argument("run", required=False, type=click.Path(exists=True, path_type=Path))
-@add_options(*_OPTIONS)
-def calibrate_model(**options: Any) -> int:
+@dataclass(frozen=True, kw_only=True)
+class CalibrateModelRequest(Options):
+    """The request of ``kvbench dev calibrate-model``."""
+
+    run: Existing | None = argument("RUN", None)
+    check: tuple[ExistingFolder, ...] = option(
+        "Another measured run: predict it with what was fitted. Repeatable.", default=(), metavar="RUN"
+    )
+    ops: ExistingFolder | None = option(
+        "Measured times of operators, or a collection GPU/MODEL/tpN of them (default: the data sheet).",
+        metavar="FOLDER",
+    )
+    device: str | None = option("The GPUs, where a run does not state them.", metavar="[Nx]NAME")
+    model: str | None = option("The model, where a run does not state it.", metavar="NAME")
+    tensor_parallel: int | None = option("So many GPUs share the model.", least=1, most=64)
+    engine: tuple[str, ...] = option(
+        "A setting of the engine that a run does not state, as max_num_seqs=128. Repeatable.",
+        default=(), metavar="KEY=VALUE",
+    )  # fmt: skip
+    fit: tuple[Literal["prompt_layer_s", "host_s", "all_reduce_s", "kernels"], ...] = option(
+        "Fit only this (default: all that the run can tell). Repeatable.", default=()
+    )
+    calibration: ExistingFile | None = option("A calibration that was fitted before, for --check.", metavar="FILE")
+    output: OutputFile | None = option("Write the calibration, for --calibration of other commands.", metavar="FILE")
+    figure: OutputFile | None = option(
+        "Draw the last run's running sequences and KV use, simulated over measured, as HTML.", metavar="FILE"
+    )
+    as_json: bool = switch("Print JSON instead of the table.", "--json")
+
+
+@takes(CalibrateModelRequest)
+def calibrate_model(request: CalibrateModelRequest) -> int:
     """Fit what a simulation's cost model lacks to RUN.
 
     Then show how well it predicts other runs.
@@ -52,11 +65,11 @@ def calibrate_model(**options: Any) -> int:
 
     \b
     Examples:
-      kvbench calibrate-model results/mixed/<run> --check results/uniform/<run> --output this-cpu.json
-      kvbench calibrate-model runs/RTX4090/Llama-3.1-8B --ops ops --check runs/RTXPRO6000/Llama-3.1-8B
-      kvbench calibrate-model load/ --device H200 --model llama-3.1-8b --output h200.json
-      kvbench calibrate-model steps.csv --device H200 --model llama-3.1-8b --output h200.json
-      kvbench calibrate-model --calibration h200.json --check another-load/ --device H200 --model llama-3.1-8b
+      kvbench dev calibrate-model results/mixed/<run> --check results/uniform/<run> --output this-cpu.json
+      kvbench dev calibrate-model runs/RTX4090/Llama-3.1-8B --ops ops --check runs/RTXPRO6000/Llama-3.1-8B
+      kvbench dev calibrate-model load/ --device H200 --model llama-3.1-8b --output h200.json
+      kvbench dev calibrate-model steps.csv --device H200 --model llama-3.1-8b --output h200.json
+      kvbench dev calibrate-model --calibration h200.json --check another-load/ --device H200 --model llama-3.1-8b
     \b
     Files written: --output's and --figure's.
     \b
@@ -64,4 +77,4 @@ def calibrate_model(**options: Any) -> int:
     """
     from kvbench.simulation.calibrate.calibration import calibrate_command
 
-    return calibrate_command(**options)
+    return calibrate_command(**request.values())

@@ -1,24 +1,28 @@
-"""``kvbench canaries``."""
+"""``kvbench dev canaries``."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from dataclasses import dataclass
 
-import click
-
-from kvbench.cli.options import OutputFile
 from kvbench.common.errors import UsageError, as_usage_error
+from kvbench.common.options import Options, OutputFile, argument, option, takes
 
 
-@click.command()
-@click.argument("model")
-@click.option("--output", type=OutputFile(), required=True, metavar="FILE", help="Where the canaries go (JSONL).")
-@click.option("--passkeys", type=click.IntRange(0, 1000), default=64, show_default=True, help="How many passkeys.")
-@click.option("--copies", type=click.IntRange(0, 1000), default=32, show_default=True, help="How many copies.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of all that is drawn.")
-@click.option("--dtype", default="auto", show_default=True, help="Of weights and KV, as the engine's setting.")
-@click.option("--device", default="auto", show_default=True, help="As the engine's setting.")
-def canaries(model: str, output: Path, passkeys: int, copies: int, seed: int, dtype: str, device: str) -> int:
+@dataclass(frozen=True, kw_only=True)
+class CanariesRequest(Options):
+    """The request of ``kvbench dev canaries``."""
+
+    model: str = argument("MODEL")
+    output: OutputFile = option("The file that the canaries go to (JSONL).", required=True, metavar="FILE")
+    passkeys: int = option("Draw so many passkeys.", default=64, least=0, most=1000)
+    copies: int = option("Draw so many copies.", default=32, least=0, most=1000)
+    seed: int = option("Seed of all that is drawn.", default=0)
+    dtype: str = option("The type of weights and KV, as the engine's setting.", default="auto")
+    device: str = option("The device, as the engine's setting.", default="auto")
+
+
+@takes(CanariesRequest)
+def canaries(request: CanariesRequest) -> int:
     """Make prompts whose answers MODEL surely knows.
 
     Loads check the answers of a server with them.
@@ -33,8 +37,8 @@ def canaries(model: str, output: Path, passkeys: int, copies: int, seed: int, dt
 
     \b
     Examples:
-      kvbench canaries models/Llama-3.1-8B --output llama.jsonl
-      kvbench canaries kvbench-tiny --output workloads/canaries/kvbench-tiny.jsonl
+      kvbench dev canaries models/Llama-3.1-8B --output llama.jsonl
+      kvbench dev canaries kvbench-tiny --output workloads/canaries/kvbench-tiny.jsonl
 
     \b
     Files written: --output's.
@@ -48,20 +52,20 @@ def canaries(model: str, output: Path, passkeys: int, copies: int, seed: int, dt
     from kvbench.quality.make_canaries import make_canaries
     from kvbench.requests.canaries import write_canaries
 
-    console = Console()
+    console, model, passkeys, copies = Console(), request.model, request.passkeys, request.copies
     if not passkeys + copies:
         raise UsageError("0 passkeys and 0 copies are no canaries: ask for at least one")
     with as_usage_error():
-        config = EngineConfig(model=model, layout="contiguous", dtype=dtype, device=device)
+        config = EngineConfig(model=model, layout="contiguous", dtype=request.dtype, device=request.device)
         if uses_random_weights(find_model(model), "auto"):
             raise ValueError(f"model {model!r} has no weights to answer with: give a folder with *.safetensors")
         with status_line(console, "loading") as status:
-            made, dropped = make_canaries(config, passkeys=passkeys, copies=copies, seed=seed, say=status)
+            made, dropped = make_canaries(config, passkeys=passkeys, copies=copies, seed=request.seed, say=status)
         if not made.canaries:
             raise ValueError(f"model {model!r} surely knows none of the answers: it is too weak for canaries")
-    write_canaries(output, made)
+    write_canaries(request.output, made)
     for kind, asked in (("passkey", passkeys), ("copy", copies)):
         kept = sum(canary.kind == kind for canary in made.canaries)
         print_plain(console, f"{kind}: {kept} of {asked}; {dropped.get(kind, 0)} drawn and dropped")
-    print_plain(console, f"written: {output}")
+    print_plain(console, f"written: {request.output}")
     return 0

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import click
-
-from kvbench.cli.options import PROFILE, FiniteRange
+from kvbench.common.options import Options, Positive, option, switch, takes
 
 
-@click.command()
-@click.option("--only", multiple=True, metavar="NAME", help="Measure this claim only; repeatable.")
-@click.option("--list", "list_only", is_flag=True, help="Print the claims and measure nothing.")
-@click.option("--minutes", type=FiniteRange(min=0, min_open=True), default=24, show_default=True,
-              help="For all together; what is undecided then says so.")  # fmt: skip
-@PROFILE
-@click.option("--output-dir", type=click.Path(path_type=Path), default="results", show_default=True,
-              help="Where runs go.")  # fmt: skip
-def claims(only: tuple[str, ...], list_only: bool, minutes: float, profile: str | None, output_dir: Path) -> int:
+@dataclass(frozen=True, kw_only=True)
+class ClaimsRequest(Options):
+    """The request of ``kvbench claims``."""
+
+    only: tuple[str, ...] = option("Measure this claim only; repeatable.", default=(), metavar="NAME")
+    list_only: bool = switch("Print the claims and measure nothing.", "--list")
+    minutes: Positive = option(
+        "Stop after about N minutes for all claims together; an undecided claim says so.", default=24.0
+    )
+    profile: str | None = option("cpu or gpu: which profile of the claims' workloads (default: gpu if there is one).")
+    output_dir: Path = option("The folder that runs go to.", default=Path("results"))
+
+
+@takes(ClaimsRequest)
+def claims(request: ClaimsRequest) -> int:
     """Measure what is said of paged KV caches.
 
     Each claim gets a verdict for this machine.
@@ -53,16 +58,16 @@ def claims(only: tuple[str, ...], list_only: bool, minutes: float, profile: str 
     from kvbench.runs.folder import create_run
     from kvbench.workload.file import default_profile
 
-    console, selected = Console(), chosen(only)
-    if list_only:
+    console, selected = Console(), chosen(request.only)
+    if request.list_only:
         print_table(console, make_table(("claim", "what it says"), [(claim.name, claim.says) for claim in selected]))
         return 0
-    workloads, profile = workloads_of(selected, profile), profile or default_profile()
-    folder = create_run(output_dir, "claims", git_state()["short_sha"]).path
+    workloads, profile = workloads_of(selected, request.profile), request.profile or default_profile()
+    folder = create_run(request.output_dir, "claims", git_state()["short_sha"]).path
     print_plain(console, f"results: {folder}")
     with Interruption() as interruption, status_line(console, "starting") as show:
         say, check = partial(print_plain, console), interruption.check
-        run = ClaimsRun(folder, selected, workloads, minutes, profile, show=show, say=say, check=check)
+        run = ClaimsRun(folder, selected, workloads, request.minutes, profile, show=show, say=say, check=check)
         try:
             result = run.execute()
         finally:

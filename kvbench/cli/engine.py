@@ -1,4 +1,4 @@
-"""``kvbench serve`` and ``kvbench bench-engine``: the engine's own commands, with its own parsers."""
+"""``kvbench serve`` and ``kvbench dev bench-engine``: the engine's own commands, with its own parsers."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def serve(arguments: tuple[str, ...]) -> int:
 @click.command(name="bench-engine", **_AS_IT_IS)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def bench_engine(arguments: tuple[str, ...]) -> int:
-    """Time the engine alone, without HTTP, beside its peers. See: kvbench bench-engine --help.
+    """Time the engine alone, without HTTP, beside its peers. See: kvbench dev bench-engine --help.
 
     \b
     Example:
-      kvbench bench-engine --sides kvbench,hf-continuous --repeats 5 --require hf-continuous=5
+      kvbench dev bench-engine --sides kvbench,hf-continuous --repeats 5 --require hf-continuous=5
     \b
     Exit codes: 0 measured, 1 a --require was missed, 2 bad input, 4 the sides did not do the same work or
     other processes took the machine.

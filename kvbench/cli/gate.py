@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import click
 
 from kvbench.cli.gate_counters import counters
-from kvbench.cli.options import DefaultGroup
+from kvbench.common.options import DefaultGroup, Folder, Options, argument, option, switch, takes
 
 
 @click.group(cls=DefaultGroup, default="results", context_settings={"help_option_names": ["-h", "--help"]})
@@ -39,16 +40,22 @@ def gate() -> None:
     """
 
 
-@gate.command(name="results", hidden=True)
-@click.argument("results", type=click.Path(path_type=Path))
-@click.option("--policy", type=click.Path(path_type=Path), metavar="FILE", help="The limits and rules: ci/gates.yaml.")
-@click.option(
-    "--output-dir", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
-    help="Where verdict.json, junit.xml and summary.md go (default: RESULTS; for a comparison judged by another policy "
-    "than its own RESULTS/judged-<policy's name>).",
-)  # fmt: skip
-@click.option("--force", is_flag=True, help="Judge although what is compared differs in code, versions or machine.")
-def results(results: Path, policy: Path | None, output_dir: Path | None, force: bool) -> int:
+@dataclass(frozen=True, kw_only=True)
+class JudgeRequest(Options):
+    """The request of ``kvbench gate RESULTS``."""
+
+    results: Path = argument("RESULTS")
+    policy: Path | None = option("The limits and rules: ci/gates.yaml.", metavar="FILE")
+    output_dir: Folder | None = option(
+        "Where verdict.json, junit.xml and summary.md go (default: RESULTS; for a comparison judged by another policy "
+        "than its own RESULTS/judged-<policy's name>).",
+        metavar="DIR",
+    )
+    force: bool = switch("Judge although what is compared differs in code, versions or machine.")
+
+
+@takes(JudgeRequest, hidden=True)
+def results(request: JudgeRequest) -> int:
     """Hold a sweep's run to the absolute limits of a policy, or judge the pairs of a comparison again.
 
     A limit holds the median over a cell's repeats; with `every: true` in the policy, each repeat. Which limits there
@@ -71,18 +78,19 @@ def results(results: Path, policy: Path | None, output_dir: Path | None, force: 
     from kvbench.gate.policy import load_policy
     from kvbench.gate.verdict.outputs import report_verdict, write_benchmarks
 
-    rules = load_policy(policy)
-    if not results.is_dir():
-        raise UsageError(f"there is no folder {str(results)!r}: give the folder of a sweep or of a comparison")
-    if is_comparison(results):
-        verdict, folder = judge_again(results, rules, force=force)
+    rules = load_policy(request.policy)
+    folder = request.results
+    if not folder.is_dir():
+        raise UsageError(f"there is no folder {str(folder)!r}: give the folder of a sweep or of a comparison")
+    if is_comparison(folder):
+        verdict, folder = judge_again(folder, rules, force=request.force)
     else:
-        verdict, folder = judge_sweep(results, rules, force=force), results
-    folder = output_dir or folder
+        verdict = judge_sweep(folder, rules, force=request.force)
+    folder = request.output_dir or folder
     code = report_verdict(verdict, folder)
     if verdict.kind == "limits":
         try:
-            benchmarks = sweep_benchmarks(results / "summary.csv", verdict.facts["workload"])
+            benchmarks = sweep_benchmarks(request.results / "summary.csv", verdict.facts["workload"])
         except UsageError as error:  # the verdict stands
             benchmarks = []
             say(f"note: {error}")
@@ -91,4 +99,5 @@ def results(results: Path, policy: Path | None, output_dir: Path | None, force: 
     return code
 
 
+gate.add_command(results)
 gate.add_command(counters)

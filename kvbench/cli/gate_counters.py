@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,25 +10,25 @@ from typing import TYPE_CHECKING
 import click
 
 from kvbench.common.errors import EXIT_INVALID, EXIT_OK, EXIT_REGRESSION, UsageError
+from kvbench.common.options import Options, argument, option, takes
 from kvbench.gate.counters import LOCK, WORKLOAD
 
 if TYPE_CHECKING:
     from kvbench.gate.counters.workload import CounterWorkload
 
-_WORKLOAD = click.argument("workload", type=click.Path(path_type=Path), default=WORKLOAD)
-_LOCK = click.option(
-    "--lock", type=click.Path(path_type=Path), default=LOCK, show_default=True, help="What was accepted."
-)
+
+@dataclass(frozen=True, kw_only=True)
+class CountersRequest(Options):
+    """The request of ``kvbench gate counters``."""
+
+    workload: Path = argument("WORKLOAD", WORKLOAD)
+    lock: Path = option("The counters that were accepted.", default=LOCK)
+    only: tuple[str, ...] = option("Only scenarios whose name matches. Repeatable.", default=(), metavar="GLOB")
+    output_dir: Path | None = option("Write verdict.json, junit.xml and summaries to this folder.")
 
 
-@click.command()
-@_WORKLOAD
-@_LOCK
-@click.option("--only", multiple=True, metavar="GLOB", help="Only scenarios whose name matches. Repeatable.")
-@click.option(
-    "--output-dir", type=click.Path(path_type=Path), help="Write verdict.json, junit.xml and summaries to this folder."
-)
-def counters(workload: Path, lock: Path, only: tuple[str, ...], output_dir: Path | None) -> int:
+@takes(CountersRequest)
+def counters(request: CountersRequest) -> int:
     """Replay WORKLOAD on the engine and compare its counters.
 
     Every counter must equal the lock file's.
@@ -58,6 +59,7 @@ def counters(workload: Path, lock: Path, only: tuple[str, ...], output_dir: Path
     from kvbench.gate.counters.replay import replay_twice
     from kvbench.gate.verdict.outputs import report_verdict
 
+    workload, lock, only, output_dir = request.workload, request.lock, request.only, request.output_dir
     if output_dir is not None:  # before the replay, which takes seconds
         check_output_dir(output_dir)
     chosen = _read(workload, only)
@@ -77,11 +79,17 @@ def accept() -> None:
     """Make an intended change the baseline, with its reason."""
 
 
-@accept.command(name="counters")
-@_WORKLOAD
-@_LOCK
-@click.option("--reason", required=True, help="Why the counters changed: kept in the lock file.")
-def accept_counters(workload: Path, lock: Path, reason: str) -> int:
+@dataclass(frozen=True, kw_only=True)
+class AcceptRequest(Options):
+    """The request of ``kvbench accept counters``."""
+
+    workload: Path = argument("WORKLOAD", WORKLOAD)
+    lock: Path = option("The file that the counters are written to.", default=LOCK)
+    reason: str = option("Why the counters changed: kept in the lock file.", required=True)
+
+
+@takes(AcceptRequest, "counters")
+def accept_counters(request: AcceptRequest) -> int:
     """Write what this code counts into the lock file.
 
     The reason, the commit and the date are stored with it.
@@ -97,9 +105,9 @@ def accept_counters(workload: Path, lock: Path, reason: str) -> int:
     from kvbench.gate.counters.judge import nondeterminism
     from kvbench.gate.counters.replay import replay_twice
 
-    if not (reason := " ".join(reason.split())):
+    if not (reason := " ".join(request.reason.split())):
         raise UsageError("--reason is empty: say in a few words why the counters changed")
-    chosen = _read(workload, ())
+    chosen = _read(request.workload, ())
     first, second = replay_twice(chosen)
     for name, run in first.items():
         if words := nondeterminism(run, second[name]):
@@ -109,9 +117,12 @@ def accept_counters(workload: Path, lock: Path, reason: str) -> int:
         if run.error:
             click.echo(f"nothing was accepted: {name}: {run.error}", err=True)
             return EXIT_REGRESSION
-    for line in accept_runs(chosen, first, lock, reason):
+    for line in accept_runs(chosen, first, request.lock, reason):
         click.echo(line)
     return EXIT_OK
+
+
+accept.add_command(accept_counters)
 
 
 def _read(path: Path, only: tuple[str, ...]) -> CounterWorkload:

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 
 import click
 
 from kvbench.common.errors import UsageError
+from kvbench.common.options import Options, argument, switch, takes
 
 
-@click.command("help")
-@click.argument("topic", required=False)
-@click.option("--json-schema", is_flag=True, help="Of `workload`: the JSON schema, for editors.")
-@click.pass_context
-def help_command(context: click.Context, topic: str | None, json_schema: bool) -> int:
+@dataclass(frozen=True, kw_only=True)
+class HelpRequest(Options):
+    """The request of ``kvbench help``."""
+
+    topic: tuple[str, ...] = argument("TOPIC", ())
+    json_schema: bool = switch("With the topic `workload`: print the JSON schema, for editors.")
+
+
+@takes(HelpRequest, "help")
+def help_command(request: HelpRequest) -> int:
     """Show a command's manual, or a workload file's keys.
 
-    TOPIC is the command, or `workload`.
+    TOPIC is the command, such as `sweep` or `dev tune`, or `workload`.
 
     \b
     Examples:
@@ -26,23 +33,24 @@ def help_command(context: click.Context, topic: str | None, json_schema: bool) -
     \b
     Exit codes: 0 shown, 2 no such topic. No files are written.
     """
-    assert context.parent is not None
-    commands = context.parent.command
-    assert isinstance(commands, click.Group)
-    if json_schema and topic != "workload":
+    parent, topic = click.get_current_context().parent, request.topic
+    assert parent is not None
+    if request.json_schema and topic != ("workload",):
         raise UsageError("--json-schema goes with the topic workload only: write `kvbench help workload --json-schema`")
-    if topic == "workload":
+    if topic == ("workload",):
         from kvbench.targets.builtin import engine_settings_schema
         from kvbench.workload.reference import workload_reference, workload_schema
 
         settings = engine_settings_schema()
-        text = json.dumps(workload_schema(settings), indent=1) if json_schema else workload_reference(settings)
+        text = json.dumps(workload_schema(settings), indent=1) if request.json_schema else workload_reference(settings)
         click.echo(text.rstrip())
         return 0
-    if topic is None:
-        click.echo(context.parent.get_help())
-        return 0
-    if topic not in commands.commands:
-        raise UsageError(f"there is no topic {topic!r}: write workload, or one of {', '.join(commands.commands)}")
-    commands.main([topic, "--help"], prog_name="kvbench", standalone_mode=False)
+    group: click.Command = parent.command
+    for name in topic:
+        command = group.get_command(parent, name) if isinstance(group, click.Group) else None
+        if command is None:
+            names = ", ".join(getattr(group, "commands", ())) or "none below it"
+            raise UsageError(f"there is no topic {' '.join(topic)!r}: write workload, or one of {names}")
+        group = command
+    parent.command.main([*topic, "--help"], prog_name="kvbench", standalone_mode=False)
     return 0

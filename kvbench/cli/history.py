@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import click
 
-from kvbench.cli.options import DefaultGroup, OutputFile
 from kvbench.common.errors import EXIT_NOTHING, EXIT_OK, UsageError, say
+from kvbench.common.options import Count, DefaultGroup, Folder, Options, OutputFile, argument, option, switch, takes
 
 
 @click.group(cls=DefaultGroup, default="show")
@@ -24,22 +24,38 @@ def history() -> None:
     """
 
 
-@history.command(short_help="How runs changed over time, and since the last release.")
-@click.argument("folders", type=click.Path(path_type=Path), nargs=-1, required=True)
-@click.option("--workload", "workloads", multiple=True, metavar="GLOB", help="Only these workloads. Repeatable.")
-@click.option("--cell", "cells", multiple=True, metavar="GLOB", help="Only these cells, e.g. 'paged-*'. Repeatable.")
-@click.option("--metric", "metrics", multiple=True, metavar="GLOB", help="Only these metrics. Repeatable.")
-@click.option("--machine", "machines", multiple=True, metavar="TEXT", help="Only machines with this in their name.")
-@click.option("--last", type=click.IntRange(1), metavar="N", help="Show the newest N runs of each series.")
-@click.option(
-    "--release", metavar="REF",
-    help="Drift since this release, tag or commit (default: the newest run marked as a release that comes before the "
-    "newest run, else the newest git tag v* that has such a run).",
-)  # fmt: skip
-@click.option("--fail-on-drift", is_flag=True, help="End with 1, 3 or 5 as the drift says.")
-@click.option("--html", type=OutputFile(), metavar="OUT.html", help="Write the trends as a page, too.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of the tables.")
-def show(folders: tuple[Path, ...], fail_on_drift: bool, html: Path | None, as_json: bool, **selection: Any) -> int:
+@dataclass(frozen=True, kw_only=True)
+class SelectionOptions(Options, heading="What is shown"):
+    """The options that choose runs, cells and metrics."""
+
+    workloads: tuple[str, ...] = option("Only these workloads. Repeatable.", "--workload", default=(), metavar="GLOB")
+    cells: tuple[str, ...] = option(
+        "Only these cells, e.g. 'paged-*'. Repeatable.", "--cell", default=(), metavar="GLOB"
+    )
+    metrics: tuple[str, ...] = option("Only these metrics. Repeatable.", "--metric", default=(), metavar="GLOB")
+    machines: tuple[str, ...] = option(
+        "Only machines with this in their name.", "--machine", default=(), metavar="TEXT"
+    )
+    last: Count | None = option("Show the newest N runs of each series.")
+    release: str | None = option(
+        "Drift since this release, tag or commit (default: the newest run marked as a release that comes before the "
+        "newest run, else the newest git tag v* that has such a run).",
+        metavar="REF",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class HistoryRequest(SelectionOptions):
+    """The request of ``kvbench history show``."""
+
+    folders: tuple[Path, ...] = argument("FOLDERS")
+    fail_on_drift: bool = switch("End with 1, 3 or 5 as the drift says.")
+    html: OutputFile | None = option("Write the trends as a page, too.", metavar="OUT.html")
+    as_json: bool = switch("Print JSON instead of the tables.", "--json")
+
+
+@takes(HistoryRequest, short_help="How runs changed over time, and since the last release.")
+def show(request: HistoryRequest) -> int:
     """Show how the runs in FOLDERS changed over time, and since the last release.
 
     FOLDERS: results/, or what `kvbench history add` keeps; both at once, too. Runs on another machine, GPU, device,
@@ -67,33 +83,42 @@ def show(folders: tuple[Path, ...], fail_on_drift: bool, html: Path | None, as_j
     from kvbench.history.drift import drift_exit_code
     from kvbench.history.show import Selection, as_dict, legend, table, view
 
-    trends = view(folders, Selection(**selection))
+    trends = view(request.folders, Selection(**request.part(SelectionOptions).values()))
     for note in trends.notes:
         say(f"note: {note}")
     if not trends.groups:
-        say(f"there is nothing to show in {', '.join(map(str, folders))}: no run of `kvbench sweep` that can be read")
+        say(
+            f"there is nothing to show in {', '.join(map(str, request.folders))}: no run of `kvbench sweep` "
+            "that can be read"
+        )
         return EXIT_NOTHING
-    if html is not None:
+    if request.html is not None:
         from kvbench.history.page import page
 
-        write_text(html, page(trends))
-    if as_json:
+        write_text(request.html, page(trends))
+    if request.as_json:
         print(json.dumps(as_dict(trends), indent=1))
     else:
         console = Console()
         for group in trends.groups:
             print_table(console, table(group))
-        for line in (*legend(trends), trends.drift_sentence, *([f"page: {html}"] if html else [])):
+        for line in (*legend(trends), trends.drift_sentence, *([f"page: {request.html}"] if request.html else [])):
             print_plain(console, line)
-    return drift_exit_code(trends.drifts) if fail_on_drift else EXIT_OK
+    return drift_exit_code(trends.drifts) if request.fail_on_drift else EXIT_OK
 
 
-@history.command(short_help="Keep runs: small files only, never changed again.")
-@click.argument("runs", type=click.Path(path_type=Path), nargs=-1, required=True)
-@click.option("--to", type=click.Path(path_type=Path, file_okay=False), required=True, help="The history's folder.")
-@click.option("--release", metavar="NAME", help="Mark the runs as those of a release, e.g. v1.2.")
-@click.option("--incomplete", is_flag=True, help="Keep incomplete runs, too.")
-def add(runs: tuple[Path, ...], to: Path, release: str | None, incomplete: bool) -> int:
+@dataclass(frozen=True, kw_only=True)
+class KeepRequest(Options):
+    """The request of ``kvbench history add``."""
+
+    runs: tuple[Path, ...] = argument("RUNS")
+    to: Folder = option("The history's folder.", required=True)
+    release: str | None = option("Mark the runs as those of a release, e.g. v1.2.", metavar="NAME")
+    incomplete: bool = switch("Keep incomplete runs, too.")
+
+
+@takes(KeepRequest, short_help="Keep runs: small files only, never changed again.")
+def add(request: KeepRequest) -> int:
     """Keep RUNS (folders of runs, or folders that hold some) in a history: small files only, never changed again.
 
     Of each run: manifest.json, summary.csv, verdict.json and the figures of each cell that trends are made of, in
@@ -106,12 +131,13 @@ def add(runs: tuple[Path, ...], to: Path, release: str | None, incomplete: bool)
     from kvbench.history.runs import find_runs
     from kvbench.history.store import Skipped, add_run
 
+    runs, release = request.runs, request.release
     if release is not None and not release.strip():
         raise UsageError("--release '' is no name: give one such as v1.2, or leave it out")
     kept, conflicts = 0, []
     for folder in find_runs(runs):
         try:
-            done, place, notes = add_run(folder, to, release, incomplete=incomplete)
+            done, place, notes = add_run(folder, request.to, release, incomplete=request.incomplete)
         except Skipped as why:
             say(f"note: {why}")
             continue
@@ -127,3 +153,7 @@ def add(runs: tuple[Path, ...], to: Path, release: str | None, incomplete: bool)
     if not kept:
         say(f"there is no run to keep in {', '.join(map(str, runs))}: give the folder of one, results/mixed/<run>")
     return EXIT_OK if kept else EXIT_NOTHING
+
+
+history.add_command(show)
+history.add_command(add)

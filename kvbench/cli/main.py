@@ -8,59 +8,81 @@ import sys
 import click
 
 from kvbench import __version__
+from kvbench.cli.groups import SectionedGroup
 from kvbench.cli.run_guarded import guarded
 from kvbench.common.packages import check_packages
 
+_SECTIONS = {
+    "Everyday": ("init", "plan", "sweep", "load", "report", "recommend", "view", "serve", "doctor"),
+    "For CI": ("gate", "compare", "accept", "history"),
+    "Studies": ("claims", "simulate", "quality", "trace", "cache-sim"),
+    "More": ("dev", "help"),
+}
+"""The commands by heading, in the order of --help."""
+_DEV_SECTIONS = {
+    "How well this machine measures": ("doctor", "calibrate-client", "calibrate", "mock-server"),
+    "The built-in engine": ("bench-engine", "tune", "canaries"),
+    "The simulator": ("calibrate-model", "predict"),
+}
 _COMMANDS = (
     "init:init", "plan:plan", "sweep:sweep", "simulate:simulate", "report:report", "recommend:recommend",
-    "predict:predict", "claims:claims", "load:load", "compare:compare", "gate:gate", "gate_counters:accept",
-    "compare:calibrate", "history:history", "view:view", "quality:quality", "canaries:canaries", "engine:serve",
-    "engine:bench_engine", "tune:tune", "trace:trace", "cache_sim:cache_sim", "mock_server:mock_server",
-    "calibrate_client:calibrate_client", "calibrate_model:calibrate_model", "doctor:doctor", "help:help_command",
+    "claims:claims", "load:load", "compare:compare", "gate:gate", "gate_counters:accept", "history:history",
+    "view:view", "quality:quality", "engine:serve", "trace:trace", "cache_sim:cache_sim", "doctor:doctor",
+    "help:help_command",
 )  # fmt: skip
-"""The file in this folder and the name of each command, in the order of --help."""
+_DEV_COMMANDS = (
+    "predict:predict", "compare:calibrate", "canaries:canaries", "engine:bench_engine", "tune:tune",
+    "mock_server:mock_server", "calibrate_client:calibrate_client", "calibrate_model:calibrate_model",
+    "doctor:details",
+)  # fmt: skip
+"""The file in this folder and the name of each command."""
+_EXIT_CODES = """\b
+Exit codes:
+  0    done
+  1    worse: a regression or drift is shown, or a limit is missed
+  2    bad input; nothing was measured
+  3    inconclusive: more measurements would decide
+  4    the measurement is invalid, or something failed
+  5    nothing was compared
+  130  interrupted
+"""
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(cls=SectionedGroup, sections=_DEV_SECTIONS)
+def dev() -> None:
+    """Calibrate, tune and check what measures and what is measured."""
+
+
+@click.group(
+    cls=SectionedGroup,
+    sections=_SECTIONS,
+    moved=dev,
+    epilog=_EXIT_CODES,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
 @click.version_option(__version__, prog_name="kvbench")
 def cli() -> None:
-    """Measure what a paged KV-cache engine buys and what it costs.
+    """Measure what a paged KV cache buys, and what it costs.
 
     \b
-    The usual way:
-      kvbench init my.yaml                            a short workload from a few answers
-      kvbench plan my.yaml                            what memory holds of it
-      kvbench sweep workloads/mixed.yaml              run every cell, print the table, write the report
-      kvbench sweep workloads/mixed.yaml --dry-run    what would run, in which order, for how long
-      kvbench report results/mixed/<run>              the report again from stored results
-      kvbench recommend results/mixed/<run>           the settings it supports, and when not to page
-      kvbench claims                                  what is said of paged KV caches, measured here
-      kvbench view results/                           all runs in a browser, any cells side by side
-      kvbench load workloads/mixed.yaml --url URL     one load on a server that runs already
-      kvbench simulate FILE --device 4xA100-80GB      one load on GPUs that are not here
-      kvbench gate counters                           has the engine's bookkeeping changed?
-      kvbench compare main HEAD --workload FILE       is HEAD slower than main?
+      kvbench plan Qwen3-32B --pick                   which GPUs hold a model, and how many sequences
+      kvbench sweep workloads/mixed.yaml              compare settings: measure, decide, write a report
+      kvbench load --url URL --input-len 600 --output-len 150 --concurrency 20
+                                                      measure a server that runs already
+      kvbench recommend results/                      which settings to use, and when not to page
 
-    What was interrupted goes on with `sweep --resume [RUN_DIR]` or, the rest of the command as it was, with
-    `load --output-dir DIR --resume`. Results of a sweep go to results/<workload>/<run>/.
+    Results go to results/<workload>/<run>/. `kvbench COMMAND --help` shows the usual options of a command, and
+    --help-all all of them. What was interrupted goes on with --resume.
 
-    Servers that kvbench launches listen on 127.0.0.1, and nothing leaves this machine unless you say so: with a URL of
-    another machine, with --host of serve and mock-server, or with --bind-host and --master-host of load.
-
-    \b
-    Exit codes:
-      0    done
-      1    a regression (gate, compare, history --fail-on-drift), or a limit was missed (bench-engine, calibrate-client)
-      2    usage or bad input; nothing was measured
-      3    inconclusive (gate, compare), or `load --find-max-rate` ended before the tolerance was reached
-      4    the measurement is invalid, a server died, or something unexpected went wrong
-      5    nothing was compared (gate, compare, history)
-      130  interrupted
+    Servers that kvbench launches listen on 127.0.0.1, and nothing leaves this machine unless you name another: in a
+    URL, with --host, or with --bind-host and --master-host of load.
     """
 
 
-for _command in _COMMANDS:
-    cli.add_command(pkgutil.resolve_name(f"{__package__}.{_command}"))
+for _group, _names in ((cli, _COMMANDS), (dev, _DEV_COMMANDS)):
+    for _name in _names:
+        _group.add_command(pkgutil.resolve_name(f"{__package__}.{_name}"))
+cli.add_command(dev)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -68,7 +90,7 @@ def main(argv: list[str] | None = None) -> None:
 
     def run() -> int:
         arguments = list(sys.argv[1:] if argv is None else argv)
-        if arguments[:1] != ["doctor"]:  # which reports a foreign package instead of stopping at it
+        if "doctor" not in arguments[:2]:  # which reports a foreign package instead of stopping at it
             check_packages()
         result = cli.main(args=arguments, prog_name="kvbench", standalone_mode=False)
         return result if isinstance(result, int) else 0

@@ -1,53 +1,74 @@
-"""``kvbench mock-server``."""
+"""``kvbench dev mock-server``."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any, get_args
+from dataclasses import dataclass
+from typing import get_args
 
-import click
-
-from kvbench.cli.options import FiniteRange
+from kvbench.common.options import (
+    Count,
+    ExistingFile,
+    NotNegative,
+    NotNegativeCount,
+    Options,
+    Port,
+    Share,
+    option,
+    switch,
+    takes,
+)
 from kvbench.workload.request_form import EndpointName
 
-_RATE = FiniteRange(0, 1)
 _ENDPOINTS = get_args(EndpointName)
 
 
-@click.command(name="mock-server")
-@click.option("--host", default="127.0.0.1", show_default=True)
-@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: a free one.")
-@click.option("--ttft-ms", type=FiniteRange(0), default=50.0, show_default=True, help="Receipt to first chunk.")
-@click.option("--itl-ms", type=FiniteRange(0), default=20.0, show_default=True, help="Between chunks.")
-@click.option(
-    "--jitter", type=FiniteRange(0, 10), default=0.0, show_default=True,
-    help="Coefficient of variation of both (gamma distributed; the means stay).",
-)  # fmt: skip
-@click.option("--tokens-per-chunk", type=click.IntRange(1), default=1, show_default=True)
-@click.option("--events-per-write", type=click.IntRange(1), default=1, show_default=True, help="Chunks sent at once.")
-@click.option(
-    "--endpoint", "endpoints", type=click.Choice(_ENDPOINTS), multiple=True, default=_ENDPOINTS,
-    help="The only one that is served; may be repeated.  [default: all]",
-)  # fmt: skip
-@click.option(
-    "--deltas", metavar="KIND[:COUNT],...", default="text", show_default=True,
-    help="Kinds of an answer's tokens in their order, as in reasoning:8,text (see above).",
-)  # fmt: skip
-@click.option(
-    "--template-tokens", type=click.IntRange(0), default=0, show_default=True,
-    help="What a chat template adds to the tokens of messages.",
-)  # fmt: skip
-@click.option("--in-step", is_flag=True, help="All streams' chunks on common ticks, as an engine's steps send them.")
-@click.option("--fail-rate", type=_RATE, default=0.0, show_default=True, help="Share of requests answered 500.")
-@click.option("--truncate-rate", type=_RATE, default=0.0, show_default=True, help="Share closed in mid-stream.")
-@click.option("--drop-rate", type=_RATE, default=0.0, show_default=True, help="Share closed without an answer.")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
-@click.option("--vocab-size", type=click.IntRange(1), default=32000, show_default=True)
-@click.option("--max-model-len", type=click.IntRange(1), default=32768, show_default=True)
-@click.option("--tls-cert", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="PEM; serves https://.")
-@click.option("--tls-key", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="PEM; of --tls-cert.")
-@click.option("--api-key-env", metavar="NAME", help="Environment variable with the key that requests must carry.")
-def mock_server(**options: Any) -> int:
+@dataclass(frozen=True, kw_only=True)
+class ScheduleOptions(Options, heading="The schedule of the answers"):
+    """The times and kinds of an answer's tokens."""
+
+    ttft_ms: NotNegative = option("Milliseconds from a request to its first chunk.", default=50.0)
+    itl_ms: NotNegative = option("Milliseconds between two chunks.", default=20.0)
+    jitter: float = option(
+        "Coefficient of variation of both (gamma distributed; the means stay).", default=0.0, least=0, most=10
+    )
+    tokens_per_chunk: Count = option("Tokens in a chunk.", default=1)
+    events_per_write: Count = option("Chunks sent at once.", default=1)
+    deltas: str = option(
+        "Kinds of an answer's tokens in their order, as in reasoning:8,text (see above).",
+        default="text", metavar="KIND[:COUNT],...",
+    )  # fmt: skip
+    in_step: bool = switch("Send all streams' chunks on common ticks, as an engine's steps do.")
+    template_tokens: NotNegativeCount = option("What a chat template adds to the tokens of messages.", default=0)
+    seed: NotNegativeCount = option("Seed of all that is drawn.", default=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaultOptions(Options, heading="Faults"):
+    """The shares of requests that fail; at most 1 together."""
+
+    fail_rate: Share = option("Share of requests answered 500.", default=0.0)
+    truncate_rate: Share = option("Share of requests closed in mid-stream.", default=0.0)
+    drop_rate: Share = option("Share of requests closed without an answer.", default=0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MockServerRequest(ScheduleOptions, FaultOptions, heading="The server"):
+    """The request of ``kvbench dev mock-server``."""
+
+    host: str = option("Listen at this address.", default="127.0.0.1")
+    port: Port = option("Listen at this port; 0: a free one.", default=8000)
+    endpoints: tuple[EndpointName, ...] = option(
+        "Serve only this API; may be repeated (default: all).", "--endpoint", default=_ENDPOINTS
+    )
+    vocab_size: Count = option("Token ids that the model has.", default=32000)
+    max_model_len: Count = option("The longest request in tokens.", default=32768)
+    tls_cert: ExistingFile | None = option("Serve https:// with this certificate (PEM).")
+    tls_key: ExistingFile | None = option("The key of --tls-cert (PEM).")
+    api_key_env: str | None = option("Environment variable with the key that requests must carry.", metavar="NAME")
+
+
+@takes(MockServerRequest)
+def mock_server(request: MockServerRequest) -> int:
     """Serve chat and other APIs that compute nothing.
 
     They are completions, chat completions and Responses as OpenAI's, and messages as Anthropic's. Their tokens come on
@@ -67,14 +88,14 @@ def mock_server(**options: Any) -> int:
 
     \b
     Example:
-      kvbench mock-server --port 8000 --ttft-ms 100 --itl-ms 20 --jitter 0.1 --truncate-rate 0.01
+      kvbench dev mock-server --port 8000 --ttft-ms 100 --itl-ms 20 --jitter 0.1 --truncate-rate 0.01
       kvbench load workloads/mixed.yaml --url http://127.0.0.1:8000
       kvbench load workloads/mixed.yaml --url http://127.0.0.1:8000 --model 'mock?ttft_ms=20&itl_ms=5'
-      kvbench mock-server --endpoint chat --deltas reasoning_content:32,text --template-tokens 6
+      kvbench dev mock-server --endpoint chat --deltas reasoning_content:32,text --template-tokens 6
     \b
     Prints "ready URL" once it serves. No files are written.
     Exit codes: 0 stopped by SIGINT or SIGTERM, 2 bad input.
     """
     from kvbench.calibration.mock.server import run
 
-    return run(**options)
+    return run(**request.values())

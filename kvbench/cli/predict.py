@@ -1,16 +1,23 @@
-"""``kvbench predict``."""
+"""``kvbench dev predict``."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
-import click
+from kvbench.common.options import Options, argument, switch, takes
 
 
-@click.command()
-@click.argument("results", type=click.Path(path_type=Path))
-@click.option("--no-report", is_flag=True, help="Write predictions.json only; `kvbench report` can follow later.")
-def predict(results: Path, no_report: bool) -> int:
+@dataclass(frozen=True, kw_only=True)
+class PredictRequest(Options):
+    """The request of ``kvbench dev predict``."""
+
+    results: Path = argument("RESULTS")
+    no_report: bool = switch("Write predictions.json only; `kvbench report` can follow later.")
+
+
+@takes(PredictRequest)
+def predict(request: PredictRequest) -> int:
     """Predict every cell of RESULTS, and show the errors.
 
     RESULTS is a sweep of the built-in engine, and is predicted by simulation: the requests of each load go through the
@@ -20,7 +27,7 @@ def predict(results: Path, no_report: bool) -> int:
 
     \b
     Examples:
-      kvbench predict results/mixed/20260101T120000Z-1a2b3c4
+      kvbench dev predict results/mixed/20260101T120000Z-1a2b3c4
     \b
     Files written, in RESULTS: predictions.json, and the report anew.
     \b
@@ -36,13 +43,13 @@ def predict(results: Path, no_report: bool) -> int:
     from kvbench.runs.read import read_run
     from kvbench.simulation.calibrate.predict import predict_run
 
-    console = Console()
+    console, results = Console(), request.results
     with as_usage_error():
         run = read_run(results)
     print_plain(console, f"predictions: {predict_run(run)}")
     if known := read_predictions(results):
         for sentence in prediction_sentences(known):
             print_plain(console, sentence)
-    if not no_report:
+    if not request.no_report:
         show_report(results, console)
     return 0

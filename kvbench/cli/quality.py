@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import click
-
-from kvbench.cli.options import OVERRIDES, PROFILE, OutputFile
 from kvbench.common.errors import UsageError, say
+from kvbench.common.option_rules import flag
+from kvbench.common.options import Count, Options, OutputFile, argument, option, takes
+from kvbench.workload.options import FileOptions
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,36 +25,32 @@ _NOT_MEASURED = "–"
 _SPIN_COUNT = "2000"
 
 
-@click.command()
-@click.argument("workload_or_run", metavar="WORKLOAD|RUN", type=click.Path(path_type=Path), required=False)
-@click.option("--url", metavar="URL", help="Measure the server there instead, which serves --model.")
-@PROFILE
-@OVERRIDES
-@click.option(
-    "--model",
-    metavar="PATH",
-    help="What answers: a model folder, or the name of one that ships (default: the workload's own where its weights "
-    "are real, else kvbench-tiny).",
-)
-@click.option("--output", type=OutputFile(), metavar="FILE", help="Where the result goes (default: RUN/quality.json).")
-@click.option("--served-model", metavar="NAME", help="--url: its name at the server (default: the first it lists).")
-@click.option("--max-model-len", type=click.IntRange(1), metavar="N", help="--url: the most tokens that it serves.")
-@click.option(
-    "--page-size",
-    type=click.IntRange(1),
-    metavar="N",
-    help="--url: count the passkeys by their length mod N (default: 16).",
-)
-@click.option("--api-key-env", metavar="NAME", help="--url: the environment variable that holds the server's key.")
-def quality(
-    workload_or_run: Path | None,
-    url: str | None,
-    profile: str | None,
-    overrides: tuple[str, ...],
-    model: str | None,
-    output: Path | None,
-    **of_server: Any,
-) -> int:
+@dataclass(frozen=True, kw_only=True)
+class ServedOptions(Options, heading="With --url"):
+    """The options of a server that is measured in place of the built-in engine."""
+
+    served_model: str | None = option("The model's name at the server (default: the first it lists).", metavar="NAME")
+    max_model_len: Count | None = option("The most tokens that the server takes.")
+    page_size: Count | None = option("Count the passkeys by their length mod N (default: 16).")
+    api_key_env: str | None = option("The environment variable that holds the server's key.", metavar="NAME")
+
+
+@dataclass(frozen=True, kw_only=True)
+class QualityRequest(FileOptions, ServedOptions, heading="The measurement"):
+    """The request of ``kvbench quality``."""
+
+    workload_or_run: Path | None = argument("WORKLOAD|RUN", None)
+    url: str | None = option("Measure the server there instead, which serves --model.", metavar="URL")
+    model: str | None = option(
+        "The model that answers: a folder, or the name of one that ships (default: the workload's own where its "
+        "weights are real, else kvbench-tiny).",
+        metavar="PATH",
+    )
+    output: OutputFile | None = option("The file that the result goes to (default: RUN/quality.json).", metavar="FILE")
+
+
+@takes(QualityRequest)
+def quality(request: QualityRequest) -> int:
     """Measure what configurations change in answers.
 
     Each is compared with contiguous KV in the model's own dtype, on the same prompts (workloads/quality, passkeys of
@@ -86,22 +83,24 @@ def quality(
 
     from kvbench.workload.file import load_workload
 
-    given = {name: value for name, value in of_server.items() if value is not None}
-    if (url is None) == (workload_or_run is None):
+    source, model, output = request.workload_or_run, request.model, request.output
+    served, changes = request.part(ServedOptions), request.profile or request.overrides
+    if (request.url is None) == (source is None):
         raise UsageError("name either a WORKLOAD or RUN, or the server to measure with --url")
-    if workload_or_run is None:
-        if profile or overrides:
+    if source is None:
+        if changes:
             raise UsageError("a server is measured as it is: omit --profile and -o")
-        _measure_server(str(url), Console(), model, output, given)
+        stated = {name: getattr(served, name) for name in served.stated}
+        _measure_server(str(request.url), Console(), model, output, stated)
         return 0
-    if given:
-        raise UsageError(f"--{min(given).replace('_', '-')} is about a server, and none is named with --url")
-    if workload_or_run.is_dir():
-        if profile or overrides:
+    if served.stated:
+        raise UsageError(f"{flag(min(served.stated))} is about a server, and none is named with --url")
+    if source.is_dir():
+        if changes:
             raise UsageError("a run that was measured cannot be changed: omit --profile and -o, or name the workload")
-        measure_run(workload_or_run, Console(), model=model, output=output)
+        measure_run(source, Console(), model=model, output=output)
     else:
-        workload = load_workload(workload_or_run, profile=profile, overrides=overrides)
+        workload = load_workload(source, profile=request.profile, overrides=request.overrides)
         _measure(workload, (), Console(), model, output)
     return 0
 

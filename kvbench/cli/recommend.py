@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import click
-
 from kvbench.common.errors import EXIT_INVALID, EXIT_OK, UsageError, as_usage_error, say
+from kvbench.common.options import Options, argument, switch, takes
 from kvbench.common.text import and_more
 
 if TYPE_CHECKING:
@@ -17,10 +17,16 @@ _WIDEST = 110  # columns of text
 _MOST_NAMED = 6  # runs to choose from
 
 
-@click.command()
-@click.argument("results", metavar="RESULTS", type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="Print the same as one JSON object.")
-def recommend(results: Path, as_json: bool) -> int:
+@dataclass(frozen=True, kw_only=True)
+class RecommendRequest(Options):
+    """The request of ``kvbench recommend``."""
+
+    results: Path = argument("RESULTS")
+    as_json: bool = switch("Print the same as one JSON object.", "--json")
+
+
+@takes(RecommendRequest)
+def recommend(request: RecommendRequest) -> int:
     """Say which settings a measured sweep supports.
 
     The evidence, the fallback, and when not to page at all are printed too.
@@ -50,7 +56,7 @@ def recommend(results: Path, as_json: bool) -> int:
     from kvbench.runs.folder import RunFolder
     from kvbench.runs.read import read_run
 
-    folder = _chosen(results)
+    folder = _chosen(request.results)
     if RunFolder(folder).is_locked():
         say(f"note: {folder} is being measured: this is of what is there now")
     with as_usage_error():
@@ -58,7 +64,7 @@ def recommend(results: Path, as_json: bool) -> int:
     if run.simulated:
         say(f"note: {folder} is simulated, nothing in it was measured: measure what follows before you rely on it")
     said, console = recommendation(run), Console()
-    if as_json:
+    if request.as_json:
         print(json.dumps(dataclasses.asdict(said), indent=2, default=str))
     else:
         for line in lines(said, min(console.width, _WIDEST)):

@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import click
-
-from kvbench.cli.options import FiniteRange
 from kvbench.common.errors import UsageError, as_usage_error, say
+from kvbench.common.options import Options, Positive, argument, option, switch, takes
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 
-@click.command()
-@click.argument("run_dirs", metavar="RUN_DIR [RUN_DIR ...]", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--output-dir", type=click.Path(path_type=Path), help="Where the files go (default: the last RUN_DIR).")
-@click.option("--price-per-hour", type=FiniteRange(min=0, min_open=True), metavar="PRICE",
-              help="Of the machine, in any currency: adds the cost of a million output tokens.")  # fmt: skip
-@click.option("--png", flag_value="main", help="Also write the main figures as PNG files (needs kaleido and a Chrome).")
-@click.option("--png-all", "png", flag_value="all", help="Also write every figure as a PNG file.")
-def report(run_dirs: tuple[Path, ...], output_dir: Path | None, price_per_hour: float | None, png: str | None) -> int:
+@dataclass(frozen=True, kw_only=True)
+class ReportRequest(Options):
+    """The request of ``kvbench report``."""
+
+    run_dirs: tuple[Path, ...] = argument("RUN_DIR")
+    output_dir: Path | None = option("The folder that the files go to (default: the last RUN_DIR).")
+    price_per_hour: Positive | None = option(
+        "What the machine costs an hour, in any currency: adds the cost of a million output tokens.", metavar="PRICE"
+    )
+    png: bool = switch("Also write the main figures as PNG files (needs kaleido and a Chrome).")
+    png_all: bool = switch("Also write every figure as a PNG file.")
+
+
+@takes(ReportRequest)
+def report(request: ReportRequest) -> int:
     """Write the report of a run again, from stored results.
 
     Then print table and conclusion.
@@ -47,7 +53,9 @@ def report(run_dirs: tuple[Path, ...], output_dir: Path | None, price_per_hour: 
     from kvbench.common.files import check_output_dir
     from kvbench.runs.folder import RunFolder
 
-    if len(run_dirs) > 1 and (png or price_per_hour):
+    run_dirs, output_dir = request.run_dirs, request.output_dir
+    png = "all" if request.png_all else "main" if request.png else None
+    if len(run_dirs) > 1 and (png or request.price_per_hour):
         raise UsageError("--png, --png-all and --price-per-hour go with one run: leave them out, or give one run")
     if output_dir:
         check_output_dir(output_dir)
@@ -58,7 +66,7 @@ def report(run_dirs: tuple[Path, ...], output_dir: Path | None, price_per_hour: 
         if len(run_dirs) > 1:
             _show_side_by_side(run_dirs, Console(), output_dir)
         else:
-            show_report(run_dirs[0], Console(), output_dir, price_per_hour, png)
+            show_report(run_dirs[0], Console(), output_dir, request.price_per_hour, png)
     return 0
 
 

@@ -24,10 +24,9 @@ def guarded(run: Callable[[], int]) -> int:
         say(error.format_message())
         return 2
     except click.ClickException as error:
-        # Near names only of a misspelt option or command: click counts the dashes as alike.
-        if names := {name.strip("-"): name for name in getattr(error, "possibilities", None) or ()}:
-            misspelt = getattr(error, "option_name", None) or getattr(error, "command_name", "")
-            error.possibilities = [names[name] for name in nearest(misspelt.strip("-"), names, most=3)]
+        if isinstance(error, click.exceptions.NoSuchOption):  # click counts the dashes as alike
+            names = {name.strip("-"): name for name in error.possibilities or ()}
+            error.possibilities = [names[name] for name in nearest(error.option_name.strip("-"), names, most=3)]
         say(f"error: {error.format_message()}")
         context = getattr(error, "ctx", None)
         if context is not None:

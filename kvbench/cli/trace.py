@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import click
 
-from kvbench.cli.options import OutputFile
+from kvbench.common.options import Count, Options, OutputFile, argument, option, switch, takes
 
 
 @click.group()
@@ -15,21 +15,31 @@ def trace() -> None:
     """Look at recorded traces of requests."""
 
 
-@trace.command()
-@click.argument("files", type=click.Path(path_type=Path), nargs=-1, required=True)
-@click.option("--format", "name", default="auto", metavar="NAME", help="The trace's format (default: by its content).")
-@click.option(
-    "--page-size", type=click.IntRange(1), metavar="TOKENS",
-    help="Tokens a page: of the trace's page ids (default: found from the lengths), or for texts (default: 16).",
-)  # fmt: skip
-@click.option(
-    "--tokenizer", metavar="FOLDER", help="Count texts in tokens of this tokenizer, and find what they share."
-)
-@click.option("--pages", multiple=True, metavar="N[,N...]", help="Capacities of the prefix cache (default: a ladder).")
-@click.option("--kv-bytes-per-token", type=click.IntRange(1), metavar="BYTES", help="Show capacities in bytes as well.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of the tables.")
-@click.option("--plot", type=OutputFile(), metavar="OUT.html", help="Write figures as a page, too.")
-def describe(**options: Any) -> int:
+@dataclass(frozen=True, kw_only=True)
+class DescribeRequest(Options):
+    """The request of ``kvbench trace describe``."""
+
+    files: tuple[Path, ...] = argument("FILES")
+    name: str = option(
+        "The trace's format (default: found by its content).", "--format", default="auto", metavar="NAME"
+    )
+    page_size: Count | None = option(
+        "Tokens a page: of the trace's page ids (default: found from the lengths), or for texts (default: 16).",
+        metavar="TOKENS",
+    )
+    tokenizer: str | None = option(
+        "Count texts in tokens of this tokenizer, and find what they share.", metavar="FOLDER"
+    )
+    pages: tuple[str, ...] = option(
+        "Capacities of the prefix cache in pages (default: a ladder).", default=(), metavar="N[,N...]"
+    )
+    kv_bytes_per_token: Count | None = option("Show capacities in bytes as well.", metavar="BYTES")
+    as_json: bool = switch("Print JSON instead of the tables.", "--json")
+    plot: OutputFile | None = option("Write figures as a page, too.", metavar="OUT.html")
+
+
+@takes(DescribeRequest)
+def describe(request: DescribeRequest) -> int:
     """Show what the trace in FILES holds.
 
     Lengths, rate, burstiness (cv of the gaps; Fano factor: variance over mean of the requests in windows of 1, 10 and
@@ -51,4 +61,7 @@ def describe(**options: Any) -> int:
     """
     from kvbench.trace_analysis.commands import describe_command
 
-    return describe_command(**options)
+    return describe_command(**request.values())
+
+
+trace.add_command(describe)

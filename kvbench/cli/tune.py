@@ -1,18 +1,17 @@
-"""``kvbench tune``: find the fastest tiles of the attention kernels on this machine's GPU, and write a table."""
+"""``kvbench dev tune``: find the fastest tiles of the attention kernels on this machine's GPU, and write a table."""
 
 from __future__ import annotations
 
 import itertools
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-import click
-
-from kvbench.cli.options import FiniteRange
 from kvbench.common.errors import MeasurementError, UsageError, as_usage_error
+from kvbench.common.options import Options, Positive, option, takes
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,33 +22,33 @@ if TYPE_CHECKING:
 MAX_HEAD_DIM = 256
 
 
-@click.command()
-@click.option("--kernel", multiple=True, type=click.Choice(["decode", "prefill"]), default=("decode", "prefill"))
-@click.option(
-    "--kv-cache-dtype", multiple=True, metavar="DTYPE", default=("auto", "fp8_e4m3", "int8_per_token_head"),
-    show_default=True, help="auto, fp8_e4m3, fp8_e5m2, int8_per_token_head or int4_per_token_head. Repeatable.",
-)  # fmt: skip
-@click.option(
-    "--head-dim", multiple=True, metavar="D[/DV]", default=("128", "64"), show_default=True,
-    help="Head dim, or those of K and V. Repeatable.",
-)  # fmt: skip
-@click.option(
-    "--group", multiple=True, type=click.IntRange(1, 64), default=(4,), show_default=True,
-    help="Query heads of a KV head; up to 16 are alike to the kernels. Repeatable.",
-)  # fmt: skip
-@click.option(
-    "--page-size", multiple=True, type=click.IntRange(1, 1 << 20), default=(16, 1, 256), show_default=True,
-    help="Tokens a page; others take the nearest. Repeatable.",
-)  # fmt: skip
-@click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), default="bfloat16", show_default=True)
-@click.option(
-    "--max-minutes", type=FiniteRange(min=0, min_open=True), default=30.0, show_default=True,
-    help="When to stop; what was measured by then is written.",
-)  # fmt: skip
-@click.option(
-    "--output-dir", type=click.Path(path_type=Path), help="Where the table goes (default: where kernels look for it)."
-)
-def tune(dtype: str, max_minutes: float, output_dir: Path | None, **shapes: Sequence[Any]) -> int:
+@dataclass(frozen=True, kw_only=True)
+class TuneRequest(Options):
+    """The request of ``kvbench dev tune``."""
+
+    kernel: tuple[Literal["decode", "prefill"], ...] = option(
+        "Tune only this kernel (default: both).", default=("decode", "prefill")
+    )
+    kv_cache_dtype: tuple[str, ...] = option(
+        "auto, fp8_e4m3, fp8_e5m2, int8_per_token_head or int4_per_token_head. Repeatable.",
+        default=("auto", "fp8_e4m3", "int8_per_token_head"), metavar="DTYPE",
+    )  # fmt: skip
+    head_dim: tuple[str, ...] = option(
+        "Head dim, or those of K and V. Repeatable.", default=("128", "64"), metavar="D[/DV]"
+    )
+    group: tuple[int, ...] = option(
+        "Query heads of a KV head; up to 16 are alike to the kernels. Repeatable.", default=(4,), least=1, most=64
+    )
+    page_size: tuple[int, ...] = option(
+        "Tokens a page; others take the nearest. Repeatable.", default=(16, 1, 256), least=1, most=1 << 20
+    )
+    dtype: Literal["bfloat16", "float32"] = option("What the kernels compute in.", default="bfloat16")
+    max_minutes: Positive = option("Stop after about N minutes; what was measured by then is written.", default=30.0)
+    output_dir: Path | None = option("The folder that the table goes to (default: where kernels look for it).")
+
+
+@takes(TuneRequest)
+def tune(request: TuneRequest) -> int:
     """Find the fastest tiles of the GPU attention kernels.
 
     It tunes for this machine's GPU and writes the tiles into a table.
@@ -60,8 +59,8 @@ def tune(dtype: str, max_minutes: float, output_dir: Path | None, **shapes: Sequ
 
     \b
     Examples:
-      kvbench tune
-      kvbench tune --kernel decode --kv-cache-dtype auto --head-dim 128 --max-minutes 5
+      kvbench dev tune
+      kvbench dev tune --kernel decode --kv-cache-dtype auto --head-dim 128 --max-minutes 5
     \b
     Files written: kernels/tuned/sm_XX.json (of the GPU's architecture), added to if it is of the same GPU and versions.
     Exit codes: 0 written, 2 bad input or no CUDA device, 4 a kernel's own default gives wrong numbers.
@@ -71,14 +70,15 @@ def tune(dtype: str, max_minutes: float, output_dir: Path | None, **shapes: Sequ
 
     from kernels import tuning
 
-    cases = make_cases(**shapes, itemsize=getattr(torch, dtype).itemsize)
+    shapes = (request.kernel, request.kv_cache_dtype, request.head_dim, request.group, request.page_size)
+    cases = make_cases(*shapes, itemsize=getattr(torch, request.dtype).itemsize)
     if not torch.cuda.is_available():
         built = f"for CUDA {torch.version.cuda}, and it finds no device" if torch.version.cuda else "for the CPU"
         raise UsageError(
-            f"kvbench tune times kernels on a CUDA device, and there is none here (torch {torch.__version__} is built "
-            f"{built}): run it on a machine with an NVIDIA GPU"
+            f"kvbench dev tune times kernels on a CUDA device, and there is none here (torch {torch.__version__} is "
+            f"built {built}): run it on a machine with an NVIDIA GPU"
         )
-    _tune(Console(), cases, time.monotonic() + 60 * max_minutes, output_dir or tuning.FOLDER)
+    _tune(Console(), cases, time.monotonic() + 60 * request.max_minutes, request.output_dir or tuning.FOLDER)
     return 0
 
 

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import os
 import webbrowser
+from dataclasses import dataclass
 from pathlib import Path
 
-import click
-
 from kvbench.common.errors import EXIT_NOTHING, say
+from kvbench.common.options import Options, Port, argument, option, switch, takes
 
 
-@click.command()
-@click.argument("folders", nargs=-1, type=click.Path(path_type=Path))
-@click.option("--port", type=click.IntRange(0, 65535), default=0, show_default=True, help="0: a free one.")
-@click.option("--export", "export_dir", type=click.Path(path_type=Path), metavar="DIR",
-              help="Write static pages into DIR, and end.")  # fmt: skip
-@click.option("--no-open", is_flag=True, help="Do not open a browser.")
-def view(folders: tuple[Path, ...], port: int, export_dir: Path | None, no_open: bool) -> int:
+@dataclass(frozen=True, kw_only=True)
+class ViewRequest(Options):
+    """The request of ``kvbench view``."""
+
+    folders: tuple[Path, ...] = argument("FOLDERS", ())
+    port: Port = option("Serve at this port; 0: a free one.", default=0)
+    export_dir: Path | None = option("Write static pages into DIR, and end.", "--export", metavar="DIR")
+    no_open: bool = switch("Do not open a browser.")
+
+
+@takes(ViewRequest)
+def view(request: ViewRequest) -> int:
     """Look at the runs in FOLDERS in a browser.
 
     Reports, cells side by side, history and capacity; FOLDERS is results/ by default.
@@ -43,7 +48,8 @@ def view(folders: tuple[Path, ...], port: int, export_dir: Path | None, no_open:
     from kvbench.view.server import serve
     from kvbench.view.workspace import Workspace
 
-    workspace, console = Workspace(folders or (Path("results"),)), Console(stderr=True)
+    export_dir, port = request.export_dir, request.port
+    workspace, console = Workspace(request.folders or (Path("results"),)), Console(stderr=True)
     if export_dir is None:
         free_port(port)  # before the reading, which takes a while
     else:
@@ -54,7 +60,9 @@ def view(folders: tuple[Path, ...], port: int, export_dir: Path | None, no_open:
 
         def on_ready(url: str) -> None:
             print(f"kvbench view: {url} ({plural(runs, 'run')}; Ctrl-C ends it)", flush=True)
-            if not no_open and (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):  # no text browser here
+            if not request.no_open and (
+                os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
+            ):  # no text browser here
                 webbrowser.open(url)
 
         return serve(workspace, port, on_ready)

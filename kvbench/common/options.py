@@ -79,9 +79,11 @@ class WritableFile(click.Path):
 
 
 Count = Annotated[int, click.IntRange(1)]
+NotNegativeCount = Annotated[int, click.IntRange(0)]
 Port = Annotated[int, click.IntRange(0, 65535)]
 Seed = Annotated[int, click.IntRange(0, 2**32 - 1)]
 Positive = Annotated[float, FiniteRange(min=0, min_open=True)]
+Share = Annotated[float, FiniteRange(0, 1)]
 NotNegative = Annotated[float, FiniteRange(min=0)]
 Integers = Annotated[tuple[int, ...], NumberList(int)]
 Numbers = Annotated[tuple[float, ...], NumberList(float)]
@@ -119,6 +121,10 @@ class Options:
             return str(metadata["argument"])
         names = metadata.get("option", {}).get("names")
         return str(names[0]) if names else flag(name)
+
+    def values(self) -> dict[str, Any]:
+        """Returns every option by its name."""
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "given"}
 
     def part(self, group: type[AnyOptions]) -> AnyOptions:
         """Returns the options of one of the base classes."""
@@ -169,7 +175,7 @@ class RequestOption(click.Option):
         extra: dict[str, Any] = dict(super().get_help_extra(ctx))
         extra.pop("range", None)
         if isinstance(self.type, click.IntRange | click.FloatRange) and self.type.max is not None:
-            extra["range"] = f"{self.type.min or 0:g} to {self.type.max:g}"
+            extra["range"] = f"{self.type.min or 0} to {self.type.max}"
         return extra
 
     def short_record(self, ctx: click.Context) -> tuple[str, str] | None:
@@ -228,6 +234,22 @@ def _show_all(ctx: click.Context, param: click.Parameter, value: bool) -> None:
         ctx.meta[_SHOWS_ALL] = True
         click.echo(ctx.get_help(), color=ctx.color)
         ctx.exit()
+
+
+class DefaultGroup(click.Group):
+    """A group with a command that runs when none is named: ``kvbench history results/`` shows the history.
+
+    A folder with a command's name is given as ``./add``. Without anything at all, the help is shown.
+    """
+
+    def __init__(self, *args: Any, default: str, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.default = default
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if args and args[0] not in self.commands and args[0] not in ctx.help_option_names:
+            args = [self.default, *args]
+        return super().parse_args(ctx, args)
 
 
 def takes(

@@ -1,4 +1,4 @@
-"""`kvbench canaries`: prompts whose greedy answers one model surely knows, for loads that check answers.
+"""`kvbench dev canaries`: prompts whose greedy answers one model surely knows, for loads that check answers.
 
 A canary is kept if contiguous full-precision KV answers it rightly and no token of the answer is near a tie, so that
 rounding cannot change it: what changes it is an error.

@@ -92,15 +92,19 @@ class Candidate:
     def verdict(self) -> Verdict:
         """The verdict by the rule in this module's docstring; a gain is not graded."""
         call, better, worse = self.throughput_call, self.best_p95 is not None, self.worst is not None
-        if call == Call.WORSE:
-            return Verdict.COSTS
-        if call == Call.BETTER:
-            return Verdict.RISK if worse else Verdict.PAYS
-        if worse:
-            return Verdict.MIXED_P95 if better else Verdict.WORSE_P95
-        if better and (call == Call.LEVEL or self.cell.load.mode == "open"):
-            return Verdict.BETTER_P95  # in closed loop an undecided throughput may yet be lower
-        return Verdict.NO_CHANGE if call == Call.LEVEL else Verdict.UNDECIDED
+        # In closed loop an undecided throughput may yet be lower.
+        is_settled = call == Call.LEVEL or self.cell.load.mode == "open"
+        cases = (
+            (Verdict.COSTS, call == Call.WORSE),
+            (Verdict.RISK, call == Call.BETTER and worse),
+            (Verdict.PAYS, call == Call.BETTER),
+            (Verdict.MIXED_P95, worse and better),
+            (Verdict.WORSE_P95, worse),
+            (Verdict.BETTER_P95, better and is_settled),
+            (Verdict.NO_CHANGE, call == Call.LEVEL),
+            (Verdict.UNDECIDED, True),
+        )
+        return next(verdict for verdict, holds in cases if holds)
 
     @property
     def graded(self) -> Verdict:
@@ -118,8 +122,8 @@ class Candidate:
     @property
     def room(self) -> float | None:
         """How many times the baseline's tokens fit into the same bytes; None below a tenth more."""
-        times = tokens_held(self.cell, self.base)
-        return times if times and times >= _LEAST_ROOM else None
+        times = tokens_held(self.cell, self.base) or 0.0
+        return times if times >= _LEAST_ROOM else None
 
     @property
     def would_be_set(self) -> bool:
@@ -142,6 +146,11 @@ class Candidate:
 def _times_worse(loss: Comparison) -> float:
     """How many times worse a decided loss is, whichever direction its metric has."""
     return 1 / loss.ratio if figure(loss.metric).higher_is_better else loss.ratio
+
+
+def _rate(one: Candidate) -> float:
+    """The throughput as a ratio to the baseline's; 0 where there is none."""
+    return one.throughput.ratio if one.throughput else 0.0
 
 
 def _candidate(cell: MeasuredCell, base: MeasuredCell, comparisons: Comparisons, quality: Quality) -> Candidate:
@@ -206,6 +215,12 @@ class Conclusion:
     advice: Advice
     candidate: Candidate | None = None
 
+    @property
+    def advised(self) -> Candidate:
+        """The candidate of an advice that has one."""
+        assert self.candidate is not None, self.advice
+        return self.candidate
+
 
 class Subject(StrEnum):
     """The kinds of question that a report answers."""
@@ -257,8 +272,7 @@ class Decision:
         for load, base in comparisons.baselines.items():
             others = [cell for cell in comparisons.at(load) if base and cell is not base]
             candidates = [_candidate(cell, base, comparisons, by_id[cell.config_id]) for cell in others]
-            candidates.sort(key=lambda one: -(one.throughput.ratio if one.throughput else 0.0))
-            by_load[load] = tuple(candidates)
+            by_load[load] = tuple(sorted(candidates, key=_rate, reverse=True))
         found_breaks = tuple(breaks(comparisons, cell_limits))
         return cls(run, comparisons, validity(run), by_id, cell_limits, found_breaks, by_load)
 
@@ -315,8 +329,10 @@ class Decision:
             return Conclusion(Advice.NOT_TOLD)
         if ahead := wins(self.candidates):
             return self._of_winners(ahead)
-        risks = [one for one in self.candidates if one.verdict == Verdict.RISK and one.throughput]
-        return Conclusion(Advice.RISK, risks[0]) if risks else self._without_winners()
+        for one in self.candidates:
+            if one.verdict == Verdict.RISK:
+                return Conclusion(Advice.RISK, one)
+        return self._without_winners()
 
     def _of_winners(self, ahead: Sequence[Candidate]) -> Conclusion:
         """The best configuration whose answers are safe; else what its quality leaves open, or why not."""

@@ -116,7 +116,7 @@ def _doubt(decision: Decision, cell: MeasuredCell) -> list[str]:
 
 def _best(decision: Decision) -> list[str]:
     """The best configuration: to ship it, or what is known against it."""
-    advice, best = decision.conclusion.advice, _candidate(decision)
+    advice, best = decision.conclusion.advice, decision.conclusion.advised
     assert best.best is not None  # it won by that
     quality, change = best.quality, gain(best, best.best)
     first = say("headline.best", advice, name=brief_name(best), size=change, doubt=quality.doubt)
@@ -131,7 +131,7 @@ def _best(decision: Decision) -> list[str]:
 
 
 def _risk(decision: Decision) -> list[str]:
-    one = _candidate(decision)
+    one = decision.conclusion.advised
     assert one.throughput is not None
     change = gain(one, one.throughput)
     return [say("headline.risk", name=brief_name(one), gain=change, loss=loss(one, one.throughput))]
@@ -139,7 +139,7 @@ def _risk(decision: Decision) -> list[str]:
 
 def _paging(decision: Decision) -> list[str]:
     """The paged baseline is kept for what it brings over contiguous, or has one p95 worse."""
-    kept = _candidate(decision)
+    kept = decision.conclusion.advised
     names = {"name": kept.cell.name, "other": kept.base.name}
     if decision.conclusion.advice == Advice.PAGING_RISK:
         assert kept.best_p95 is not None
@@ -153,7 +153,7 @@ def _paging(decision: Decision) -> list[str]:
 
 def _only(decision: Decision) -> list[str]:
     """The run has one candidate, and it is not ahead."""
-    one = _candidate(decision)
+    one = decision.conclusion.advised
     name, where = brief_name(one), one.cell.load.where
     if one.verdict == Verdict.COSTS and one.throughput:
         return [say("headline.do_not_ship", name=name, loss=gain(one, one.throughput)), ttft_words(one)]
@@ -182,12 +182,6 @@ def _not_ahead(candidates: Sequence[Candidate]) -> str:
     undecided = sum(one.verdict == Verdict.UNDECIDED for one in candidates)
     rest = len(candidates) - undecided
     return joined(say("headline.not_ahead", n=rest), say("headline.undecided", n=undecided))
-
-
-def _candidate(decision: Decision) -> Candidate:
-    candidate = decision.conclusion.candidate
-    assert candidate is not None
-    return candidate
 
 
 _CLAUSES: Mapping[Advice, Callable[[Decision], list[str]]] = {

@@ -152,10 +152,9 @@ def _effects(selected: Selection) -> Iterator[dict[str, Any]]:
     """A row a metric and load; none for the baseline."""
     names = ("metric", "clock", "ratio", "low", "high", "call")
     for load in reversed(selected.decision.comparisons.loads):
-        here = selected.at(load)
-        comparisons = [here.throughput, *here.p95.values()] if here else []
-        for one in filter(None, comparisons):
-            yield {"load": load.short, **{name: getattr(one, name) for name in names}}
+        if here := selected.at(load):
+            for one in filter(None, (here.throughput, *here.p95.values())):
+                yield {"load": load.short, **{name: getattr(one, name) for name in names}}
 
 
 def _evidence(selected: Selection) -> Iterator[str]:
@@ -267,8 +266,9 @@ def _back_to_contiguous(selected: Selection) -> str:
     if not selected.chosen.is_paged or load not in decision.comparisons.pairs:
         return ""
     pair = decision.paged_against_contiguous(load)
-    latency = _latency(pair)
-    return say("recommend.back_to_contiguous", name=pair.base.name, where=load.where, **latency) if latency else ""
+    if not (latency := _latency(pair)):
+        return ""
+    return say("recommend.back_to_contiguous", name=pair.base.name, where=load.where, **latency)
 
 
 def _signs(cell: MeasuredCell) -> str:
@@ -388,7 +388,9 @@ def _latency(one: Candidate) -> Mapping[str, str]:
     shown, cells = figure(max(worse, key=lambda p95: p95.ratio).metric), (one.cell, one.base)
     steady = all_steady_latency(cells)
     here, there = (cell.percentile(shown.metric.path, shown.statistic, steady)[0] for cell in cells)
-    return {"title": shown.title, "here": words.ms(here), "there": words.ms(there)} if here and there else {}
+    if not here or not there:
+        return {}
+    return {"title": shown.title, "here": words.ms(here), "there": words.ms(there)}
 
 
 def as_yaml(value: Any) -> str:

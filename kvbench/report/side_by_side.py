@@ -50,10 +50,7 @@ Group = tuple[CellSide, ...]
 
 def one_group(cells: Sequence[tuple[Run, MeasuredCell]]) -> tuple[Group, ...]:
     """Two to six cells, each with a letter of its own. Raises UsageError for fewer, more, or one of them twice."""
-    if not FEWEST_SIDES <= len(cells) <= MOST_SIDES:
-        raise UsageError(say("side_by_side.cells", n=len(cells), fewest=FEWEST_SIDES, most=MOST_SIDES))
-    if len({(run.folder, cell.cell_id) for run, cell in cells}) < len(cells):
-        raise UsageError(say("side_by_side.cell_twice"))
+    _check_sides("cell", [f"{cell.cell_id} of {run.folder}" for run, cell in cells])
     return (tuple(CellSide(letter, run, cell) for letter, (run, cell) in zip(_LETTERS, cells, strict=False)),)
 
 
@@ -65,11 +62,7 @@ def groups_of(*runs: Run) -> tuple[Group, ...]:
     Raises:
         UsageError: too few or many runs, one of them twice, or they share no cell.
     """
-    if not FEWEST_SIDES <= len(runs) <= MOST_SIDES:
-        raise UsageError(say("side_by_side.runs", n=len(runs), fewest=FEWEST_SIDES, most=MOST_SIDES))
-    folders = [run.folder.resolve() for run in runs]
-    if twice := next((folder for folder in folders if folders.count(folder) > 1), None):
-        raise UsageError(say("side_by_side.run_twice", run=twice))
+    _check_sides("run", [str(run.folder.resolve()) for run in runs])
     first, *others = runs
     groups = []
     for cell in first.by_load:
@@ -79,6 +72,16 @@ def groups_of(*runs: Run) -> tuple[Group, ...]:
     if not groups:
         raise UsageError(say("side_by_side.nothing_shared", cells="; ".join(map(_cells_of, runs))))
     return tuple(groups)
+
+
+def _check_sides(what: str, names: Sequence[str]) -> None:
+    """Raises UsageError for fewer than two runs or cells, more than six, or one of them twice."""
+    if not FEWEST_SIDES <= len(names) <= MOST_SIDES:
+        number = words.plural(len(names), what)
+        raise UsageError(say("side_by_side.number", number=number, fewest=FEWEST_SIDES, most=MOST_SIDES))
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise UsageError(say("side_by_side.twice", name=twice, what=what))
 
 
 def _cells_of(run: Run) -> str:
@@ -124,7 +127,7 @@ def pairs_of(groups: Sequence[Group]) -> Iterator[tuple[Group, CellSide]]:
 def named(side: CellSide, group: Group) -> str:
     """The letter, with the engine where those of the group differ: "B vLLM 0.32.0"."""
     engines = [_engine(one.run) for one in group]
-    return " ".join([side.letter, *([_engine(side.run)] if len(set(engines)) > 1 else [])])
+    return say("side_by_side.named", len(set(engines)) > 1, letter=side.letter, engine=_engine(side.run))
 
 
 def _engine(run: Run) -> str:
@@ -230,8 +233,8 @@ def differences(groups: Sequence[Group]) -> list[tuple[str, tuple[str, ...]]]:
                 differing.setdefault((name, row), []).append(group[0].title)
     rows = []
     for (name, row), cells in differing.items():
-        some = say("side_by_side.of_cells", name=name, cells=words.and_more(cells, 2))
-        rows.append((name if len(cells) == len(groups) else some, row))
+        some = say("side_by_side.of_cells", len(cells) < len(groups), cells=words.and_more(cells, 2))
+        rows.append((name + some, row))
     return rows
 
 

@@ -54,8 +54,8 @@ def looks(cells: Sequence[MeasuredCell]) -> dict[str, LineStyle]:
     paged = [c.name for c in cells if c.is_baseline and c.is_paged]
     paged += [c.name for c in cells if not c.is_contiguous]
     contiguous = [c.name for c in cells if c.is_contiguous]
-    styles = {paged[0]: LineStyle(PAGED)} if paged else {}
-    styles |= {contiguous[0]: LineStyle(CONTIGUOUS, "dash")} if contiguous else {}
+    styles = {name: LineStyle(PAGED) for name in paged[:1]}
+    styles |= {name: LineStyle(CONTIGUOUS, "dash") for name in contiguous[:1]}
     others = [name for name in dict.fromkeys(cell.name for cell in cells) if name not in styles]
     for i, name in enumerate(others):
         styles[name] = LineStyle(OTHERS[i % len(OTHERS)], DASHES[(i // len(OTHERS) + i) % len(DASHES)])
@@ -157,24 +157,17 @@ def log_axis(values: np.ndarray) -> dict[str, Any]:
         "type": "log",
         "range": [math.log10(low), math.log10(high)],
         "tickvals": ticks,
-        "ticktext": [f"{tick:,g}" if tick >= 1 else f"{tick:g}" for tick in ticks],
+        "ticktext": [f"{tick:,g}" for tick in ticks],
     }
 
 
 def label_above(figure: go.Figure, y: float, text: str, bold: bool = False) -> None:
     """A line of text from outside at the left end of the bar at ``y``, above it: it needs no room beside the plot."""
-    figure.add_annotation(
-        x=0,
-        xref="paper",
-        xanchor="left",
-        y=y,
-        yanchor="bottom",
-        yshift=9,
-        text=f"<b>{safe(text)}</b>" if bold else safe(text),
-        showarrow=False,
-        align="left",
-        font={"size": 13 if bold else 12},
-    )
+    place = {"x": 0, "xref": "paper", "xanchor": "left", "y": y, "yanchor": "bottom", "yshift": 9, "align": "left"}
+    look = {"text": safe(text), "font": {"size": 12}}
+    if bold:
+        look = {"text": f"<b>{safe(text)}</b>", "font": {"size": 13}}
+    figure.add_annotation(**place, **look, showarrow=False)
 
 
 def room_for_labels(labels: Iterable[str]) -> int:

@@ -65,7 +65,7 @@ def read_canaries(path: Path) -> CanarySet:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(
-            f"the canary file {path} cannot be read ({error}); give one that `kvbench canaries` wrote."
+            f"the canary file {path} cannot be read ({error}); give one that `kvbench dev canaries` wrote."
         ) from None
     try:
         head = json.loads(lines[0])
@@ -80,7 +80,7 @@ def read_canaries(path: Path) -> CanarySet:
             raise ValueError("no canary")
         return CanarySet(head["model"], tuple(head["weights_fingerprints"]), tuple(canaries))
     except (IndexError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is not a canary file ({error}); make it anew with `kvbench canaries`.") from None
+        raise ValueError(f"{path} is not a canary file ({error}); make it anew with `kvbench dev canaries`.") from None
 
 
 def canaries_of(load: LoadConfig, model: str) -> CanarySet | None:
@@ -96,7 +96,7 @@ def canaries_of(load: LoadConfig, model: str) -> CanarySet | None:
     path = next(filter(Path.is_file, (*given, SHIPPED / f"{file or name}.jsonl")), None)
     if path is None:
         what = f"the canary file {file} is not there" if file else f"no canaries ship for the model {name!r}"
-        raise ValueError(f"{what}; give a file that `kvbench canaries` wrote in load.canaries.file.")
+        raise ValueError(f"{what}; give a file that `kvbench dev canaries` wrote in load.canaries.file.")
     return read_canaries(path)
 
 

@@ -51,5 +51,5 @@ class Predictions(Record):
 def read_predictions(folder: Path) -> Predictions | None:
     """Reads the predictions; None where there are none. Raises UsageError for a damaged or newer file."""
     path = folder / PREDICTIONS
-    again = f"write it again with `kvbench predict {folder}`"
+    again = f"write it again with `kvbench dev predict {folder}`"
     return read_record(Predictions, path, again) if os.path.lexists(path) else None

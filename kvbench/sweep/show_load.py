@@ -361,5 +361,5 @@ def _client(client: ClientFigures) -> str:
 
 def _calibration(calibration: Mapping[str, Any] | None) -> str:
     if not calibration:
-        return "client: not calibrated (`kvbench calibrate-client` tells how well it measures on its machine)"
+        return "client: not calibrated (`kvbench dev calibrate-client` tells how well it measures on its machine)"
     return f"calibration at {calibration_words(calibration['settings'], calibration['figures'])}"

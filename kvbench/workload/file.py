@@ -164,7 +164,7 @@ class SimulateSection(StrictModel):
     ops: str | None = None
     """a folder of measured operator times; left out: from the device's data sheet"""
     calibration: str | None = None
-    """a file that `kvbench calibrate-model` wrote"""
+    """a file that `kvbench dev calibrate-model` wrote"""
 
 
 def _canonical(settings: Data) -> Data:

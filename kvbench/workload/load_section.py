@@ -132,8 +132,8 @@ class Canaries(StrictModel):
     share: float = Field(gt=0, le=0.5)
     """of all requests that are sent; the load's own stay as they are, and canaries come between them"""
     file: str | None = None
-    """a file that `kvbench canaries` wrote, or the name of a set in workloads/canaries; left out: the set that has the
-    name of the model that is served"""
+    """a file that `kvbench dev canaries` wrote, or the name of a set in workloads/canaries; left out: the set that has
+    the name of the model that is served"""
 
 
 class LoadConfig(StrictModel):

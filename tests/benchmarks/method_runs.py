@@ -3,8 +3,8 @@
     python -m tests.benchmarks.method_runs OUT --minutes 40 -- page_size=32 \\
         --workload workloads/ci_timing.yaml -o 'load.num_requests=[48]'
 
-Measures one side against itself by several methods in turn (``kvbench calibrate``, in rounds, so that all meet the same
-weather), each for its share of the minutes, and writes OUT/pairs.csv (every pair) and OUT/README.md: by method and
+Measures one side against itself by several methods in turn (``kvbench dev calibrate``, in rounds, so that all meet the
+same weather), each for its share of the minutes, and writes OUT/pairs.csv (every pair) and OUT/README.md: by method and
 metric how far one pair scatters, and the standard error that equal minutes leave; and whether the throughputs of
 launches have one mode. What was begun is gone on with: rounds that OUT holds are not measured again.
 """
@@ -26,7 +26,7 @@ from scipy import stats
 from kvbench.common.machine import environment
 
 METHODS = {"lockstep": 1.0, "launched": 1.0}  # shares of the minutes
-MOST_PAIRS = 20  # of one round: what `kvbench calibrate` allows
+MOST_PAIRS = 20  # of one round: what `kvbench dev calibrate` allows
 TWO_MODES = 5 / 9  # the bimodality coefficient of a uniform distribution: above it, two modes are likely
 _LIMIT_S = 7200
 
@@ -38,8 +38,8 @@ def measure(
     folder = out / f"{method}-{number}"
     if list(folder.glob("compare/*/pairs.csv")):
         return
-    command = [sys.executable, "-m", "kvbench", "calibrate", *words, "--method", method, "--pairs", str(MOST_PAIRS)]
-    command += ["--max-minutes", str(minutes), "--order-seed", str(number)]
+    command = [sys.executable, "-m", "kvbench", "dev", "calibrate", *words, "--method", method]
+    command += ["--pairs", str(MOST_PAIRS), "--max-minutes", str(minutes), "--order-seed", str(number)]
     with (out / "log.txt").open("ab") as log:
         subprocess.run(
             [*command, "--output-dir", str(folder), "--store", str(folder)],
@@ -112,7 +112,7 @@ def report(pairs: pd.DataFrame, minutes: float, words: Sequence[str]) -> str:
         "# Pairs in turns beside launched pairs",
         "",
         f"`python -m tests.benchmarks.method_runs`: one side against itself, methods in turn; "
-        f"`kvbench calibrate {' '.join(words)}`. Machine: {cpu['model']}, {cpu['cores']} cores.",
+        f"`kvbench dev calibrate {' '.join(words)}`. Machine: {cpu['model']}, {cpu['cores']} cores.",
         "",
         f"| metric | method | pairs | s a pair | mean | SD of one pair (95 %) | standard error after {minutes:g} min |",
         "|---|---|--:|--:|--:|--:|--:|",
@@ -152,7 +152,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=40.0, help="in all")
     parser.add_argument("--methods", type=_shares, default=METHODS, help="with shares (default: lockstep=1,launched=1)")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("words", nargs="+", help="side and options of kvbench calibrate, after --")
+    parser.add_argument("words", nargs="+", help="side and options of kvbench dev calibrate, after --")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     methods, minutes_a_share = list(options.methods), options.minutes / options.rounds / sum(options.methods.values())

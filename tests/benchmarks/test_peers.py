@@ -25,7 +25,7 @@ from engine.model.spec import find_model
 
 
 def make_config(case: Case) -> EngineConfig:
-    """The settings of ``kvbench bench-engine``."""
+    """The settings of ``kvbench dev bench-engine``."""
     return EngineConfig(
         model=model_name(), kv_budget=choose(full=512, quick=512, smoke=1) * 2**20, max_model_len=case.longest,
         max_num_seqs=len(case.prompts),

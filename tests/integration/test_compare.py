@@ -16,7 +16,7 @@ from kvbench.load import validity
 from kvbench.measure import single_request
 from tests.support.sweep_parts import ROOT
 
-MOCK = f"{sys.executable} -m kvbench mock-server --port {{port}} --ttft-ms 30 --itl-ms "
+MOCK = f"{sys.executable} -m kvbench dev mock-server --port {{port}} --ttft-ms 30 --itl-ms "
 STREAMS = {
     "name": "streams",
     "model": {"config": "llama-32m", "load_format": "dummy"},

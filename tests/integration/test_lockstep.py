@@ -220,7 +220,7 @@ def test_an_engine_that_dies_is_the_fault_of_its_side(scripted):
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        ((f"{sys.executable} -m kvbench mock-server --port {{port}}", "page_size=16"), "not kvbench's own engine"),
+        ((f"{sys.executable} -m kvbench dev mock-server --port {{port}}", "page_size=16"), "not kvbench's own engine"),
         (("page_size=8", "page_size=16", "-o", "load.mode=open", "-o", "load.concurrency=null", "-o",
           "load.request_rate=[5]", "-o", "load.max_concurrency=2"), "max_concurrency"),
     ],

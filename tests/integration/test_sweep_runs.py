@@ -236,7 +236,7 @@ def test_each_value_of_a_sweep_is_a_launch_of_its_own_with_its_own_command(bench
     engine["num_threads"] = 3
     path = bench.write(engine=engine, sweep={"page_size": [4, 24]}, load={"repeats": 1, "cache_state": "steady"})
     words = "--port {port} --vocab-size 512 --ttft-ms 5 --itl-ms {page_size}"
-    serve = f"{sys.executable} -m kvbench mock-server {words}"
+    serve = f"{sys.executable} -m kvbench dev mock-server {words}"
     core = min(os.sched_getaffinity(0))
     line = f"sh -c 'taskset -c {core} {serve} & wait # {{num_threads}} threads'"
     done = bench.sweep(str(path), "--no-report", "--serve-cmd", line, fake=False)

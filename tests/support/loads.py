@@ -51,7 +51,7 @@ def served(command: list[str], **env: str) -> Iterator[tuple[subprocess.Popen, s
 
 def own_mock(*flags: str, **env: str) -> contextlib.AbstractContextManager[tuple[subprocess.Popen, str]]:
     """A mock server of one test."""
-    return served([sys.executable, "-m", "kvbench", "mock-server", "--port", "0", *flags], **env)
+    return served([sys.executable, "-m", "kvbench", "dev", "mock-server", "--port", "0", *flags], **env)
 
 
 def fake_server(*flags: str, fire: Sequence[dict[str, Any]] = (), **env: str) -> Any:

@@ -16,11 +16,11 @@ _READY_S, _OPENSSL_S = 20.0, 30.0
 
 
 class MockProcess:
-    """A ``kvbench mock-server`` on a free port for as long as the block lasts; gives its URL."""
+    """A ``kvbench dev mock-server`` on a free port for as long as the block lasts; gives its URL."""
 
     def __init__(self, folder: Path, flags: Mapping[str, object]) -> None:
         self._log = folder / "mock.log"
-        self._command = [sys.executable, "-m", "kvbench", "mock-server", "--port", "0"]
+        self._command = [sys.executable, "-m", "kvbench", "dev", "mock-server", "--port", "0"]
         self._command += [part for name, value in flags.items() for part in (f"--{name}", str(value))]
 
     def __enter__(self) -> str:

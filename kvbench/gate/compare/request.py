@@ -1,4 +1,4 @@
-"""The request of ``kvbench compare`` and ``kvbench calibrate``: their options, and the two sides as given."""
+"""The request of ``kvbench compare`` and ``kvbench dev calibrate``: their options, and the two sides as given."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pydantic import ConfigDict, Field
 from kvbench.common.packages import REPOSITORY
 from kvbench.common.records import Record
 
+TYPED = {"compare": "compare", "calibrate": "dev calibrate"}  # subcommand -> as it is typed
 OF_AN_EXECUTION = ("resume", "max_minutes", "output_dir", "force")  # options that may differ when it is resumed
 
 
@@ -69,7 +70,7 @@ class CompareRequest(Record):
         return StoredRequest(**self.fields() | paths | {"workloads": workloads, "base": base, "candidate": candidate})
 
     def words(self, subcommand: str, sides: Sequence[str]) -> list[str]:
-        words = ["kvbench", subcommand, *sides]
+        words = ["kvbench", *TYPED[subcommand].split(), *sides]
         for name in (name for name in CompareRequest.model_fields if name not in _NOT_REPEATED):
             value, flag = getattr(self, name), _FLAGS.get(name, f"--{name.replace('_', '-')}")
             if value is True:

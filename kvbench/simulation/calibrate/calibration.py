@@ -1,4 +1,4 @@
-"""Fits what operator tables and data sheets lack, and checks it on other runs: ``kvbench calibrate-model``."""
+"""Fits what operator tables and data sheets lack, and checks it on other runs: ``kvbench dev calibrate-model``."""
 
 from __future__ import annotations
 
@@ -284,7 +284,7 @@ def calibrate_command(
     figure: Path | None,
     as_json: bool,
 ) -> int:
-    """Runs ``kvbench calibrate-model``. Raises UsageError."""
+    """Runs ``kvbench dev calibrate-model``. Raises UsageError."""
     if run is None and calibration is None:
         raise UsageError(sentence("calibration.nothing"))
     if run is not None and calibration is not None:

@@ -190,7 +190,7 @@ def test_the_attempt_in_which_least_was_wrong_counts(monkeypatch) -> None:
 
 def run_command(capsys, *words: str) -> tuple[int, str]:
     with pytest.raises(SystemExit) as ended:
-        main(["calibrate-client", *words])
+        main(["dev", "calibrate-client", *words])
     return ended.value.code, " ".join("".join(capsys.readouterr()).split())
 
 

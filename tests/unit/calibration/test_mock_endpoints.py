@@ -299,7 +299,7 @@ def test_tokenize_counts_words_and_the_template(url: str) -> None:
 )  # fmt: skip
 def test_an_impossible_script_is_refused_by_the_command_and_for_one_request(url, capsys, deltas, words) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["mock-server", "--port", "0", "--deltas", deltas])
+        main(["dev", "mock-server", "--port", "0", "--deltas", deltas])
     assert ended.value.code == 2 and words in capsys.readouterr().err
     if deltas:  # a query leaves out what is empty
         with pytest.raises(urllib.error.HTTPError, match="400") as refused:

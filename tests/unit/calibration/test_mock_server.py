@@ -129,7 +129,7 @@ def test_what_else_it_serves(mock_url: str) -> None:
 )  # fmt: skip
 def test_bad_options_are_a_sentence(capsys, flags: list[str], words: str) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["mock-server", "--port", "0", *flags])
+        main(["dev", "mock-server", "--port", "0", *flags])
     assert ended.value.code == 2
     assert words in capsys.readouterr().err
 

@@ -138,4 +138,4 @@ def test_one_pair_has_no_scatter_and_none_is_said(run, monkeypatch):
 
 def test_calibrate_takes_the_words_of_both_shapes():
     for words in (sharpness.FULL, sharpness.TINY):
-        assert cli.commands["calibrate"].make_context("calibrate", [*words, "--method", "launched"])
+        assert cli.commands["dev"].commands["calibrate"].make_context("calibrate", [*words, "--method", "launched"])

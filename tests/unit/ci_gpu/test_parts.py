@@ -109,7 +109,7 @@ def test_tune_asks_for_what_kvbench_knows(tmp_path):
     """It fails for want of a GPU, not for an option that is not there."""
     command = tune.tune_command(tmp_path, True, 100.0)
     assert command[command.index("--max-minutes") + 1] == "1.333"
-    known = {option for parameter in cli.commands["tune"].params for option in parameter.opts}
+    known = {option for parameter in cli.commands["dev"].commands["tune"].params for option in parameter.opts}
     assert {word for word in command if word.startswith("--")} <= known
 
 

@@ -245,7 +245,7 @@ def test_files_are_few_and_small(folders, monkeypatch):
     monkeypatch.setattr(summary, "LOG_BYTES_A_PART", 500)
     (scratch / "report.html").write_text("x" * 5000)
     (scratch / "summary.csv").write_text("a,b\n")
-    (scratch / "tuned.json").write_text("as kvbench tune wrote it")
+    (scratch / "tuned.json").write_text("as kvbench dev tune wrote it")
     (scratch / "big.log").write_text("y" * 3000 + "the end")
     rows = [{"case": str(i), "value": i} for i in range(500)]
     outcomes = [
@@ -262,7 +262,7 @@ def test_files_are_few_and_small(folders, monkeypatch):
     assert "kernels.json" in text and "report.html" in text
     log = (out / "log.txt").read_text()
     assert "the end" in log and "[...]" in log and log.count("y") < 600
-    assert (out / "tuned.json").read_text() == "as kvbench tune wrote it"
+    assert (out / "tuned.json").read_text() == "as kvbench dev tune wrote it"
 
 
 def test_tables_of_one_kind_are_put_together_and_pipes_do_not_break_them():

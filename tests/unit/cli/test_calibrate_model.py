@@ -1,4 +1,4 @@
-"""`kvbench calibrate-model`: exit codes, and what is written."""
+"""`kvbench dev calibrate-model`: exit codes, and what is written."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def run(capsys, tmp_path, monkeypatch):
 
     def command(*arguments):
         with pytest.raises(SystemExit) as ended:
-            main(["calibrate-model", *map(str, arguments)])
+            main(["dev", "calibrate-model", *map(str, arguments)])
         return ended.value.code, *capsys.readouterr()
 
     return command

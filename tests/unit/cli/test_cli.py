@@ -4,31 +4,44 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import re
 import signal
 import subprocess
 import sys
 
+import click
 import pytest
 import yaml
 
 from kvbench.cli import run_guarded
+from kvbench.cli.groups import OTHERS, SectionedGroup
+from kvbench.cli.load import load
 from kvbench.cli.main import cli, main
+from kvbench.cli.sweep import sweep
 from kvbench.common import errors, packages
 from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.common.files import write_json
+from kvbench.common.options import RequestCommand, RequestOption, request_in
 from kvbench.runs.folder import DONE, RunFolder
 from kvbench.runs.manifest import new_manifest
 from kvbench.runs.results import Manifest
+from kvbench.sweep.requests import LoadRequest, SweepRequest
 from kvbench.workload.design import plan_sweep
 from kvbench.workload.file import load_workload
+from kvbench.workload.options import Answers
 
-COMMANDS = (
-    "sweep", "simulate", "load", "report", "recommend", "predict", "plan", "cache-sim", "tune", "doctor", "serve",
-    "bench-engine", "mock-server", "calibrate-client", "calibrate-model", "trace", "compare", "calibrate", "claims",
-    "gate", "accept", "history", "view", "quality", "canaries", "init", "help",
+GROUPS = {
+    "Everyday": ("init", "plan", "sweep", "load", "report", "recommend", "view", "serve", "doctor"),
+    "For CI": ("gate", "compare", "accept", "history"),
+    "Studies": ("claims", "simulate", "quality", "trace", "cache-sim"),
+    "More": ("dev", "help"),
+}
+DEV = (
+    "calibrate-client", "calibrate-model", "calibrate", "tune", "bench-engine", "canaries", "predict", "mock-server",
 )  # fmt: skip
+COMMANDS = [name for names in GROUPS.values() for name in names]
 CLASSES = [{"name": "a", "share": 1.0, "prompt_tokens": 8, "output_tokens": 8}]
 WORKLOAD = {
     "name": "tiny",
@@ -65,18 +78,101 @@ def test_ray_that_is_not_installed_is_said_and_nothing_is_written(run, monkeypat
     assert [path.name for path in tmp_path.iterdir()] == ["tiny.yaml"]
 
 
-def test_help_lists_every_command_and_the_exit_codes(run):
+def sections(text):
+    """The first words of the rows below each heading of a help."""
+    rows = {}
+    for line in text.splitlines():
+        if re.fullmatch(r" {0,2}[A-Z].*:", line):
+            rows[line.strip()[:-1]] = heading = []
+        elif rows and re.match(r"  \S", line):
+            heading.append(line.split()[0])
+    return rows
+
+
+def test_help_lists_the_groups_of_commands_and_the_exit_codes(run):
     code, out, _ = run("--help")
-    assert code == 0 and set(cli.commands) == set(COMMANDS) and all(name in out for name in COMMANDS)
-    assert re.findall(r"^    (\d+) ", out, re.MULTILINE) == ["0", "1", "2", "3", "4", "5", "130"]
+    shown = sections(out)
+    assert code == 0 and {name: tuple(shown[name]) for name in GROUPS} == GROUPS and OTHERS not in shown
+    assert re.findall(r"^ {2,6}(\d+) ", out, re.MULTILINE) == ["0", "1", "2", "3", "4", "5", "130"]
     assert "--resume" in out and "--bind-host" in out
+    listed = [name for names in sections(run("dev", "--help")[1]).values() for name in names if name[0] != "-"]
+    assert sorted(listed) == sorted((*DEV, "doctor")) and set(cli.commands) == set(COMMANDS)
 
 
-@pytest.mark.parametrize("name", sorted(set(COMMANDS) - {"accept", "gate", "history", "serve", "trace"}))
-def test_each_help_tells_purpose_files_and_exit_codes(run, name):
-    code, out, _ = run(name, "--help")
-    assert code == 0 and "Exit codes" in out and (name == "doctor" or "Example" in out or "kvbench " in out)
-    assert name == "bench-engine" or "Files written" in out or "No files are written" in out
+@pytest.mark.parametrize("name", DEV)
+def test_an_old_name_works_and_says_the_new_one(run, name):
+    new, old = run("dev", name, "--help"), run(name, "--help")
+    assert old[0] == new[0] == 0 and new[2] == ""
+    assert old[2] == f"`kvbench {name}` is now `kvbench dev {name}`\n"
+    assert old[1].replace(f"kvbench {name}", f"kvbench dev {name}") == new[1]
+    assert run(name, "--bogus")[0] == run("dev", name, "--bogus")[0] == 2
+
+
+def test_a_command_of_another_package_has_a_group_of_its_own():
+    group = SectionedGroup("kvbench", sections={"Everyday": ("sweep",)})
+    for name in ("sweep", "mine"):
+        group.add_command(click.Command(name, help=f"Do {name}."))
+    with click.Context(group) as ctx:
+        assert sections(group.get_help(ctx)) == {"Options": ["--help"], "Everyday": ["sweep"], OTHERS: ["mine"]}
+
+
+def every_command(group, *path):
+    for name, command in group.commands.items():
+        if isinstance(command, click.Group):
+            yield from every_command(command, *path, name)
+        else:
+            yield (*path, name), command
+
+
+REQUESTS = {path: command for path, command in every_command(cli) if isinstance(command, RequestCommand)}
+
+
+@pytest.mark.parametrize("path", REQUESTS, ids=" ".join)
+def test_help_all_shows_every_option_with_each_of_its_names(run, path):
+    code, out, _ = run(*path, "--help-all")
+    assert code == 0
+    shown = {word.strip(",") for line in out.splitlines() for word in line.split()[:4] if word.startswith("-")}
+    for option in (each for each in REQUESTS[path].params if isinstance(each, RequestOption)):
+        assert option.help and set(option.opts) <= shown, option.opts
+    rare = [option for option in REQUESTS[path].params if getattr(option, "rare", False)]
+    usual = run(*path, "--help")[1]
+    assert (f"All options: kvbench {' '.join(path)} --help-all" in usual.splitlines()[-1]) == bool(rare)
+    assert not {option.opts[0] for option in rare} & {word for words in sections(usual).values() for word in words}
+
+
+@pytest.mark.parametrize("name", ["sweep", "load"])
+def test_help_shows_at_most_20_usual_options_under_headings(run, name):
+    shown = sections(run(name, "--help")[1])
+    assert len(shown) > 4 and 10 < sum(map(len, shown.values())) <= 22
+    assert sum(map(len, sections(run(name, "--help-all")[1]).values())) > 40
+
+
+def request(name, *words):
+    command, kind = {"sweep": (sweep, SweepRequest), "load": (load, LoadRequest)}[name]
+    return request_in(command.make_context(name, [*words]), kind)
+
+
+def test_a_request_holds_what_the_line_says(monkeypatch):
+    for name in ("NO_CALIBRATION", "NO_QUALITY", "WAIT_IDLE"):
+        monkeypatch.delenv(f"KVBENCH_{name}", raising=False)
+    assert request("sweep") == SweepRequest() and request("load") == LoadRequest()
+    words = ["tiny.yaml", "--max-concurrency", "8,32", "--vary", "page_size=16,32", "--vary", "layout=paged,contiguous"]
+    made = request("sweep", *words, "--wait-idle", "0", "--resume", "--endpoint-type", "chat", "-o", "load.repeats=2")
+    assert made == SweepRequest(
+        workload="tiny.yaml",
+        concurrency=(8, 32),
+        vary=("page_size=16,32", "layout=paged,contiguous"),
+        wait_idle_minutes=0.0,
+        resume="latest",
+        endpoint_type="chat",
+        overrides=("load.repeats=2",),
+    )
+    assert made.changes == ("load.repeats=2", "load.endpoint=chat")
+    stated = {"workload", "concurrency", "vary", "wait_idle_minutes", "resume", "endpoint_type", "overrides"}
+    assert set(made.given) == stated and made.typed("wait_idle_minutes") == "--wait-idle"
+    assert made.part(Answers) == Answers(concurrency=made.concurrency, vary=made.vary)
+    made = request("load", "--base-url", "URL", "--request-rate", "inf", "--goodput", "ttft:200", "tpot:50", "--master")
+    assert made == LoadRequest(url="URL", request_rate=math.inf, goodput=("ttft:200 tpot:50",), master=True)
 
 
 def test_help_keeps_its_lines_and_comes_from_the_server_where_it_parses(run):
@@ -147,11 +243,11 @@ LOAD = ("load", "tiny.yaml", *NOBODY)
         ((*LOAD, "--preset", "vlm"), ["--preset 'vlm'"]),
         ((*LOAD, "--at", "c9"), ["'c9'", "c1"]),
         ((*LOAD, "--find-max-rate", "p95_ttft<=1s", "--run-seconds", "inf"), ["inf is not a finite number"]),
-        (("bench-engine", "--sides", "nope"), ["--sides", "'nope'"]),
-        (("bench-engine", "--page-size", "0"), ["page_size cannot be 0"]),
-        (("bench-engine", "--kv-budget", "1.5"), ["'1.5'", "fraction of a byte"]),
-        (("bench-engine", "--model", "nowhere"), ["nowhere"]),
-        (("bench-engine", "--requests", "0"), ["--requests cannot be 0"]),
+        (("dev", "bench-engine", "--sides", "nope"), ["--sides", "'nope'"]),
+        (("dev", "bench-engine", "--page-size", "0"), ["page_size cannot be 0"]),
+        (("dev", "bench-engine", "--kv-budget", "1.5"), ["'1.5'", "fraction of a byte"]),
+        (("dev", "bench-engine", "--model", "nowhere"), ["nowhere"]),
+        (("dev", "bench-engine", "--requests", "0"), ["--requests cannot be 0"]),
         (("report", "."), ["manifest.json"]),
     ],
 )
@@ -219,9 +315,11 @@ def test_dry_run_of_a_resumed_run_shows_what_is_left_of_its_plan(run, tmp_path):
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_doctor_shows_what_this_machine_has(run):
+def test_doctor_shows_what_this_machine_has_and_the_details_all(run):
     code, out, _ = run("doctor")
-    assert code == 0 and "load average" in out and "ready: " in out
+    assert code == 0 and "load average" in out and "ready: " in out and "transformers" not in out
+    code, out, _ = run("dev", "doctor")
+    assert code == 0 and "load average" in out and "ready: " in out and "transformers" in out
 
 
 @pytest.mark.parametrize(
@@ -231,7 +329,7 @@ def test_doctor_shows_what_this_machine_has(run):
 def test_doctor_tells_how_the_engine_computes_bfloat16_on_this_cpu(run, monkeypatch, amx, avx512, said):
     monkeypatch.setattr("kernels.numba_amx.has_amx", lambda: amx)
     monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: avx512)
-    assert said in run("doctor")[1]
+    assert said in run("dev", "doctor")[1]
 
 
 def test_unknown_errors_are_a_sentence_and_a_file(capsys, tmp_path, monkeypatch):
@@ -280,15 +378,18 @@ def test_a_command_whose_output_nobody_reads_did_not_succeed(run):
 
 def test_summaries_fit_80_columns_uncut(run, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    for group in ((), ("gate",), ("accept",), ("history",), ("trace",)):
-        rows = run(*group, "--help")[1].partition("Commands:\n")[2].splitlines()
+    for group in ((), ("dev",), ("gate",), ("accept",), ("history",), ("trace",)):
+        rows = run(*group, "--help")[1].partition("Show this message and exit.\n")[2].splitlines()
+        rows = [
+            row for row in rows if row.startswith("  ") and "Exit codes" not in row and not row.split()[0].isdigit()
+        ]
         assert rows and all(len(row) <= 80 and row.endswith(".") and not row.endswith("...") for row in rows), rows
 
 
 @pytest.mark.parametrize("arguments", [(), ("trace",)])
 def test_a_group_alone_prints_its_help_and_no_error(run, arguments):
     code, _, err = run(*arguments)
-    assert code == 2 and err.startswith("Usage: kvbench") and "Commands:" in err and "error:" not in err
+    assert code == 2 and err.startswith("Usage: kvbench") and "Show this message" in err and "error:" not in err
 
 
 @pytest.mark.parametrize(
@@ -297,6 +398,9 @@ def test_a_group_alone_prints_its_help_and_no_error(run, arguments):
         (("load", "--endpoint-type", "x"), None),
         (("load", "--concurency", "1"), "'--concurrency'"),
         (("swep",), "'sweep'"),
+        (("tun",), "'dev tune'"),
+        (("calibrate-modl",), "'dev calibrate-model'"),
+        (("dev", "tun"), "'tune'"),
         (("zzzzz",), None),
         (("plan", "--gpu", "gaudi3", "Qwen3-32B"), None),
         (("plan", "--gpu", "mi300", "Qwen3-32B"), "MI300X"),

@@ -38,7 +38,7 @@ WORKLOAD = str(ROOT / "workloads" / "mixed.yaml")
     [
         ("load", WORKLOAD, "--url", "http://127.0.0.1:9"),
         ("sweep", WORKLOAD, "--target", "http://127.0.0.1:9"),
-        ("mock-server", "--port", "0"),
+        ("dev", "mock-server", "--port", "0"),
     ],
     ids=lambda command: command[0],
 )

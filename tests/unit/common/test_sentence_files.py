@@ -14,8 +14,11 @@ import pytest
 from kvbench.common.wording import Wording
 
 ROOT = Path(__file__).parents[3]
-FILES = {"kvbench/report/sentences_en.toml": ("kvbench/report", "kvbench/view")}
-"""Each file of sentences and the folders whose calls of ``say`` it serves."""
+FILES = {
+    "kvbench/report/sentences_en.toml": ("say", "kvbench/report", "kvbench/view"),
+    "kvbench/simulation/sentences_en.toml": ("sentence", "kvbench/simulation"),
+}
+"""Each file of sentences: the function that says them, and the folders that call it."""
 
 
 @pytest.fixture
@@ -61,12 +64,10 @@ def test_a_sentence_or_value_that_is_missing_raises(wording: Wording, key: str) 
 # --- Code and file agree ---
 
 
-def calls(folder: str) -> Iterator[tuple[str, ast.Call]]:
-    """Every call of ``say``, and where it is."""
+def trees(folder: str) -> Iterator[tuple[str, ast.Module]]:
+    """Every file of a folder, parsed."""
     for path in sorted((ROOT / folder).rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "say":
-                yield f"{path.relative_to(ROOT)}:{node.lineno}", node
+        yield str(path.relative_to(ROOT)), ast.parse(path.read_text(encoding="utf-8"))
 
 
 def entries(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -88,18 +89,29 @@ def fields(template: str) -> set[str]:
 @pytest.mark.parametrize("file", FILES)
 def test_every_sentence_is_used_and_gets_the_values_it_has_places_for(file: str) -> None:
     sentences = dict(entries(tomllib.loads((ROOT / file).read_text(encoding="utf-8"))))
+    function, *folders = FILES[file]
     used, problems = set(), []
-    for where, call in (entry for folder in FILES[file] for entry in calls(folder)):
-        key = call.args[0] if call.args else None
-        if not (isinstance(key, ast.Constant) and key.value in sentences):
-            problems.append(f"{where}: {ast.unparse(call)} names no sentence of the file")
-            continue
-        used.add(key.value)
-        values = {keyword.arg for keyword in call.keywords if keyword.arg}
-        unpacked = len(values) < len(call.keywords)  # **values: which ones they are shows when it is said
-        wanted = set().union(*map(fields, sentences[key.value]))
-        chosen_by_number = {"n"} if len(call.args) == 1 and len(sentences[key.value]) > 1 else set()
-        if values != wanted | chosen_by_number and not (unpacked and values < wanted):
-            problems.append(f"{where}: {key.value} has places for {sorted(wanted)} and gets {sorted(values)}")
+    for where, tree in (entry for folder in folders for entry in trees(folder)):
+        literals = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+        used |= {key for key in sentences if key in literals}
+        for call in ast.walk(tree):
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == function:
+                problems += [f"{where}:{call.lineno}: {why}" for why in wrong(call, sentences)]
     problems += [f"{file}: nothing says {key}" for key in sentences.keys() - used]
     assert not problems, "\n".join(problems)
+
+
+def wrong(call: ast.Call, sentences: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
+    """Says what is wrong with a call; a key that is no literal is not followed."""
+    key = call.args[0]
+    if not isinstance(key, ast.Constant):
+        return
+    if key.value not in sentences:
+        yield f"{key.value} names no sentence of the file"
+        return
+    values = {keyword.arg for keyword in call.keywords if keyword.arg}
+    unpacked = len(values) < len(call.keywords)  # **values: which ones they are shows when it is said
+    wanted = set().union(*map(fields, sentences[key.value]))
+    chosen_by_number = {"n"} if len(call.args) == 1 and len(sentences[key.value]) > 1 else set()
+    if values != wanted | chosen_by_number and not (unpacked and values < wanted):
+        yield f"{key.value} has places for {sorted(wanted)} and gets {sorted(values)}"

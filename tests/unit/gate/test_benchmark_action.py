@@ -80,7 +80,12 @@ def test_the_gate_of_a_stored_sweep_writes_its_charts(tmp_path: Path) -> None:
     policy = tmp_path / "policy.yaml"
     policy.write_text('limits: [{metric: output_throughput, min: 1, cells: "*"}]')
     sweep = Path("results/reference/vllm-cpu/sweep")
-    assert results.callback(sweep, policy, tmp_path / "out", force=False) == 0
+    assert (
+        results.main(
+            [str(sweep), "--policy", str(policy), "--output-dir", str(tmp_path / "out")], standalone_mode=False
+        )
+        == 0
+    )
     with (sweep / "summary.csv").open(newline="") as file:
         valid = [row for row in csv.DictReader(file) if row["valid"] == "True"]
     for name, metrics in ((BIGGER, {"output_tokens_per_s"}), (SMALLER, {"ttft_ms_p95", "itl_ms_p95"})):

@@ -19,9 +19,9 @@ RULES = load_policy(None).timing
 def calibrated(tmp_path, pairs, void=None):
     """The exit code of a calibration of 20 pairs that ended after so many, and what it stored."""
     folder = stored_comparison(tmp_path / "run", *noisy_pairs(pairs, 1, 3), ["mixed/a-c4"])
-    folder.write(folder.manifest().model_copy(update={"workloads": {"mixed": {}}, "void": void}))
+    folder.write(folder.state().model_copy(update={"workloads": {"mixed": {}}, "void": void}))
     request = CompareRequest(pairs=20, runner_class="here", store=tmp_path / "noise")
-    code = store_noise(folder, RULES, request, lambda text: None)
+    code = store_noise(folder, folder.state(), RULES, request, lambda text: None)
     path = tmp_path / "noise" / "here.json"
     return code, path if path.is_file() else None
 
@@ -41,7 +41,7 @@ def test_the_pairs_that_are_there_are_stored_however_the_calibration_ended(tmp_p
     few = [note for note in notes(path, "mixed") if "is known from 20 or more" in note]
     assert len(few) == (pairs < 20)
     (unknown,) = notes(path, "prefix", "mixed")  # the noise under other workloads says nothing
-    assert "prefix, mixed" in unknown and "kvbench calibrate" in unknown
+    assert "prefix, mixed" in unknown and "kvbench dev calibrate" in unknown
     (other,) = noise_notes(CompareRequest(noise=path), ["mixed"], "twins", RULES)  # nor by another method
     assert "--method twins" in other and "--method launched" in other
 
@@ -68,7 +68,7 @@ def test_a_damaged_noise_file_gets_one_sentence(tmp_path, damage):
     data = read_json(path)
     damage(data)
     write_json(path, data)
-    with pytest.raises(UsageError, match=r"is no noise of a runner \(.*kvbench calibrate"):
+    with pytest.raises(UsageError, match=r"is no noise of a runner \(.*kvbench dev calibrate"):
         notes(path, "mixed")
 
 

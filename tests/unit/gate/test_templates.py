@@ -76,7 +76,9 @@ def test_every_command_and_option_exists(path):
     shells = _blocks(path) if path == PAGE else _scripts(path)
     commands = [words for shell in shells for words in kvbench_commands(shell)]
     assert commands or path.name == "release.yml"  # which calls another workflow
-    for words in [words for words in commands if words[:1] not in (["serve"], ["bench-engine"])]:  # parse by themselves
+    for words in [
+        words for words in commands if words[0] != "serve" and "bench-engine" not in words
+    ]:  # parse by themselves
         done = CliRunner().invoke(cli, [*words, "--help"])
         assert done.exit_code == 0, f"{path.name}: kvbench {shlex.join(words)}: {done.output} {done.exception}"
 

@@ -1,4 +1,4 @@
-"""`kvbench tune` as it is called, where there is no GPU."""
+"""`kvbench dev tune` as it is called, where there is no GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine w
 
 def run(capsys, *arguments):
     with pytest.raises(SystemExit) as ended:
-        main(["tune", *arguments])
+        main(["dev", "tune", *arguments])
     out, err = capsys.readouterr()
     return ended.value.code, out, err
 
@@ -25,7 +25,7 @@ def run(capsys, *arguments):
 def test_without_a_gpu_it_is_one_sentence_and_exit_code_2(capsys, tmp_path):
     code, out, err = run(capsys, "--output-dir", str(tmp_path))
     assert code == 2 and not out
-    assert err.startswith("error: kvbench tune times kernels on a CUDA device") and err.count("\n") == 1
+    assert err.startswith("error: kvbench dev tune times kernels on a CUDA device") and err.count("\n") == 1
     assert not list(tmp_path.iterdir())
 
 

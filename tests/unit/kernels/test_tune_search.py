@@ -1,4 +1,4 @@
-"""The search behind `kvbench tune`, with timings that are made up here."""
+"""The search behind `kvbench dev tune`, with timings that are made up here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `kvbench tune` runs on a device, in Triton's interpreter. Run like triton_checks.py."""
+"""What `kvbench dev tune` runs on a device, in Triton's interpreter. Run like triton_checks.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kvbench quality` and `kvbench canaries`: what they measure and write, what they share, and what they refuse."""
+"""`kvbench quality` and `kvbench dev canaries`: what they measure and write, what they share, and what they refuse."""
 
 from __future__ import annotations
 

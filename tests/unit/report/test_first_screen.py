@@ -161,7 +161,8 @@ def test_within_an_slo_it_means_requests_and_machines_for_the_same_load() -> Non
     assert answer is not None
     assert answer.text == "3.0 requests/s within the SLO: the baseline needs 1.5 machines for that"
     assert all(
-        part in answer.numbers for part in ("ttft <= 200 ms", "3.00 requests/s", "2.00 with paged", "one machine")
+        part in answer.numbers
+        for part in ("ttft <= 200 ms", "3.00 requests/s", "2.00 requests/s with paged", "one machine")
     )
     on_gpus = meaning(better(**SLO, gpus=[{"name": "H100"}] * 2))
     assert on_gpus is not None and "needs 3.0 GPUs" in on_gpus.text and "2 GPUs" in on_gpus.numbers

@@ -1,0 +1,60 @@
+"""A group of commands whose --help shows them under headings, and whose commands may have moved into a group."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import click
+
+from kvbench.common.errors import say
+from kvbench.common.text import nearest
+
+OTHERS = "Added by other packages"
+
+
+class SectionedGroup(click.Group):
+    """A group of commands under headings; a command without one was added by another package.
+
+    ``sections``: the names by heading, in the order of --help.
+    ``moved``: a group whose commands had their place here before: their old names work and say the new ones.
+    """
+
+    def __init__(
+        self, *args: Any, sections: Mapping[str, Sequence[str]], moved: click.Group | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.sections = sections
+        self.moved = moved
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        command = super().get_command(ctx, cmd_name)
+        if command is not None or self.moved is None:
+            return command
+        return self.moved.get_command(ctx, cmd_name)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name, moved = args[0], self.moved.commands if self.moved else {}
+        if name not in self.commands and name in moved:
+            say(f"`kvbench {name}` is now `{self._typed(name)}`")
+        try:
+            return super().resolve_command(ctx, args)
+        except click.exceptions.NoSuchCommand as error:
+            names = {each: self._typed(each).removeprefix("kvbench ") for each in (*self.commands, *moved)}
+            error.possibilities = [names[near] for near in nearest(name, names, most=3)]  # type: ignore[misc]
+            raise
+
+    def _typed(self, name: str) -> str:
+        return f"kvbench {name}" if name in self.commands else f"kvbench {self.moved.name} {name}"  # type: ignore
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        named = {name for names in self.sections.values() for name in names}
+        others = [name for name in self.list_commands(ctx) if name not in named]
+        limit = formatter.width - 6 - max(map(len, self.commands))
+        for heading, names in {**self.sections, OTHERS: others}.items():
+            rows = [(name, self.commands[name].get_short_help_str(limit)) for name in names if name in self.commands]
+            if rows:
+                with formatter.section(heading):
+                    formatter.write_dl(rows, col_max=limit)
