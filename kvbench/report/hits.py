@@ -131,8 +131,8 @@ class HitLedger:
         values = {"name": self.cell.marked_name, "load": self.cell.load.short, "hit": self.percent(self.hit)}
         if self.shared is None:
             return say("hits.not_simulated", reason=self.reason, **values)
-        lost = self.signed(self.largest_gap) if self.largest_gap else ""
-        return say("hits.ledger", "gap" if lost else "other", shared=self.percent(self.shared), gap=lost, **values)
+        lost = self.largest_gap and self.signed(self.largest_gap)
+        return say("hits.ledger", bool(lost), shared=self.percent(self.shared), gap=lost, **values)
 
 
 def signed_percent(share: float) -> str:
