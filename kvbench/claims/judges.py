@@ -1,19 +1,24 @@
 """The rules of the claims: one function a claim judges what was measured, with its rule in the docstring.
 
 A judge gets what was measured in the order that claims.yaml has. A verdict rests on a 95 % interval that lies wholly on
-one side of the rule's limit, or on exact counts. An interval that straddles a limit leaves the claim undecided.
+one side of the rule's limit, or on exact counts. An interval that straddles a limit leaves the claim undecided. The
+sentences are in sentences_en.toml.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from kvbench.claims.kernel_cost import IN_ORDER, RESERVED, SCATTERED, KernelCost
 from kvbench.claims.measure import WorkloadFacts
 from kvbench.claims.served import ServedFacts
 from kvbench.common.text import listing, plural
+from kvbench.common.wording import Wording
 from kvbench.effects.comparison import MARGINS, Comparison, independent
 from kvbench.lockstep.intervals import effect_of_values
 from kvbench.metrics.definitions import ENGINE
@@ -21,8 +26,8 @@ from kvbench.report.comparisons import amount
 
 HELD, DID_NOT_HOLD, DEPENDS, UNDECIDED = "held", "did not hold", "depends", "undecided"
 VERDICTS = (HELD, DID_NOT_HOLD, DEPENDS, UNDECIDED)
-MORE = "more launches would tell (--minutes)"
 LITTLE = 0.05  # a change of at most so much is "nothing" or "little"
+_WORDING = Wording(Path(__file__).with_name("sentences_en.toml"))
 
 
 @dataclass(frozen=True)
@@ -42,11 +47,19 @@ def words(ratio: Comparison) -> str:
     return f"{amount(ratio.ratio)} ({low} to {high})".replace("-", "\N{MINUS SIGN}")
 
 
+def say(key: str, form: str | bool | None = None, **values: Any) -> str:
+    """Writes a sentence of the TOML file, a ratio among its values with its interval."""
+    written = {name: words(value) if isinstance(value, Comparison) else value for name, value in values.items()}
+    return _WORDING.say(key, form, more=_WORDING.say("more"), **written)
+
+
 def is_above(ratio: Comparison, limit: float) -> str:
     """HELD if the interval lies above ``limit``, DID_NOT_HOLD if below, else UNDECIDED, as one launch always is."""
     if ratio.n == 1 or ratio.low is None:
         return UNDECIDED
-    return HELD if ratio.low > limit else DID_NOT_HOLD if ratio.high < limit else UNDECIDED
+    if ratio.low > limit:
+        return HELD
+    return DID_NOT_HOLD if ratio.high < limit else UNDECIDED
 
 
 def is_below(ratio: Comparison, limit: float) -> str:
@@ -66,8 +79,8 @@ def any_of(parts: Sequence[str]) -> str:
 def too_wide(ratio: Comparison, limit: str) -> str:
     """The reason why an interval decides nothing."""
     if ratio.n == 1 or ratio.low is None:
-        return f"one launch does not tell how launches differ: {MORE}"
-    return f"the interval {words(ratio)} holds {limit}: {MORE}"
+        return say("one_launch")
+    return say("straddles", ratio=ratio, limit=limit)
 
 
 def verdict(parts: Sequence[str], evidence: str, reason: str = "", depends: str = "") -> ClaimVerdict:
@@ -78,9 +91,9 @@ def verdict(parts: Sequence[str], evidence: str, reason: str = "", depends: str 
 
 
 def by_counts(parts: Mapping[str, bool], evidence: str, depends: str) -> ClaimVerdict:
-    """Held if all parts are so, did not hold if none is; else it ``depends``, with the names of those that are."""
-    names = [name for name, is_so in parts.items() if is_so]
-    return verdict([held_if(is_so) for is_so in parts.values()], evidence, depends=depends.format(listing(names)))
+    """Held if all parts are so, did not hold if none is; else the sentence ``depends`` names those that are."""
+    names = listing([name for name, is_so in parts.items() if is_so])
+    return verdict([held_if(is_so) for is_so in parts.values()], evidence, depends=say(depends, names=names))
 
 
 # --- memory, counted exactly, and what it brings ---
@@ -91,12 +104,11 @@ def reservation(measured: WorkloadFacts) -> ClaimVerdict:
     slots = {layout: measured.slots(layout=layout) for layout in ("contiguous", "paged")}
     wasted = {layout: held["waste"] / (held["waste"] + held["tokens"]) for layout, held in slots.items()}
     length = measured.capacity_of().max_model_len
-    at_once = measured.tokens_held() // length, measured.tokens_held(layout="paged") // 300
-    evidence = (
-        f"{wasted['contiguous']:.1%} of the reserved slots held no token, over all steps of the chats "
-        f"({1 - 300 / 4096:.1%} at their end); in pages of 16 {wasted['paged']:.1%}. "
-        f"The same bytes hold {at_once[0]} chats or {at_once[1]}"
-    )
+    chats = {
+        "reserved_chats": measured.tokens_held() // length,
+        "paged_chats": measured.tokens_held(layout="paged") // 300,
+    }
+    evidence = say("reservation", end=1 - 300 / 4096, **wasted, **chats)
     return ClaimVerdict(held_if(wasted["contiguous"] >= 0.9 and wasted["paged"] <= 0.04), evidence)
 
 
@@ -117,14 +129,11 @@ def useful_memory(measured: WorkloadFacts) -> ClaimVerdict:
     for kind, settings in _RESERVATIONS.items():
         slots = measured.slots(**settings)
         useful[kind] = slots["tokens"] / (slots["tokens"] + slots["waste"] + slots["fragmented"])
-    evidence = (
-        f"{', '.join(f'{share:.1%} ({kind})' for kind, share in useful.items())} of the slots that are reserved or in "
-        "holes hold a token; published 20.4, 26.8, 38.2 and 96.3 %"
-    )
+    evidence = say("useful_memory", **useful)
     if useful.pop("pages") < 0.9:
         return ClaimVerdict(DID_NOT_HOLD, evidence)
     wasteful = {kind: share <= 0.45 for kind, share in useful.items()}
-    return by_counts(wasteful, evidence, "on the reservation: {} use less than 45 %")
+    return by_counts(wasteful, evidence, "some_useful")
 
 
 _PUBLISHED = {"max": 30.42 / 7.00, "pow2": 30.42 / 9.81, "oracle": 30.42 / 13.62}
@@ -133,12 +142,9 @@ _PUBLISHED = {"max": 30.42 / 7.00, "pow2": 30.42 / 9.81, "oracle": 30.42 / 13.62
 def batched_at_once(measured: WorkloadFacts) -> ClaimVerdict:
     """Held if pages over each reservation reach 0.8 of the published ratio, depends if over some, else did not hold."""
     batched = {kind: measured.batched(**settings) for kind, settings in _RESERVATIONS.items()}
-    evidence = (
-        f"{', '.join(f'{count:.1f} ({kind})' for kind, count in batched.items())} sequences decoded in a step while "
-        "requests waited; published 7.0, 9.8, 13.6 and 30.4"
-    )
+    evidence = say("batched_at_once", **batched)
     reached = {kind: batched["pages"] / batched[kind] >= 0.8 * ratio for kind, ratio in _PUBLISHED.items()}
-    return by_counts(reached, evidence, "on the reservation: as published over {} only")
+    return by_counts(reached, evidence, "some_batched")
 
 
 def sustainable_rate(measured: WorkloadFacts) -> ClaimVerdict:
@@ -147,32 +153,29 @@ def sustainable_rate(measured: WorkloadFacts) -> ClaimVerdict:
     The throughput of a burst stands for the highest rate: requests wait for most of it, but not at its end.
     """
     exact, longest = (measured.ratio({"layout": "paged"}, _RESERVATIONS[kind]) for kind in ("oracle", "max"))
-    evidence = (
-        f"output tokens/s of a burst of requests: {words(exact)} against exact reservations, "
-        f"{words(longest)} against the longest; published 1.7x to 2.7x, and 2.7x to 8x"
-    )
+    evidence = say("sustainable_rate", exact=exact, longest=longest)
     parts = is_above(exact, 1.7), is_above(longest, 2.7)
     reason = too_wide(exact, "1.7x") if parts[0] == UNDECIDED else too_wide(longest, "2.7x")
-    return verdict(parts, evidence, reason, "on the reservation")
+    return verdict(parts, evidence, reason, say("on_reservation"))
 
 
 def mixed_lengths(measured: WorkloadFacts) -> ClaimVerdict:
     """Held if the throughput is surely twice or more, did not hold if surely less than twice."""
     gain, before, after = measured.speed(layout="paged"), measured.steps(), measured.steps(layout="paged")
-    evidence = (
-        f"{words(gain)} output tokens/s; {before[0]} steps of {before[1]:.1f} output tokens and {before[2]:.0f} ms in "
-        f"reservations, {after[0]} of {after[1]:.1f} and {after[2]:.0f} ms in pages"
-    )
+    evidence = say("mixed_lengths", gain=gain, before=before, after=after)
     return verdict([is_above(gain, 2.0)], evidence, too_wide(gain, "2.0x"))
 
 
 def brings_little(measured: WorkloadFacts) -> ClaimVerdict:
     """Held if the throughput surely rises by less than 5 %, did not hold if surely by more."""
     gain, preempted = measured.speed(layout="paged"), measured.counters(layout="paged")["num_preemptions_total"]
-    costs = ": pages cost here" if is_below(gain, 1 - LITTLE) == HELD else ""
-    evidence = (
-        f"{words(gain)} output tokens/s{costs}; steps of {measured.steps()[1]:.1f} output tokens in reservations, of "
-        f"{measured.steps(layout='paged')[1]:.1f} in pages with {plural(round(preempted), 'preemption')}"
+    evidence = say(
+        "brings_little",
+        gain=gain,
+        costs=say("costs_here", is_below(gain, 1 - LITTLE) == HELD),
+        reserved=measured.steps()[1],
+        paged=measured.steps(layout="paged")[1],
+        preemptions=plural(round(preempted), "preemption"),
     )
     return verdict([is_below(gain, 1 + LITTLE)], evidence, too_wide(gain, "+5 %"))
 
@@ -187,16 +190,17 @@ def page_16(measured: WorkloadFacts) -> ClaimVerdict:
     """
     sizes = sorted(configuration.varied["page_size"] for configuration in measured.design.configurations[1:])
     speeds = {size: measured.speed(page_size=size) for size in sizes}
-    evidence = "beside 16: " + ", ".join(f"{size} {words(speed)}" for size, speed in speeds.items())
+    by_size = ", ".join(say("page_16_size", size=size, speed=speed) for size, speed in speeds.items())
+    evidence = say("page_16", speeds=by_size)
     faster = {size: is_above(speed, 1 + MARGINS[ENGINE]) for size, speed in speeds.items()}
     if HELD in faster.values():
         return ClaimVerdict(DID_NOT_HOLD, evidence)
     if wide := [str(size) for size, word in faster.items() if word == UNDECIDED]:
-        return ClaimVerdict(UNDECIDED, evidence, f"pages of {listing(wide)} may be over 2 % faster: {MORE}")
+        return ClaimVerdict(UNDECIDED, evidence, say("maybe_faster", sizes=listing(wide)))
     level = [str(size) for size, speed in speeds.items() if is_below(speed, 1.0) != HELD]
     if not level:
         return ClaimVerdict(HELD, evidence)
-    return ClaimVerdict(DEPENDS, evidence, f"pages of {listing(level)} are not surely slower")
+    return ClaimVerdict(DEPENDS, evidence, say("not_slower", sizes=listing(level)))
 
 
 def small_pages(measured: WorkloadFacts) -> ClaimVerdict:
@@ -210,20 +214,23 @@ def small_pages(measured: WorkloadFacts) -> ClaimVerdict:
         tables[size] = capacity.page_table_bytes / capacity.kv_budget_bytes
         speeds[size] = measured.speed(page_size=size)
     evidence = "; ".join(
-        f"page {size}: page table {share:.2%} of the budget, {words(speeds[size])} tokens/s"
-        for size, share in tables.items()
+        say("small_pages", size=size, share=share, speed=speeds[size]) for size, share in tables.items()
     )
     time = any_of([is_below(speeds[size], 1 - MARGINS[ENGINE]) for size in (4, 8)])
     memory = held_if(any(tables[size] >= 0.01 for size in (4, 8)))
     waste = "memory" if memory == HELD else "time"
-    return verdict((memory, time), evidence, f"an interval holds -2 %: {MORE}", f"on what: only {waste} is wasted")
+    return verdict((memory, time), evidence, say("holds", limit="-2 %"), say("only_wasted", what=waste))
 
 
 def sharing(low: float, high: float, *by_width: WorkloadFacts) -> ClaimVerdict:
     """Held if 2, 4 and 6 answers all save between 0.8 times the published least and 1.25 times the published most."""
     saved = [measured.shared() for measured in by_width]
-    evidence = f"{', '.join(f'{x:.1%}' for x in saved)} of the pages with 2, 4 and 6; published {low} to {high} %"
+    shares = ", ".join(say("share", share=share) for share in saved)
+    evidence = say("sharing", shares=shares, low=low, high=high)
     return ClaimVerdict(held_if(all(0.8 * low / 100 <= share <= 1.25 * high / 100 for share in saved)), evidence)
+
+
+_COST_WORDS = {(DID_NOT_HOLD, DID_NOT_HOLD): "less", (HELD, DID_NOT_HOLD): "as said", (HELD, HELD): "more"}
 
 
 def paging_cost(cost: KernelCost) -> ClaimVerdict:
@@ -232,22 +239,19 @@ def paging_cost(cost: KernelCost) -> ClaimVerdict:
     Depends if it is so, or less, or more for one of both only. The planning once a step, for all layers, is left out.
     """
     costs = {place: effect_of_values(cost.seconds[RESERVED], cost.seconds[place]) for place in (IN_ORDER, SCATTERED)}
-    evidence = (
-        f"decode kernel over {cost.batch} contexts of {cost.context:,} tokens, pages of {cost.page_size} "
-        f"against the same kernel on reservations: {words(costs[IN_ORDER])} time where the pages of a sequence lie in "
-        f"order, {words(costs[SCATTERED])} where they are scattered"
-    )
+    sizes = {name: getattr(cost, name) for name in ("batch", "context", "page_size")}
+    evidence = say("paging_cost", in_order=costs[IN_ORDER], scattered=costs[SCATTERED], **sizes)
     least, most = 1.03, 1.05
     sides = {}
     for place, ratio in costs.items():
         over_least, over_most = is_above(ratio, least), is_above(ratio, most)
         if UNDECIDED in (over_least, over_most):
             return ClaimVerdict(UNDECIDED, evidence, too_wide(ratio, "+3 or +5 %"))
-        sides[place] = "less" if over_least == DID_NOT_HOLD else "more" if over_most == HELD else "as said"
+        sides[place] = _COST_WORDS[over_least, over_most]
     if len(set(sides.values())) == 1:
         return ClaimVerdict(held_if(sides[IN_ORDER] == "as said"), evidence)
-    where = ", ".join(f"{side} where they are {place}" for place, side in sides.items())
-    return ClaimVerdict(DEPENDS, evidence, f"on how the pages lie: {where}")
+    where = ", ".join(say("paging_side", side=side, place=place) for place, side in sides.items())
+    return ClaimVerdict(DEPENDS, evidence, say("lie", where=where))
 
 
 # --- prefixes ---
@@ -256,7 +260,7 @@ def paging_cost(cost: KernelCost) -> ClaimVerdict:
 def prefix_unshared(measured: WorkloadFacts) -> ClaimVerdict:
     """Held if prefix caching surely makes prompts that share nothing over 2 % slower, did not hold if surely not."""
     speed = measured.speed(enable_prefix_caching=True)
-    evidence = f"{words(speed)} output tokens/s with prefix caching where nothing is shared"
+    evidence = say("prefix_unshared", speed=speed)
     return verdict([is_below(speed, 1 - MARGINS[ENGINE])], evidence, too_wide(speed, "-2 %"))
 
 
@@ -269,11 +273,12 @@ def prefix_shared(one_shot: WorkloadFacts, five_shot: WorkloadFacts) -> ClaimVer
     for kind, measured, published in (("one-shot", one_shot, 1.67), ("five-shot", five_shot, 3.58)):
         gain, least = measured.ratio(_CACHING), 0.8 * published  # against exact reservations
         sides.append(is_above(gain, least))
-        wide = too_wide(gain, f"{least:.2f}x") if sides[-1] == UNDECIDED else wide
+        if sides[-1] == UNDECIDED:
+            wide = too_wide(gain, f"{least:.2f}x")
         alone = measured.ratio(_CACHING, {"layout": "paged"})
-        parts.append(f"{kind}: {words(gain)} against exact reservations, {words(alone)} against pages alone")
-    evidence = f"memory for {five_shot.tokens_held():,} tokens; {'; '.join(parts)}; published 1.67x and 3.58x"
-    return verdict(sides, evidence, wide, "on how long the prefix is")
+        parts.append(say("prefix_kind", kind=kind, exact=gain, alone=alone))
+    evidence = say("prefix_shared", tokens=five_shot.tokens_held(), kinds="; ".join(parts))
+    return verdict(sides, evidence, wide, say("on_length"))
 
 
 def shared_tokens(one_shot: WorkloadFacts, five_shot: WorkloadFacts, unshared: WorkloadFacts) -> ClaimVerdict:
@@ -283,9 +288,10 @@ def shared_tokens(one_shot: WorkloadFacts, five_shot: WorkloadFacts, unshared: W
         "behind one of four fifths": five_shot.shared(**_CACHING),
         "without a common prefix": unshared.shared(enable_prefix_caching=True),
     }
-    evidence = ", ".join(f"{share:.0%} {load}" for load, share in shared.items()) + "; of the pages of running requests"
+    loads = ", ".join(say("shared_load", share=share, load=load) for load, share in shared.items())
+    evidence = say("shared_tokens", loads=loads)
     so_much = {load: 0.4 <= share <= 0.6 for load, share in shared.items()}
-    return by_counts(so_much, evidence, "on how much of its requests a load has in common: only {}")
+    return by_counts(so_much, evidence, "some_shared")
 
 
 # --- KV formats, preemption, limits of a step ---
@@ -300,14 +306,10 @@ def quantised_kv(measured: WorkloadFacts) -> ClaimVerdict:
         speeds = [measured.ratio({"kv_cache_dtype": dtype, "page_size": size}, {"page_size": size}) for size in (16, 4)]
         more = measured.tokens_held(kv_cache_dtype=dtype) / measured.tokens_held()
         sides += [is_above(speed, 1.0) for speed in speeds]
-        parts.append(
-            f"{name} holds {more:.2f}x the tokens, {words(speeds[0])} tokens/s, {words(speeds[1])} in pages of 4"
-        )
-    evidence = (
-        f"against KV in {measured.capacity_of().dtype}, memory for {measured.tokens_held():,} tokens: "
-        f"{'; '.join(parts)}; quality was not measured (kvbench quality)"
-    )
-    return verdict(sides, evidence, f"an interval holds 0: {MORE}", "on the format or the page size")
+        parts.append(say("quantised_format", name=name, times=more, large=speeds[0], small=speeds[1]))
+    tokens, formats = measured.tokens_held(), "; ".join(parts)
+    evidence = say("quantised_kv", dtype=measured.capacity_of().dtype, tokens=tokens, formats=formats)
+    return verdict(sides, evidence, say("holds", limit="0"), say("on_format"))
 
 
 def scales_and_pages(measured: WorkloadFacts) -> ClaimVerdict:
@@ -321,13 +323,13 @@ def scales_and_pages(measured: WorkloadFacts) -> ClaimVerdict:
         return capacity.scale_bytes_per_token / capacity.bytes_per_token
 
     shares = {name: [share(name, size) for size in (16, 4)] for name in _QUANTISED}
-    parts = [f"{name} {large:.1%} in pages of 16, {small:.1%} in pages of 4" for name, (large, small) in shares.items()]
-    evidence = f"scales take of a token's bytes, by this engine's formats: {'; '.join(parts)}"
+    parts = [say("scales_format", name=name, large=large, small=small) for name, (large, small) in shares.items()]
+    evidence = say("scales_and_pages", formats="; ".join(parts))
     grows = {
         "fewer bits": shares["INT4"][0] > shares["INT8"][0],
         "smaller pages": shares["INT4"][1] > shares["INT4"][0],
     }
-    return by_counts(grows, evidence, "on what shrinks: scales weigh more with {} only")
+    return by_counts(grows, evidence, "some_scales")
 
 
 def swap_by_page(measured: WorkloadFacts) -> ClaimVerdict:
@@ -339,11 +341,15 @@ def swap_by_page(measured: WorkloadFacts) -> ClaimVerdict:
     pages, preemptions = counted["swapped_out_pages_total"], counted["num_preemptions_total"]
     whole = counted["swapped_out_slots_total"] + counted["swap_kept_slots_total"]
     if not preemptions:
-        return ClaimVerdict(UNDECIDED, "", "memory never ran out, so nothing was swapped")
+        return ClaimVerdict(UNDECIDED, "", say("never_out"))
     moved = pages * measured.find().settings["page_size"]
-    evidence = (
-        f"{plural(round(preemptions), 'preemption')} moved {plural(round(pages), 'page')} to the host, {moved:,.0f} "
-        f"slots; the whole sequences had {whole:,.0f} tokens; recompute instead of swap: {words(speed)} tokens/s"
+    evidence = say(
+        "swap_by_page",
+        preemptions=plural(round(preemptions), "preemption"),
+        pages=plural(round(pages), "page"),
+        moved=moved,
+        whole=whole,
+        speed=speed,
     )
     return ClaimVerdict(held_if(moved <= 0.9 * whole), evidence)
 
@@ -355,7 +361,7 @@ def max_num_seqs(measured: WorkloadFacts) -> ClaimVerdict:
     """
     setting = "max_num_seqs"
     preempted = measured.counters(max_num_seqs=_ends(measured, setting)[1])["num_preemptions_total"]
-    counted = f", {plural(round(preempted), 'preemption')}"
+    counted = say("batch_limit_preemptions", preemptions=plural(round(preempted), "preemption"))
     return _batch_limit(measured, setting, ("ttft", "itl"), counted, harmless=not preempted)
 
 
@@ -376,19 +382,14 @@ def _batch_limit(
     low, high = _ends(measured, setting)
     speeds = {value: measured.speed(**{setting: value}) for value in (low, high)}
     p95s = {metric: measured.p95(metric, **{setting: high}) for metric in ("ttft", "itl")}
-    evidence = (
-        f"{low}: {words(speeds[low])} tokens/s; {high}: {words(speeds[high])} tokens/s, p95 TTFT "
-        f"{words(p95s['ttft'])}, p95 ITL {words(p95s['itl'])}{counted}"
-    )
+    speed = {"slow": speeds[low], "fast": speeds[high]}
+    evidence = say("batch_limit", low=low, high=high, preemptions=counted, **speed, **p95s)
     too_low = is_below(speeds[low], 1 - MARGINS[ENGINE])
     worse = any_of([is_above(p95s[metric], 1 + MARGINS[ENGINE]) for metric in metrics])
     too_high = DID_NOT_HOLD if harmless else worse
-    return verdict(
-        (too_low, too_high),
-        evidence,
-        f"an interval of {low if too_low == UNDECIDED else high} holds 2 %: {MORE}",
-        f"on the side: only too {'low' if too_low == HELD else 'high'} costs here",
-    )
+    reason = say("holds_of", value=low if too_low == UNDECIDED else high)
+    depends = say("only_side", side="low" if too_low == HELD else "high")
+    return verdict((too_low, too_high), evidence, reason, depends)
 
 
 # --- kinds of prompts ---
@@ -407,13 +408,18 @@ def long_contexts(alone: WorkloadFacts, beside: WorkloadFacts) -> ClaimVerdict:
         return independent(f"p{100 * quantile:.0f}_tpot_ms", ENGINE, other, base)
 
     median, p95 = ratio(0.5, large), ratio(0.95, large)
-    evidence = (
-        f"one request in ten is long; the chats' median TPOT beside them: {words(median)} with {large:,} tokens a "
-        f"step, {words(ratio(0.5, small))} with {small:,}; their p95 TPOT: {words(p95)} and {words(ratio(0.95, small))}"
+    evidence = say(
+        "long_contexts",
+        median=median,
+        p95=p95,
+        large=large,
+        small=small,
+        median_small=ratio(0.5, small),
+        p95_small=ratio(0.95, small),
     )
     parts = is_above(median, 1.5), is_above(p95, 1.5)
     reason = too_wide(median if parts[0] == UNDECIDED else p95, "1.5x")
-    return verdict(parts, evidence, reason, "on whom: the slowest chats much, most of them little")
+    return verdict(parts, evidence, reason, say("on_whom"))
 
 
 def kinds_of_prompts(
@@ -425,7 +431,8 @@ def kinds_of_prompts(
     """
     kinds = {"easy": easy, "average": average, "long": long, "production": production}
     gains = {kind: measured.speed(layout="paged") for kind, measured in kinds.items()}
-    evidence = "pages bring: " + ", ".join(f"{kind} {words(gain)}" for kind, gain in gains.items())
+    by_kind = ", ".join(say("kind_gain", kind=kind, gain=gain) for kind, gain in gains.items())
+    evidence = say("kinds_of_prompts", gains=by_kind)
     usual = gains.pop("average")
     parts = []
     for gain in gains.values():
@@ -437,7 +444,7 @@ def kinds_of_prompts(
             parts.append(held_if(off < math.log(1.1)))
     # One kind that differs is enough.
     word = next((word for word in (DID_NOT_HOLD, UNDECIDED) if word in parts), HELD)
-    return verdict([word], evidence, f"an interval holds a difference of 10 %: {MORE}")
+    return verdict([word], evidence, say("holds", limit="a difference of 10 %"))
 
 
 # --- a server ---
@@ -447,13 +454,16 @@ def abandoned(facts: ServedFacts) -> ClaimVerdict:
     """Held if any page is still owned 2 s after the clients left, or a request for the whole memory then failed."""
     parts = []
     for name, left in facts.abandoned.items():
-        after = (
-            "still some 2 s later" if left.freed_after_s is None else f"none {1000 * left.freed_after_s:.0f} ms later"
-        )
-        served = "was served" if left.next_served else "failed"
+        ms = 1000 * (left.freed_after_s or 0.0)
         parts.append(
-            f"{name}: {plural(left.streams, 'stream')} left with {left.owned_before:.0f} pages, {after}, then a "
-            f"request for the whole memory {served}"
+            say(
+                "abandoned",
+                name=name,
+                streams=plural(left.streams, "stream"),
+                pages=left.owned_before,
+                after=say("abandoned_after", "none" if left.freed_after_s is None else "other", ms=ms),
+                served=say("abandoned_served", left.next_served),
+            )
         )
     kept = any(left.freed_after_s is None or not left.next_served for left in facts.abandoned.values())
     return ClaimVerdict(held_if(kept), "; ".join(parts))
@@ -462,10 +472,7 @@ def abandoned(facts: ServedFacts) -> ClaimVerdict:
 def malformed(facts: ServedFacts) -> ClaimVerdict:
     """Held if a good request failed or got other tokens, or a malformed one was not refused with its reason."""
     sent = facts.malformed
-    evidence = (
-        f"{sent.refused} of {sent.sent} malformed requests were refused with a reason, while "
-        f"{sent.running} of {sent.good} good requests ran; {sent.same_tokens} of these had the same tokens "
-        f"as without, after {1000 * sent.seconds_beside:.0f} ms, without after "
-        f"{1000 * sent.seconds_alone:.0f} (one round each)"
+    evidence = say(
+        "malformed", beside=1000 * sent.seconds_beside, alone=1000 * sent.seconds_alone, **dataclasses.asdict(sent)
     )
     return ClaimVerdict(held_if(sent.refused < sent.sent or sent.same_tokens < sent.good), evidence)

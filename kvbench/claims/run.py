@@ -53,13 +53,22 @@ class ClaimsRun:
     _verdicts: dict[str, ClaimVerdict] = field(default_factory=dict)
 
     def execute(self) -> ClaimsResult:
-        """Measures and judges all claims."""
+        """Measures and judges all claims; claims.json is there from the beginning and after each measurement."""
         began, started = time.monotonic(), utc_now()
         names = list(dict.fromkeys(name for claim in self.claims for name in claim.measured))
-        machine = environment()
         settings = [workload.engine for workload in self.workloads.values()]
-        values = {name: {str(each[name]) for each in settings if name in each} for name in Engines.model_fields}
-        engines = Engines(**{name: tuple(sorted(texts - {"None"})) for name, texts in values.items()})
+        values = {name: {str(engine[name]) for engine in settings if name in engine} for name in Engines.model_fields}
+        begun = ClaimsResult(
+            claims=(),
+            engines=Engines(**{name: tuple(sorted(texts - {"None"})) for name, texts in values.items()}),
+            finished=False,
+            started=started,
+            profile=self.profile,
+            seconds=0.0,
+            ended=started,
+            **environment(),
+        )
+        result = self._store(begun)
         for number, name in enumerate(names, 1):
             left_s = 60 * self.minutes - (time.monotonic() - began)
             if left_s > _LEAST_S:  # the first launches may take three times the limit
@@ -68,19 +77,14 @@ class ClaimsRun:
             else:
                 self._failed[name] = f"the {self.minutes:g} minutes were over before it was measured (--minutes)"
             self._judge(name)
-            self.result = ClaimsResult(
-                claims=tuple(self._results()),
-                engines=engines,
-                finished=number == len(names),
-                started=started,
-                profile=self.profile,
-                seconds=time.monotonic() - began,
-                ended=utc_now(),
-                **machine,
-            )
-            write_record(self.folder / FILE, self.result)
-        assert self.result is not None
-        return self.result
+            judged = {"claims": tuple(self._results()), "finished": number == len(names), "ended": utc_now()}
+            result = self._store(begun.model_copy(update=judged | {"seconds": time.monotonic() - began}))
+        return result
+
+    def _store(self, result: ClaimsResult) -> ClaimsResult:
+        self.result = result
+        write_record(self.folder / FILE, result)
+        return result
 
     def _measure(self, name: str, title: str, limit_s: float) -> None:
         def show(text: str | Callable[[], str]) -> None:

@@ -26,6 +26,7 @@ from pathlib import Path
 from kvbench.common.errors import UsageError, as_usage_error
 from kvbench.common.text import and_more, plural
 from kvbench.gate.policy import WITHIN, GateLimit, Policy, matches
+from kvbench.gate.sentences import say
 from kvbench.gate.verdict.outputs import Benchmark
 from kvbench.gate.verdict.verdict import EMPTY, FAIL, INVALID, PASS, Finding, Verdict, worst
 from kvbench.gate.verdict.wording import number, quantity
@@ -63,41 +64,36 @@ def judge_sweep(results: Path, policy: Policy, *, force: bool = False) -> Verdic
         run = read_run(results)
     has_canaries = any(cell.canaries.sent for cell in run.cells)
     if policy.source is None and not has_canaries:
-        raise UsageError(f"{results} is the run of a sweep, which only limits can judge: give --policy ci/gates.yaml")
-    quality, notes = read_quality(results), []
+        raise UsageError(say("limits.no_policy", folder=results))
+    quality = read_quality(results)
     if not policy.limits and not has_canaries:
-        return _verdict(run, policy, EMPTY, f"nothing was compared: {policy.source} has no limits", ())
+        return _verdict(run, policy, EMPTY, say("limits.no_limits", source=policy.source))
     if not run.cells:
-        why = f"nothing was compared: {run.folder} has no finished cell; go on with `{_resume(run)}`"
-        return _verdict(run, policy, EMPTY, why, ())
+        return _verdict(run, policy, EMPTY, say("limits.no_cell", folder=run.folder, resume=_resume(run)))
     doubt = None
     if quality is not None and not force and (different := quality.differs_from(run.manifest)):
-        doubt = (
-            f"measured with other code, versions or weights than the run ({'; '.join(different)}): run "
-            f"`kvbench quality {run.folder}` with what the run has, measure the run again with what is here, or add "
-            "--force to take it"
-        )
+        doubt = say("limits.other_quality", differences="; ".join(different), folder=run.folder)
     findings = (
         *_judge_completeness(run),
         *(judge_canaries(run, cell, quality, doubt) for cell in run.cells if cell.canaries.sent),
         *judge_limits(run, policy.limits, quality, doubt),
     )
     outcome = worst([finding.outcome for finding in findings])
-    limits, wrong = plural(len(findings), "limit"), [f for f in findings if f.outcome == outcome]
-    if outcome == PASS:
-        sentence = f"all {limits} hold on {plural(len(run.cells), 'cell')} of {run.workload}"
-    else:
-        how = "broken" if outcome == FAIL else "could not be judged"
-        sentence = f"{len(wrong)} of {limits} of {run.workload} {how}: {wrong[0].sentence}"
-    if quality is not None and quality.note:
-        notes.append(quality.note)
-    notes += repeat_notes(run.manifest, run.cells)
+    first, *others = [finding for finding in findings if finding.outcome == outcome]
+    sentence = say(
+        {PASS: "limits.all_hold", FAIL: "limits.broken"}.get(outcome, "limits.not_judged"),
+        count=1 + len(others),
+        limits=plural(len(findings), "limit"),
+        cells=plural(len(run.cells), "cell"),
+        workload=run.workload,
+        first=first.sentence,
+    )
     judged = " ".join(finding.id for finding in findings)
+    notes = [*run.unread, *repeat_notes(run.manifest, run.cells)]
+    if quality is not None and quality.note:
+        notes.insert(0, quality.note)
     if unjudged := [cell.cell_id for cell in run.cells if not cell.valid and f"/{cell.cell_id}" not in judged]:
-        notes.append(
-            "these cells are invalid, were refused or answered wrongly, and no limit is about them: "
-            f"{and_more(unjudged, _MOST_NAMED)}"
-        )
+        notes.append(say("limits.without_limit", cells=and_more(unjudged, _MOST_NAMED)))
     return _verdict(run, policy, outcome, sentence, findings, notes)
 
 
@@ -120,40 +116,45 @@ def judge_limits(
             made = [_judge_quality(run, limit, config_id, quality, doubt) for config_id in configurations]
         if not made:
             globs, ids = ", ".join(limit.cells), ", ".join(cell.cell_id for cell in run.cells)
-            why = f"no cell of this run fits {globs}; correct the globs or remove the limit: it has {ids}"
-            made = [_invalid(limit, f"{run.workload} ({globs})", why)]
+            where = say("limits.where_globs", workload=run.workload, globs=globs)
+            made = [_invalid(limit, where, say("limits.no_such_cell", globs=globs, ids=ids))]
         for finding in made:
             seen[finding.id] += 1
-            same = seen[finding.id]
-            findings.append(finding if same == 1 else replace(finding, id=f"{finding.id} ({same})"))
+            if (n := seen[finding.id]) > 1:
+                finding = replace(finding, id=say("limits.again", id=finding.id, n=n))
+            findings.append(finding)
     return tuple(findings)
 
 
 def judge_canaries(run: Run, cell: MeasuredCell, quality: QualityResult | None, doubt: str | None) -> Finding:
     """Judges a cell that had canaries. ``quality``: of this run; ``doubt``: why it does not belong to it."""
     counts, where = cell.canaries, _name(run, cell)
+    figures, details = {}, []
     if cell.wrong_answers:
-        outcome, sentence = FAIL, and_more(cell.wrong_answers, _MOST_REASONS, "; ")
-        if counts.wrong:
-            sentence = f"WRONG ANSWERS: {wrong_words(counts)}"
+        outcome, sentence, figures = FAIL, and_more(cell.wrong_answers, _MOST_REASONS, "; "), {"max": 0.0}
     elif not counts.answered:
-        outcome, sentence = INVALID, f"none of {counts.sent} canaries was answered: see the failed requests first"
+        outcome, sentence = INVALID, say("limits.canaries_unanswered", n=counts.sent)
     elif not counts.wrong:
-        outcome, sentence = PASS, f"all {counts.answered} canaries that were answered are right"
+        outcome, sentence = PASS, say("limits.canaries_right", n=counts.answered)
     else:
         outcome, sentence = _beside_offline(run, cell, quality, doubt)
+    if counts.wrong:
+        details.append(say("limits.canaries_details", path=cell.folder / WRONG_ANSWERS))
+        if cell.wrong_answers:
+            sentence = say("limits.canaries_wrong", words=wrong_words(counts))
+    title = say("limits.canaries", where=where)
     return Finding(
-        id=f"{SUITE}/{where}/canaries",
+        id=say("limits.id", where=where, label="canaries"),
         suite=SUITE,
-        title=f"canaries of {where}",
+        title=title,
         outcome=outcome,
-        sentence=f"canaries of {where}: {sentence}",
+        sentence=say("limits.sentence", about=title, text=sentence),
         metric="canaries",
         unit="count",
         higher_is_better=False,
         candidate=float(counts.wrong),
-        figures={} if outcome == INVALID or not cell.wrong_answers else {"max": 0.0},
-        details=(f"what is needed to find out why: {cell.folder / WRONG_ANSWERS}",) if counts.wrong else (),
+        figures=figures,
+        details=tuple(details),
     )
 
 
@@ -163,16 +164,16 @@ def _beside_offline(run: Run, cell: MeasuredCell, quality: QualityResult | None,
     offline, counts = figures.canaries if figures else None, cell.canaries
     words = wrong_words(counts)
     if offline and not doubt:
-        off = offline.asked - offline.right
-        chance = chance_of_so_many(counts.wrong, counts.answered, counts.distinct, off, offline.asked)
-        words += f"; on an idle engine {off} of {offline.asked} are (p = {chance:.2g}, the limit is {ALPHA:g})"
-        return (FAIL, f"WRONG ANSWERS, more than offline: {words}") if chance < ALPHA else (PASS, words)
-    unknown = f"not measured: run `kvbench quality {run.folder}`"
+        wrong = offline.asked - offline.right
+        chance = chance_of_so_many(counts.wrong, counts.answered, counts.distinct, wrong, offline.asked)
+        words = say("limits.canaries_offline", words=words, wrong=wrong, asked=offline.asked, p=chance, alpha=ALPHA)
+        return (FAIL, say("limits.canaries_more", words=words)) if chance < ALPHA else (PASS, words)
+    unknown = say("limits.offline_unmeasured", folder=run.folder)
     if offline and doubt:
         unknown = doubt
     elif not run.is_built_in:
-        unknown = "not known of another engine: `kvbench quality --url` asks its server while it is idle"
-    return INVALID, f"{words}; how many are on an idle engine is {unknown}"
+        unknown = say("limits.offline_other")
+    return INVALID, say("limits.canaries_unknown", words=words, unknown=unknown)
 
 
 def _judge_completeness(run: Run) -> list[Finding]:
@@ -180,18 +181,22 @@ def _judge_completeness(run: Run) -> list[Finding]:
     wrong = []
     if run.missing:
         cells = plural(len(run.missing), "cell")
-        wrong.append(f"{cells} without a finished load ({and_more(run.missing, _MOST_NAMED)})")
+        wrong.append(say("limits.missing", cells=cells, names=and_more(run.missing, _MOST_NAMED)))
     if run.short:
-        wrong.append(f"too few repeats ({and_more(run.short, _MOST_NAMED)})")
+        wrong.append(say("limits.short", names=and_more(run.short, _MOST_NAMED)))
     if not wrong and run.status != "complete":
-        wrong.append(f"its status is {run.status}")
-    if not wrong and not run.problems:
+        wrong.append(say("limits.status", status=run.status))
+    problems = [text for text in run.problems if text not in run.unread]
+    if not wrong and not problems:
         return []
-    what, sentence = "readable run", f"the run has problems: {and_more(run.problems, 1)}"
+    what = "readable run"
     if wrong:
-        what, sentence = "complete run", f"the run is incomplete: {' and '.join(wrong)}; go on with `{_resume(run)}`"
-    name, title = f"{SUITE}/{run.workload}/{what}", f"{what} of {run.workload}"
-    return [Finding(name, SUITE, title, INVALID, sentence, details=tuple(run.problems))]
+        what, sentence = "complete run", say("limits.incomplete", reasons=" and ".join(wrong), resume=_resume(run))
+    else:
+        sentence = say("limits.problems", first=and_more(problems, 1))
+    title = say("limits.of_workload", what=what, workload=run.workload)
+    name = say("limits.id", where=run.workload, label=what)
+    return [Finding(name, SUITE, title, INVALID, sentence, details=tuple(problems))]
 
 
 def _judge_cell(run: Run, cell: MeasuredCell, limit: GateLimit) -> Finding:
@@ -200,11 +205,13 @@ def _judge_cell(run: Run, cell: MeasuredCell, limit: GateLimit) -> Finding:
     if not measured.values:
         return _invalid(limit, where, _unmeasured(cell, limit.what))
     if None not in measured.values and (lost := len(cell.repeats) - len(measured.values)):
-        return _invalid(limit, where, f"missing in {lost} of {len(cell.repeats)} repeats; measure this cell again")
+        return _invalid(limit, where, say("limits.lost_repeats", lost=lost, repeats=len(cell.repeats)))
     values, unit = list(measured.values.values()), metric_names.unit_of(limit.what)
-    details = [f"in each repeat: {', '.join(quantity(value, unit) for value in values)}"] if len(values) > 1 else []
+    details = []
+    if len(values) > 1:
+        details.append(say("limits.each_repeat", values=", ".join(quantity(value, unit) for value in values)))
     if measured.uncertain:
-        details.append("it rests on fewer samples than such a percentile needs: send more requests for a firm one")
+        details.append(say("limits.few_samples"))
     finding = _hold(limit, where, values, unit, details, window=metric_names.window_of(limit.what, cell))
     if limit.what in _FAILURES and (why := failure_words(cell.failure_messages, cell.sent)):
         finding = replace(finding, sentence=f"{finding.sentence}; {why}")
@@ -215,43 +222,41 @@ def _judge_cell(run: Run, cell: MeasuredCell, limit: GateLimit) -> Finding:
 
 def _judge_ratio(run: Run, limit: GateLimit) -> list[Finding]:
     """Judges ``limit.of`` over ``limit.to``, or paged over contiguous, at each load that has both."""
-    what = "a paged and a contiguous cell at one load"
-    names = None if limit.of else paging_pair(run)
-    pairs = [tuple(run.cell(name, load) for name in names) for load in run.loads] if names else []
     if limit.of:
-        what = f"a cell of {', '.join(limit.of)} and one of {', '.join(limit.to)} at one load"
+        what = say("limits.ratio_of", of=", ".join(limit.of), to=", ".join(limit.to))
         tops = [cell for cell in run.cells if matches(cell.config_id, limit.of)]
         pairs = [(a, b) for a in tops for b in run.at(a.load) if matches(b.config_id, limit.to) and b is not a]
+    else:
+        what, names = say("limits.ratio_default"), paging_pair(run) or ()
+        pairs = [tuple(run.cell(name, load) for name in names) for load in run.loads if names]
     pairs = [(a, b) for a, b in pairs if a and b and matches(_name(run, a), limit.cells)]
     if not pairs:
         ids = ", ".join(sorted({cell.config_id for cell in run.cells}))
-        why = f"the cells that the limit names do not have {what}; the run's configurations are {ids}"
-        return [_invalid(limit, run.workload, why)]
+        return [_invalid(limit, run.workload, say("limits.ratio_missing", what=what, ids=ids))]
     return [_judge_pair(run, limit, *pair) for pair in pairs]
 
 
 def _judge_pair(run: Run, limit: GateLimit, a: MeasuredCell, b: MeasuredCell) -> Finding:
-    where = f"{_name(run, a)} over {b.config_id}"
+    where = say("limits.ratio_where", a=_name(run, a), b=b.config_id)
     left, right = values = [metric_names.measured(cell, limit.what, a, b).values for cell in (a, b)]
     for cell, measured in zip((a, b), values, strict=True):
         if not cell.valid or not measured:
             why = _unmeasured(cell, limit.what) if cell.valid else _reasons(cell)
-            return _invalid(limit, where, f"{cell.cell_id}: {why}")
+            return _invalid(limit, where, say("limits.ratio_invalid", cell=cell.cell_id, why=why))
     both = sorted(left.keys() & right.keys(), key=lambda repeat: repeat or 0)
     if len(both) < max(len(a.repeats), len(b.repeats)) and None not in both:
-        return _invalid(limit, where, f"{limit.what} is not known in every repeat of both, so they cannot be paired")
+        return _invalid(limit, where, say("limits.ratio_unpaired", what=limit.what))
     if any(right[repeat] <= 0 for repeat in both):
-        return _invalid(limit, where, f"{limit.what} of {b.cell_id} is 0, so there is no ratio to it")
+        return _invalid(limit, where, say("limits.ratio_zero", what=limit.what, cell=b.cell_id))
     ratios = [left[repeat] / right[repeat] for repeat in both]
     unit = metric_names.unit_of(limit.what)
-    medians = [quantity(statistics.median(each[repeat] for repeat in both), unit) for each in values]
+    medians = [quantity(statistics.median(side[repeat] for repeat in both), unit) for side in values]
+    names = {"a": a.config_id, "a_median": medians[0], "b": b.config_id, "b_median": medians[1]}
     details = [
-        f"ratio in each repeat: {', '.join(number(value) for value in ratios)}",
-        f"medians: {a.config_id} {medians[0]}, {b.config_id} {medians[1]}; the limit holds the ratio within each "
-        "repeat, not that of these two",
+        say("limits.ratio_values", values=", ".join(map(number, ratios))),
+        say("limits.ratio_medians", **names),
     ]
-    window = metric_names.window_of(limit.what, a, b)
-    held = _hold(limit, where, ratios, "", details, window)
+    held = _hold(limit, where, ratios, "", details, metric_names.window_of(limit.what, a, b))
     bounds = {f"{name}_ratio": bound for name, bound in held.figures.items()}
     series = tuple(value - 1 for value in ratios)
     return replace(held, change=held.candidate - 1, figures=bounds, series=series)
@@ -265,16 +270,15 @@ def _judge_quality(
     value = _quality_figure(figures, limit.what) if figures else None
     if quality is None or figures is None or value is None:
         code = run.manifest.git.short_sha or run.manifest.git.sha
-        which = f" with the code of the run (commit {code}; other code needs --force here)" if code else ""
-        why = f"not measured: run `kvbench quality {run.folder}`{which}; it takes minutes on a CPU"
-        return _invalid(limit, where, why)
+        code = say("limits.quality_code", bool(code), code=code)
+        return _invalid(limit, where, say("limits.no_quality", folder=run.folder, code=code))
     if doubt or (limit.what == WITHIN and quality.random_weights):
         return _invalid(limit, where, doubt or quality.note)
-    details = [f"over {figures.positions or 0:,} positions; weights: {quality.weights}"]
+    details = [say("limits.positions", positions=figures.positions or 0, weights=quality.weights)]
     if limit.what == WITHIN:
         return _within(limit, where, figures.outside, details)
-    unit = "share" if limit.what in _SHARES else "nats" if limit.kind == "kld" else ""
-    return _hold(limit, where, [value], unit, details)
+    unit = {"kld": "nats"}.get(limit.kind, "")
+    return _hold(limit, where, [value], "share" if limit.what in _SHARES else unit, details)
 
 
 def _quality_figure(figures: ConfigurationFigures, what: str) -> float | None:
@@ -290,7 +294,7 @@ def _quality_figure(figures: ConfigurationFigures, what: str) -> float | None:
 def _within(limit: GateLimit, where: str, outside: Sequence[str], details: Sequence[str]) -> Finding:
     """Judges whether a configuration breaks any of the limits in quality.json."""
     broken = and_more([reason.rstrip(".") for reason in outside], _MOST_REASONS, "; ")
-    text = broken or "all figures are within the limits of quality.json"
+    text = broken or say("limits.within")
     return replace(
         _finding(limit, where, FAIL if outside else PASS, text),
         unit="count",
@@ -308,17 +312,17 @@ def _hold(
 
     ``window``: which part of the loads they are of, where that is not the usual one.
     """
-    sample = " of the paired ratios" if limit.kind == "ratio" else ""
-    judged = max(values, key=limit.excess) if limit.every else statistics.median(values)
+    judged, sample = statistics.median(values), limit.kind
+    if limit.every:
+        judged, sample = max(values, key=limit.excess), "every"
     broken = limit.excess(judged) > 0
-    which = ("the worst repeat has " if limit.every else f"the median{sample} is ") if len(values) > 1 else ""
     ends = {name: end for name, end in (("min", limit.low), ("max", limit.high)) if end is not None}
-    words = {"min": "at least", "max": "at most"}
-    bounds = " and ".join(f"{words[name]} {quantity(end, unit)}" for name, end in ends.items())
-    text = f"{which}{quantity(judged, unit)}, {'but the' if broken else 'the'} limit is {bounds}"
-    shown = f" ({window})" if window else ""
+    bounds = " and ".join(say(f"limits.{name}", value=quantity(end, unit)) for name, end in ends.items())
+    which, but = say("limits.which", sample) if len(values) > 1 else "", say("limits.but", broken)
+    text = say("limits.value", which=which, value=quantity(judged, unit), but=but, bounds=bounds)
+    window = say("limits.window", bool(window), window=window)
     return replace(
-        _finding(limit, where, FAIL if broken else PASS, text, shown, f", {bounds}"),
+        _finding(limit, where, FAIL if broken else PASS, text, window, bounds),
         unit=unit or None,
         higher_is_better=None if len(ends) == 2 else "min" in ends,
         candidate=judged,
@@ -333,26 +337,27 @@ def _invalid(limit: GateLimit, where: str, why: str) -> Finding:
 
 def _finding(limit: GateLimit, where: str, outcome: str, text: str, window: str = "", bounds: str = "") -> Finding:
     """The finding on a limit; ``window`` and ``bounds`` are added to its title."""
-    about = (f"{limit.name}: {where}" if limit.name else f"{limit.label} of {where}") + window
-    name, sentence = f"{SUITE}/{where}/{limit.label}", f"{about}: {text}"
-    return Finding(name, SUITE, f"{about}{bounds}", outcome, sentence, metric=limit.what)
+    names = {"name": limit.name, "label": limit.label, "where": where, "window": window}
+    about = say("limits.about", bool(limit.name), **names)
+    title = say("limits.title", bool(bounds), about=about, bounds=bounds)
+    sentence = say("limits.sentence", about=about, text=text)
+    return Finding(say("limits.id", **names), SUITE, title, outcome, sentence, metric=limit.what)
 
 
 def _unmeasured(cell: MeasuredCell, what: str) -> str:
     if what in _NEED_SLO:
-        return "not measured, because the workload has no SLO: give it load.slo and run the sweep again"
+        return say("limits.need_slo")
     near = metric_names.nearest(cell, what)
-    hint = f"did you mean {near}?" if near else "the server may not report it; remove the limit or hold another metric"
-    return f"not measured in this run; {hint}"
+    return say("limits.not_measured", hint=say("limits.near", bool(near), near=near))
 
 
 def _reasons(cell: MeasuredCell) -> str:
     if cell.doubt == WRONG:
-        return f"this cell answered canaries wrongly ({and_more(cell.wrong_answers, between='; ')})"
+        return say("limits.wrong", reasons=and_more(cell.wrong_answers, between="; "))
     if cell.doubt == "refused":
-        return f"the server refused requests of this cell, so it did less work ({and_more(cell.refused, between='; ')})"
-    why = and_more([each.rstrip(".") for each in cell.invalid_reasons], between="; ") or "no reason was stored"
-    return f"the measurement of this cell is invalid ({why}): measure again"
+        return say("limits.refused", reasons=and_more(cell.refused, between="; "))
+    reasons = and_more([reason.rstrip(".") for reason in cell.invalid_reasons], between="; ")
+    return say("limits.invalid", reasons=reasons or "no reason was stored")
 
 
 def _name(run: Run, cell: MeasuredCell) -> str:
@@ -364,10 +369,10 @@ def _resume(run: Run) -> str:
 
 
 def _verdict(
-    run: Run, policy: Policy, outcome: str, sentence: str, findings: Sequence[Finding], notes: Sequence[str] = ()
+    run: Run, policy: Policy, outcome: str, sentence: str, findings: Sequence[Finding] = (), notes: Sequence[str] = ()
 ) -> Verdict:
     manifest = run.manifest
-    command = shlex.join(manifest.command) or None
+    command, words = shlex.join(manifest.command) or None, ["kvbench", "gate", str(run.folder)]
     facts = {
         "workload": run.workload,
         "cells": len(run.cells),
@@ -377,23 +382,22 @@ def _verdict(
         "started": manifest.started,
         "ended": manifest.ended,
         "measured_by": command,
-        "policy": str(policy.source) if policy.source else None,
     }
+    if policy.source:
+        facts["policy"] = str(policy.source)
+        words += ["--policy", str(policy.source)]
     if run.simulated:  # a reader of the verdict alone must not take it for one on a measurement
-        sentence = f"simulated: {sentence}"
+        sentence = say("limits.simulated", sentence=sentence)
         facts |= {"workload": title(run), "simulated": on_what(run)}
-    words = ["kvbench", "gate", str(run.folder), *(["--policy", str(policy.source)] if policy.source else [])]
-    facts = {key: value for key, value in facts.items() if value is not None}
-    judged = {"name": f"{run.workload}/{run.folder.name}", "sha": manifest.git.sha, "command": command}
     return Verdict(
         "limits",
         outcome,
         sentence,
         tuple(findings),
-        candidate=judged,
+        candidate={"name": f"{run.workload}/{run.folder.name}", "sha": manifest.git.sha, "command": command},
         reproduce=shlex.join(words),
         notes=tuple(notes),
-        facts=facts,
+        facts={key: value for key, value in facts.items() if value is not None},
     )
 
 
@@ -409,9 +413,7 @@ def sweep_benchmarks(summary_csv: Path, workload: str) -> list[Benchmark]:
             rows = [defaultdict(str, row) for row in csv.DictReader(file)]  # older versions wrote fewer columns
         return [made for row in rows if row["valid"] == "True" for made in _cell_benchmarks(row, workload)]
     except (OSError, ValueError, csv.Error) as error:
-        raise UsageError(
-            f"{summary_csv} cannot be read ({error}): `kvbench report {summary_csv.parent}` writes it again"
-        ) from None
+        raise UsageError(say("limits.no_summary", path=summary_csv, error=error, folder=summary_csv.parent)) from None
 
 
 def _cell_benchmarks(row: Mapping[str, str], workload: str) -> Iterator[Benchmark]:
@@ -422,6 +424,7 @@ def _cell_benchmarks(row: Mapping[str, str], workload: str) -> Iterator[Benchmar
         value, low, high = (float(row[column + end] or "nan") for end in ("", "_min", "_max"))
         if not math.isnan(value):
             window, repeats = row[f"{column}_window"], plural(float(row["repeats"] or "nan"), "repeat")
-            extra = f"{row['configuration']}\n{repeats}{f'; {window}' if window else ''}"
+            about = {"configuration": row["configuration"], "repeats": repeats, "window": window}
+            extra = say("limits.benchmark", bool(window), **about)
             shown, where = figure(name), f"{workload}/{row['cell_id']}/{column}"
             yield Benchmark(where, shown.unit, value, (high - low) / 2, extra, shown.higher_is_better)

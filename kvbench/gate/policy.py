@@ -19,12 +19,21 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, ValidationError, create_model, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    ValidationError,
+    create_model,
+    field_validator,
+    model_validator,
+)
 
 from kvbench.common.errors import UsageError
 from kvbench.common.records import Record
 from kvbench.common.schema import StrictModel, explain
 from kvbench.common.text import parse_bytes
+from kvbench.gate.sentences import say
 from kvbench.gate.timing.rules import DEFAULT_RULES, LEVELS, MOST_PAIRS, Look, MetricRule, TimingRules
 from kvbench.runs.metric_names import check_name
 from kvbench.workload.file import parse_yaml
@@ -120,10 +129,10 @@ def load_policy(path: Path | str | None) -> Policy:
     try:
         text = source.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"the policy file {source} cannot be read ({error}): ci/gates.yaml is one to copy") from None
+        raise UsageError(say("policy.unreadable", path=source, error=error)) from None
     data = parse_yaml(text, source)
     if not isinstance(data, dict | None):
-        raise UsageError(f"{source}: a policy is a mapping of timing and limits; this file is a {type(data).__name__}")
+        raise UsageError(say("policy.no_mapping", path=source, type=type(data).__name__))
     try:
         file = _PolicyFile.model_validate(data or {})
     except ValidationError as error:
@@ -142,18 +151,26 @@ def _figure(value: Any) -> Any:
     try:
         return float(parse_bytes(value))
     except ValueError:
-        raise ValueError(f"{value!r} is not a number: write for example 250, 1.5%, 0.015 or 512MiB.") from None
+        raise ValueError(say("policy.no_number", value=value)) from None
+
+
+def _slo(share: float) -> float:
+    """Refuses what is no share below 1, with what to write instead."""
+    if share >= 1:
+        raise ValueError(say("policy.slo", share=share))
+    return share
 
 
 def _metric_entry(value: Any) -> Any:
     """Reads ``off``, which is YAML's false, as None."""
     if value is None or value is True:
-        raise ValueError("this says nothing; give floor or margins, write off, or remove the line.")
+        raise ValueError(say("policy.empty_metric"))
     return None if value is False else value
 
 
 Figure = Annotated[float, BeforeValidator(_figure), Field(allow_inf_nan=False)]
 Share = Annotated[float, BeforeValidator(_figure), Field(gt=0, lt=1)]
+Slo = Annotated[float, AfterValidator(_slo), BeforeValidator(_figure), Field(gt=0)]
 _AS_LIST = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
 Globs = Annotated[list[str], _AS_LIST, Field(min_length=1)]
 
@@ -209,14 +226,12 @@ class _TimingSection(StrictModel):
         for rule in self.rules().metrics:
             for level, margin in rule.margins.items():
                 if margin < rule.floor:
-                    raise ValueError(
-                        f"metrics.{rule.name}: the {level} margin {margin:.2%} is below the floor {rule.floor:.2%}, so "
-                        "nothing between them could pass or fail; raise the margin or lower the floor."
-                    )
+                    names = {"metric": rule.name, "level": level, "margin": margin, "floor": rule.floor}
+                    raise ValueError(say("policy.margin_below_floor", **names))
         for name, most in (("alpha", MAX_ALPHA), ("alpha_pass", MAX_ALPHA_PASS)):
             spent = sum(getattr(look, name) or 0.0 for look in self.looks or ())
             if spent > most + 1e-12:
-                raise ValueError(f"the {name}s of the looks add up to {spent:g}, the limit is {most:g}; lower some.")
+                raise ValueError(say("policy.alpha_spent", name=name, spent=spent, most=most))
         return self
 
 
@@ -225,7 +240,7 @@ class _LimitEntry(StrictModel):
 
     name: str | None = Field(default=None, min_length=1)
     metric: str | None = None
-    slo: Share | None = None
+    slo: Slo | None = None
     ratio: str | None = None
     kld: Literal[KLD_STATISTICS] | None = None
     quality: Literal[QUALITY_FIGURES] | None = None
@@ -248,20 +263,21 @@ class _LimitEntry(StrictModel):
         kinds = [kind for kind in KINDS if getattr(self, kind) is not None]
         if len(kinds) != 1:
             given = " and ".join(kinds) or "nothing to hold"
-            raise ValueError(f"this limit has {given}; give exactly one of {', '.join(KINDS)}.")
+            raise ValueError(say("policy.one_kind", given=given, kinds=", ".join(KINDS)))
         bounds = [bound for bound in (self.min, self.max) if bound is not None]
-        if kinds == ["slo"] and bounds:
-            raise ValueError(f"slo {self.slo:g} is the limit itself, the least share; remove max and min.")
-        if self.quality == WITHIN and bounds:
-            raise ValueError("quality: within holds the limits of quality.json; remove max and min, or name a figure.")
-        if kinds != ["slo"] and self.quality != WITHIN and not bounds:
-            raise ValueError(f"the limit of {getattr(self, kinds[0])} is missing; give max or min.")
-        if bounds != sorted(bounds):
-            raise ValueError(f"min {self.min:g} is above max {self.max:g}, which nothing can meet; swap them.")
-        if kinds != ["ratio"] and (self.of or self.to):
-            raise ValueError("of and to belong to a ratio; remove them, or write ratio: instead.")
-        if bool(self.of) != bool(self.to):
-            raise ValueError("of and to go together; give both, or neither for paged against contiguous.")
+        (kind,), is_ratio, itself = kinds, kinds == ["ratio"], kinds == ["slo"] or self.quality == WITHIN
+        wrong = {
+            "slo_bounds": kind == "slo" and bounds,
+            "within_bounds": self.quality == WITHIN and bounds,
+            "no_bounds": not itself and not bounds,
+            "crossed_bounds": bounds != sorted(bounds),
+            "no_ratio": not is_ratio and (self.of or self.to),
+            "half_ratio": bool(self.of) != bool(self.to),
+        }
+        for key, is_wrong in wrong.items():
+            if is_wrong:
+                values = {"what": getattr(self, kind), "slo": self.slo, "min": self.min, "max": self.max}
+                raise ValueError(say(f"policy.{key}", **values))
         return self
 
     def limit(self) -> GateLimit:

@@ -19,6 +19,7 @@ from kvbench.common.git import try_git
 from kvbench.effects.comparison import Comparison, independent
 from kvbench.gate.timing.rules import CELL, DEFAULT_RULES
 from kvbench.history.runs import Series, StoredRun, TrendPoint
+from kvbench.history.sentences import say
 from kvbench.metrics.definitions import SERVED
 
 MARGINS = {rule.name: rule.margins[CELL] for rule in DEFAULT_RULES.metrics}  # how much worse a cell may be
@@ -91,9 +92,11 @@ class Releases:
         If there is none before it: those of the release that the newest run itself belongs to.
         """
         newest_first = series.counted[::-1]
-        marked = [] if self.chosen else [(p.run.release, "") for p in newest_first if p.run.release]
+        names = [*((p.run.release, "") for p in newest_first if p.run.release), *self.tags]
+        if self.chosen:
+            names = [*self.tags, (self.chosen, "")]
         first = None
-        for name, sha in [*marked, *self.tags, *([(self.chosen, "")] if self.chosen else ())]:
+        for name, sha in names:
             point = next((point for point in newest_first if _belongs(point.run, name, sha)), None)
             if point is None:
                 continue
@@ -117,10 +120,7 @@ def find_releases(runs: Sequence[StoredRun], chosen: str | None) -> Releases:
     sha = "" if chosen.startswith("-") else _git("rev-parse", "--verify", "--quiet", f"{chosen}^{{commit}}")
     if not any(_belongs(run, chosen, sha) or _belongs(run, chosen, "") for run in runs):
         marked = ", ".join(sorted({run.release for run in runs if run.release}))
-        raise UsageError(
-            f"--release {chosen!r}: no run is of that commit or release; marked releases: {marked or 'none'} "
-            "(`kvbench history add ... --release NAME` marks one)"
-        )
+        raise UsageError(say("drift.no_release", release=chosen, marked=marked or "none"))
     return Releases(((chosen, sha),) if sha else (), chosen)
 
 
@@ -133,11 +133,14 @@ def find_drift(series: Series, name: str, release: TrendPoint) -> Drift | None:
     comparison = independent(shown.name, SERVED, last.values, release.values)
     if comparison is None:
         return None
-    worse = -1 if shown.higher_is_better else 1
+    worse = shown.worse_sign
     harm = worse * (comparison.ratio - 1)
     least, most = sorted(worse * (end - 1) for end in (comparison.low or 0.0, comparison.high or math.inf))
-    outcome = WITHIN if comparison.low is not None and most <= margin else UNCLEAR
-    outcome = DRIFTED if harm > margin and least > 0 else outcome
+    outcome = UNCLEAR
+    if harm > margin and least > 0:
+        outcome = DRIFTED
+    elif comparison.low is not None and most <= margin:
+        outcome = WITHIN
     return Drift(name, release, last, comparison, margin, outcome)
 
 
@@ -149,18 +152,9 @@ def drift_exit_code(drifts: Sequence[Drift]) -> int:
 def drift_sentence(drifts: Sequence[Drift], has_release: bool) -> str:
     """The drifts in one sentence. ``has_release``: whether any series has a run of a release."""
     if drifts:
-        count = Counter(drift.outcome for drift in drifts)
-        return (
-            f"Drift since the release, {len(drifts)} metrics of cells: {count[DRIFTED]} worse by more than the "
-            f"margin, {count[WITHIN]} within it, {count[UNCLEAR]} unclear (too few repeats, or too much "
-            "variance)."
-        )
-    if has_release:
-        return "Drift since the release: nothing to compare, there is no newer valid run of the same cells and machine."
-    return (
-        "Drift since a release: nothing to compare; mark a release's run with `kvbench history add ... --release NAME`,"
-        " name one with --release, or measure a commit with a tag v*."
-    )
+        count = Counter(drift.outcome.word for drift in drifts)
+        return say("drift.counted", n=len(drifts), **{outcome.word: count[outcome.word] for outcome in OUTCOMES})
+    return say("drift.nothing_newer" if has_release else "drift.nothing")
 
 
 def _belongs(run: StoredRun, name: str, sha: str) -> bool:

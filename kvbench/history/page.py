@@ -11,7 +11,8 @@ from plotly.subplots import make_subplots
 
 from kvbench.common import text as words
 from kvbench.history.drift import DRIFTED, OUTCOMES
-from kvbench.history.runs import INCOMPLETE, VALID, StoredRun, TrendPoint, title_of
+from kvbench.history.runs import VALID, StoredRun, TrendPoint, title_of
+from kvbench.history.sentences import say
 from kvbench.history.show import NARROWEST, Trend, View, change_text, value_text
 from kvbench.metrics.definitions import HIGHER, LOWER, Figure
 from kvbench.report.page import render
@@ -32,7 +33,8 @@ def page(view: View) -> str:
     shown = {point.run for trend in view.trends for point in trend.series.points}
     first, last = (pick(run.started for run in shown) for pick in (min, max))
     incomplete = sum(not run.complete for run in shown)
-    runs_shown = f"{words.plural(len(shown), 'run')} ({incomplete} incomplete), {first:%Y-%m-%d} to {last:%Y-%m-%d}."
+    count = words.plural(len(shown), "run")
+    runs_shown = say("page.runs", runs=count, incomplete=incomplete, first=first, last=last)
     return render(
         "history.html.j2",
         [drawing for _, some in drawn for drawing in some],
@@ -42,7 +44,7 @@ def page(view: View) -> str:
         drifts=_drift_tables(view),
         drift_heads=_DRIFT_HEADS,
         drift_note=_DRIFT_NOTE,
-        groups=[(f"{key.workload} on {key.machine}", some) for key, some in drawn],
+        groups=[(say("show.group", workload=key.workload, machine=key.machine), some) for key, some in drawn],
     )
 
 
@@ -51,16 +53,16 @@ def _drift_tables(view: View) -> list[tuple[str, bool, list[tuple[str, ...]]]]:
     tables = []
     for outcome in OUTCOMES:
         some = [trend for trend in view.trends if trend.drift and trend.drift.outcome == outcome]
-        some.sort(key=lambda trend: trend.drift.change * (1 if trend.series.figure.higher_is_better else -1))
+        some.sort(key=lambda trend: -trend.drift.change * trend.series.figure.worse_sign)
         rows = []
         for trend in some:
             key, drift = trend.series.key, trend.drift
             where = (key.workload, key.machine, trend.cell, title_of(key.figure), drift.release_name)
             values = (value_text(key.figure, point.value) for point in (drift.release, drift.last))
-            ends = " to ".join(map(change_text, drift.interval)) if drift.interval else "none of one repeat"
+            ends = " to ".join(map(change_text, drift.interval or ())) or "none of one repeat"
             rows.append((*where, *values, change_text(drift.change), ends, words.percent(drift.margin)))
         if rows:
-            tables.append((f"{outcome.title}: {len(rows)}", outcome == DRIFTED, rows))
+            tables.append((say("page.table", title=outcome.title, n=len(rows)), outcome == DRIFTED, rows))
     return tables
 
 
@@ -84,10 +86,9 @@ def _drawing(panels: Sequence[Trend], runs: Sequence[StoredRun], key: str) -> Dr
     shown, columns = panels[0].series.figure, min(_COLUMNS, len(panels))
     rows = -(-len(panels) // columns)
     height = rows * _PANEL + _AROUND
-    titles = [safe(trend.cell) for trend in panels]
-    for index, trend in enumerate(panels):
-        if trend.is_worse:
-            titles[index] += f" · {change_text(trend.drift.change)} since the release"
+    titles = [
+        say("page.panel", t.is_worse, cell=safe(t.cell), change=change_text(t.drift and t.drift.change)) for t in panels
+    ]
     figure = make_subplots(
         rows=rows, cols=columns, horizontal_spacing=0.07, vertical_spacing=_BETWEEN / height if rows > 1 else 0,
         subplot_titles=titles,
@@ -105,14 +106,17 @@ def _drawing(panels: Sequence[Trend], runs: Sequence[StoredRun], key: str) -> Dr
     figure.update_annotations(font={"size": 12})
     ticks = sorted({round(k * (len(runs) - 1) / (_TICKS - 1)) for k in range(_TICKS)})
     started = [run.started for run in runs]
-    style = "%H:%M" if len({when.date() for when in started}) == 1 else "%d %b"
-    style = "%Y-%m" if len({when.year for when in started}) > 1 else style
+    days, years = ({when.timetuple()[:parts] for when in started} for parts in (3, 1))
+    style = "%Y-%m" if len(years) > 1 else "%d %b"
+    if len(days) == 1:
+        style = "%H:%M"
     dates = [runs[tick].started.strftime(style) for tick in ticks]
     figure.update_xaxes(range=[-0.6, len(runs) - 0.4], tickvals=ticks, ticktext=dates, tickangle=0, showgrid=False)
     figure.update_yaxes(nticks=4, tickformat=".3~%" if shown.unit == "share" else ",.4~g")
     figure.update_layout(margin={"t": 76, "b": 32}, hovermode="closest")
     better = {HIGHER: " (more is better)", LOWER: " (less is better)"}.get(shown.metric.better, "")
-    title = f"{words.upper_first(title_of(shown))}, {shown.unit.replace('share', '%')}{better}"
+    unit = shown.unit.replace("share", "%")
+    title = say("page.title", title=words.upper_first(title_of(shown)), unit=unit, better=better)
     caption = "Each point is a run, the median over its repeats; axes do not start at 0."
     return Drawing(key, title, caption, figure, 340 * columns)
 
@@ -121,7 +125,7 @@ def _traces(trend: Trend, at: dict[StoredRun, float]) -> list[go.Scatter]:
     """A bar from the lowest to the highest repeat of each run, the release's level and margin, and the runs."""
     series, release = trend.series, trend.release
     colour = CONTIGUOUS if trend.is_worse else PAGED
-    few = len(at) <= _FULL_MARKS
+    bar_width, dot, hollow_dot = (7, 6, 8) if len(at) <= _FULL_MARKS else (2, 3, 5)
     traces = []
 
     def add(name: str, xs: list[Any], ys: list[Any], **style: Any) -> None:
@@ -135,17 +139,17 @@ def _traces(trend: Trend, at: dict[StoredRun, float]) -> list[go.Scatter]:
             add(name, list(points), ys, text=texts, hovertemplate="%{text}<extra></extra>", hoverinfo=None, **style)
 
     if spread := [(at[p.run], p.values) for p in series.counted if len(p.values) > 1]:
-        xs = [each for x, _ in spread for each in (x, x, None)]
-        ys = [each for _, values in spread for each in (min(values), max(values), None)]
-        bar = {"color": LineStyle(colour).faint(0.18), "width": 7 if few else 2}
+        xs = [end for x, _ in spread for end in (x, x, None)]
+        ys = [end for _, values in spread for end in (min(values), max(values), None)]
+        bar = {"color": LineStyle(colour).faint(0.18), "width": bar_width}
         add("lowest to highest repeat", xs, ys, mode="lines", line=bar)
     for name, level in _levels(trend).items():
-        line = {"color": OTHERS[4], "width": 1.2, "dash": "dash" if name == "margin" else "dot"}
+        line = {"color": OTHERS[4], "width": 1.2, "dash": {"margin": "dash"}.get(name, "dot")}
         add(name, [-0.6, len(at) - 0.4], [level, level], mode="lines", line=line)
     by_run = {point.run: point for point in series.counted}
-    dots = {"line": {"color": colour, "width": 1.6}, "marker": {"size": 6 if few else 3, "color": colour}}
+    dots = {"line": {"color": colour, "width": 1.6}, "marker": {"size": dot, "color": colour}}
     add_points("run", {x: by_run.get(run) for run, x in at.items()}, mode="lines+markers", **dots)
-    hollow = {"symbol": "circle-open", "size": 8 if few else 5, "color": OTHERS[4], "line": {"width": 1.5}}
+    hollow = {"symbol": "circle-open", "size": hollow_dot, "color": OTHERS[4], "line": {"width": 1.5}}
     not_counted = {at[point.run]: point for point in series.points if point.state != VALID}
     add_points("does not count", not_counted, mode="markers", marker=hollow)
     diamond = {"symbol": "diamond", "size": 10, "color": OTHERS[0]}
@@ -158,7 +162,7 @@ def _levels(trend: Trend) -> dict[str, float]:
     """The release's value, and the value that is worse by the margin."""
     levels = {"level of the release": trend.release.value} if trend.release else {}
     if trend.drift:
-        worse = -1 if trend.series.figure.higher_is_better else 1
+        worse = trend.series.figure.worse_sign
         levels["margin"] = trend.drift.release.value * (1 + worse * trend.drift.margin)
     return levels
 
@@ -175,9 +179,12 @@ def _range(trend: Trend) -> list[float]:
 
 def _hover(shown: Figure, point: TrendPoint) -> str:
     run, version = point.run, point.run.versions.get("kvbench", "?")
-    state = "" if point.state == VALID else f"<br>does not count: {'run ' * (point.state == INCOMPLETE)}{point.state}"
-    return (
-        f"<b>{value_text(shown, point.value)}</b><br>"
-        f"{run.started:%Y-%m-%d %H:%M} UTC · {safe(run.commit)}{f' · {safe(run.release)}' if run.release else ''}<br>"
-        f"{safe(f'kvbench {version} · {run.name}')}{state}"
+    return say(
+        "page.hover",
+        value=value_text(shown, point.value),
+        started=run.started,
+        commit=safe(run.commit),
+        release=say("page.hover_release", bool(run.release), release=safe(run.release or "")),
+        run=safe(say("page.hover_run", version=version, run=run.name)),
+        state=say("page.hover_state", point.state, state=point.state),
     )

@@ -29,6 +29,7 @@ from kvbench.history.runs import (
     title_of,
     trend_figures,
 )
+from kvbench.history.sentences import say
 from kvbench.metrics.definitions import Figure
 
 NARROWEST = 0.05  # of the middle value: a smaller spread is drawn within this range, so that noise looks small
@@ -49,7 +50,7 @@ class Selection:
         names = [shown.name for shown in trend_figures()]
         for pattern in self.metrics:
             if not any(fnmatchcase(name, pattern) for name in names):
-                raise UsageError(f"--metric {pattern!r} matches none of {', '.join(names)}")
+                raise UsageError(say("show.no_metric", pattern=pattern, names=", ".join(names)))
 
     def selects(self, key: SeriesKey) -> bool:
         def matches(patterns: Sequence[str], *names: str) -> bool:
@@ -117,7 +118,7 @@ def view(paths: Sequence[Path], selection: Selection) -> View:
     for series in chosen:
         key = series.key
         is_alone = len(definitions[key.workload, key.place, key.cell]) == 1
-        cell = key.cell if is_alone else f"{key.cell} [{key.definition}]"
+        cell = say("show.cell", is_alone, cell=key.cell, definition=key.definition)
         name, release = releases.of(series) or ("", None)
         drift = find_drift(series, name, release) if release else None
         newest = dataclasses.replace(series, points=series.points[-(selection.last or 0) :])
@@ -125,12 +126,10 @@ def view(paths: Sequence[Path], selection: Selection) -> View:
     _compare_one_window(trends)
     groups = groupby(trends.values(), key=lambda trend: (trend.series.key.workload, trend.series.key.place))
     notes += [
-        f"release {run.release} is of run {run.name}, which is not complete: nothing is compared with it"
-        for run in runs
-        if run.release and not run.complete
+        say("drift.not_complete", release=run.release, run=run.name) for run in runs if run.release and not run.complete
     ]
     if runs and not chosen:
-        notes.append("no run has what was selected: leave out --workload, --cell, --metric or --machine")
+        notes.append(say("show.nothing_selected"))
     return View(runs, [list(group) for _, group in groups], notes)
 
 
@@ -149,7 +148,7 @@ def value_text(shown: Figure, value: float) -> str:
 
 
 def change_text(change: float | None) -> str:
-    return "–" if change is None else f"{change * 100:+.1f} %"
+    return say("show.change", change is not None, percent=100 * (change or 0.0))
 
 
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -175,7 +174,8 @@ def sparkline(points: Sequence[TrendPoint]) -> str:
 def table(group: Sequence[Trend]) -> Table:
     """The trends of one workload on one machine."""
     heads, first = ("cell", "trend", "last", "vs before", "vs release", "n"), group[0].series.key
-    made = make_table(heads, numbers_from=2, title=f"{first.workload} on {first.machine}", tight=True)
+    title = say("show.group", workload=first.workload, machine=first.machine)
+    made = make_table(heads, numbers_from=2, title=title, tight=True)
     made.columns[0].min_width, made.columns[1].no_wrap = 22, True
     made.columns[1].min_width = min(WIDTH, max(len(trend.series.points) for trend in group))
     for name, cell in groupby(group, key=lambda trend: trend.cell):
@@ -183,7 +183,7 @@ def table(group: Sequence[Trend]) -> Table:
         for trend in cell:
             series, drift = trend.series, trend.drift
             counted = series.counted
-            since = change_text(drift.change) + drift.outcome.mark if drift else "–"
+            since = change_text(drift and drift.change) + (drift.outcome.mark if drift else "")
             made.add_row(
                 Text(f"  {title_of(series.figure)}"),
                 Text(sparkline(series.points)),
@@ -200,8 +200,10 @@ def legend(view: View) -> list[str]:
     """Explains the marks in the tables."""
     states = {point.state for trend in view.trends for point in trend.series.points}
     outcomes = {drift.outcome for drift in view.drifts}
-    lines = [f"{GAP} a run that does not count: invalid cell, or incomplete run"] if states - {VALID} else []
-    return lines + [outcome.legend for outcome in OUTCOMES if outcome in outcomes and outcome.legend]
+    lines = [outcome.legend for outcome in OUTCOMES if outcome in outcomes and outcome.legend]
+    if states - {VALID}:
+        lines.insert(0, say("show.not_counted", mark=GAP))
+    return lines
 
 
 def as_dict(view: View) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from typing import Any
 from kvbench.common.errors import UsageError
 from kvbench.common.files import flush, write_text
 from kvbench.history.runs import RELEASE, OtherKind, StoredRun, command_of, read_object, read_stored_run, release_of
+from kvbench.history.sentences import say
 from kvbench.metrics.definitions import METRICS, SHIPPED
 from kvbench.runs.folder import MANIFEST
 
@@ -49,11 +50,11 @@ def add_run(source: Path, to: Path, release: str | None, *, incomplete: bool = F
     try:
         run = read_stored_run(source, notes)
     except OtherKind as kind:
-        raise Skipped(f"{source} is of {command_of(kind)}: a history is of runs of `kvbench sweep`") from None
+        raise Skipped(say("store.other_kind", folder=source, command=command_of(kind))) from None
     except ValueError as error:
-        raise Skipped(f"{source} cannot be kept: {error}") from None
+        raise Skipped(say("store.not_kept", folder=source, error=error)) from None
     if not run.complete and not incomplete:
-        raise Skipped(f"{source} is not complete: finish it with --resume, or keep it as it is with --incomplete")
+        raise Skipped(say("store.not_complete", folder=source))
     files = _kept_files(source, run, release)
     target = to / (run.workload.replace("/", "_").lstrip(".") or "workload") / source.resolve().name
     if not target.exists():
@@ -63,7 +64,7 @@ def add_run(source: Path, to: Path, release: str | None, *, incomplete: bool = F
     if release is None or (kept_as := release_of(target)) == release:
         return "there already", target, notes
     if kept_as is not None:
-        raise UsageError(f"{target} is kept as release {kept_as!r} already: a history is not changed")
+        raise UsageError(say("store.other_release", folder=target, release=kept_as))
     write_text(target / RELEASE, files[RELEASE].decode())
     return "marked", target, notes
 
@@ -102,13 +103,13 @@ def _check_same(target: Path, files: Mapping[str, bytes]) -> None:
     wanted, different = set(files).difference(_NOT_MEASURED), []
     for name in sorted(wanted & kept):
         there, content = (target / name).read_bytes(), files[name]
-        of_older = _cell_text(json.loads(content), _FORMERLY_NOT).encode() if name.startswith("cells/") else content
-        different += [name] if there not in (content, of_older) else []
+        same = [content]
+        if name.startswith("cells/"):
+            same.append(_cell_text(json.loads(content), _FORMERLY_NOT).encode())
+        if there not in same:
+            different.append(name)
     if different := sorted(kept ^ wanted) or different:
-        raise UsageError(
-            f"{target} holds another content ({different[0]} differs): a history is not changed; keep this run in "
-            "another folder, or look at which of the two is right"
-        )
+        raise UsageError(say("store.other_content", folder=target, file=different[0]))
 
 
 def _write_whole(target: Path, files: Mapping[str, bytes]) -> None:
@@ -123,4 +124,4 @@ def _write_whole(target: Path, files: Mapping[str, bytes]) -> None:
         scratch.rename(target)
     except OSError as error:
         shutil.rmtree(scratch, ignore_errors=True)
-        raise UsageError(f"{target} cannot be written: {error.strerror}; give a folder that can be") from None
+        raise UsageError(say("store.not_written", folder=target, error=error.strerror)) from None

@@ -326,6 +326,11 @@ class Figure:
     def higher_is_better(self) -> bool:
         return self.metric.better == HIGHER
 
+    @property
+    def worse_sign(self) -> int:
+        """The sign of a change for the worse."""
+        return -1 if self.higher_is_better else 1
+
     def of_steady(self, steady: bool) -> Figure:
         """The same figure of the steady window, or of the whole run."""
         return replace(self, steady=steady and self.metric.steady)

@@ -306,6 +306,7 @@ class Run:
     short: tuple[str, ...]  # "cell: 2 of 3 repeats"
     failures: tuple[str, ...]  # loads that failed, each with the reason
     damaged: tuple[str, ...]  # cells that are left out because a file is cut short, each with what to do
+    unread: tuple[str, ...] = ()  # those of them that are of files beside the cells, which no limit of a gate reads
     engine_time: EngineTime | None = None
     quality: QualityResult | None = None
     predictions: Predictions | None = None

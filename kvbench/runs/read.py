@@ -75,6 +75,7 @@ def read_run(folder: Path | str) -> Run:
         ),
         failures=tuple(f"{f.cell_id} repeat {f.repeat} failed: {f.reason}" for f in manifest.failures),
         damaged=tuple(damaged.values()),
+        unread=tuple(damaged[name] for name in (PREDICTIONS, EFFECTS) if name in damaged),
         engine_time=engine_time,
         quality=quality,
         predictions=predictions,

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from kvbench.common.files import write_json
-from kvbench.gate.compare.folder import KIND, CompareFolder, CompareManifest
+from kvbench.gate.compare.folder import KIND, CompareFolder, CompareState
 from kvbench.gate.timing.plan import SIDES, PairedCell
 from kvbench.workload.design import make_design
 
@@ -43,7 +43,7 @@ def stored_comparison(path: Path, base: np.ndarray, candidate: np.ndarray, cells
     folder = CompareFolder(path)
     rows = [PairedCell(name, *name.split("/")[:1], name, *[name.split("/")[1]] * 2) for name in cells]
     manifest = {
-        "format": CompareManifest.FORMAT, "kind": KIND, "subcommand": "compare", "base": {"name": "main"},
+        "format": CompareState.FORMAT, "kind": KIND, "subcommand": "compare", "base": {"name": "main"},
         "candidate": {"name": "topic"}, "reproduce": "kvbench compare main topic", "cells": list(map(asdict, rows)),
         "order": {}, "order_seed": 1, "early_looks": [], "voids": [], "void": None, "notes": [], "differences": [],
         "cpu": {"model": "a processor", "cores": 2},

@@ -41,6 +41,7 @@ from kvbench.common.errors import MeasurementError, UsageError, storage_sentence
 from kvbench.common.files import write_json
 from kvbench.common.git import git, try_git
 from kvbench.common.packages import REPOSITORY
+from kvbench.gate.sentences import say
 
 WORKING_TREE = "."
 PACKAGES = ("kvbench", "engine", "kernels")
@@ -140,7 +141,7 @@ class Builds:
     rebuild: bool = False
     build_cmd: str | None = None
     limit_s: float = BUILD_LIMIT_S
-    say: Callable[[str], None] = lambda text: None
+    tell: Callable[[str], None] = lambda text: None
     _made: dict[str, Build] = field(default_factory=dict)
     _locks: dict[str, IO[bytes]] = field(default_factory=dict)
 
@@ -185,16 +186,14 @@ class Builds:
             with contextlib.suppress(BlockingIOError):
                 return fcntl.flock(file, how | fcntl.LOCK_NB)
             if not waited_s:
-                self.say(f"waiting for another kvbench, which builds or uses {commit.name}")
+                self.tell(say("build.waiting", name=commit.name))
             time.sleep(_POLL_S)
             waited_s += _POLL_S
-        raise MeasurementError(
-            f"another kvbench has held the build of {commit.name} for {limit_s:g} s: wait for it to end, or leave "
-            "--rebuild out"
-        )
+        raise MeasurementError(say("build.held", name=commit.name, limit_s=limit_s))
 
     def _make(self, commit: Commit, folder: Path) -> Build:
-        self.say(f"building {commit.name}{f' ({commit.subject})' if commit.subject else ''}")
+        subject = say("build.subject", bool(commit.subject), subject=commit.subject)
+        self.tell(say("build.building", name=commit.name, subject=subject))
         _discard(folder)
         folder.mkdir(parents=True)
         check_out(commit, folder / "source")
@@ -219,12 +218,9 @@ class Builds:
             how, title = PIP, "pip install"
             command = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
             command += [*(("-c", str(pins)) if pins.is_file() else ()), "-e", str(source)]
-            self.say(f"installing what {commit.name} depends on; pip writes to {log}")
+            self.tell(say("build.installing", name=commit.name, log=log))
         else:
-            raise UsageError(
-                f"{commit.name} of {commit.repo} has neither pyproject.toml nor setup.py, so pip cannot build it: say "
-                "how with --build-cmd (true, if nothing has to be built)"
-            )
+            raise UsageError(say("build.unknown", name=commit.name, repo=commit.repo))
         _make_venv(env, log, pip=True)
         _run(command, log, self.limit_s, title, cwd=source, env=_variables(folder, how, importable=False))
         return how
@@ -282,16 +278,10 @@ def find_commit(repo: Path, ref: str) -> Commit:
     """The commit that ``ref`` names in ``repo``; ``.``: the working tree as it is. Raises UsageError."""
     top = top_folder(repo)
     if top is None:
-        raise UsageError(
-            f"{str(repo)!r} is no git repository (or git is not installed), so {ref!r} cannot be built from it: give "
-            "--repo PATH, or compare launch commands, URLs or settings"
-        )
+        raise UsageError(say("build.no_repository", repo=str(repo), ref=ref))
     sha = find_sha(top, "HEAD" if ref == WORKING_TREE else ref)
     if sha is None:
-        raise UsageError(
-            f"{ref!r} is no commit of {top}: give a branch, a tag, a sha or `.`; a shallow clone has only its newest "
-            f"commits (git fetch --depth 1 origin {ref} brings one)"
-        )
+        raise UsageError(say("build.no_commit", ref=ref, top=top))
     subject = git(top, "log", "-1", "--format=%s", sha).strip()
     return Commit(top, ref, sha, subject, _changes(top) if ref == WORKING_TREE else None)
 
@@ -319,10 +309,7 @@ def check_out(commit: Commit, folder: Path) -> None:
         to.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(commit.repo / name, to, follow_symlinks=False)
     if _changes(commit.repo) != commit.changes:
-        raise UsageError(
-            f"the working tree {commit.repo} changed while it was copied: start again once nothing writes into it, or "
-            "compare a commit"
-        )
+        raise UsageError(say("build.changed", repo=commit.repo))
 
 
 def is_intact(commit: Commit, folder: Path) -> bool:
@@ -352,10 +339,7 @@ def _changes(top: Path) -> str | None:
         state = path.lstat()
         total += state.st_size
         if total > _LARGEST_COPY:
-            raise UsageError(
-                f"the working tree {top} holds more than {_LARGEST_COPY >> 30} GiB of files that git does not ignore: "
-                "compare a commit, or put large files into .gitignore"
-            )
+            raise UsageError(say("build.too_large", top=top, gib=_LARGEST_COPY >> 30))
         content = os.readlink(path).encode() if stat.S_ISLNK(state.st_mode) else path.read_bytes()
         digest.update(f"{name}\0{state.st_mode:o}\0{len(content)}\0".encode(errors="surrogateescape"))
         digest.update(content)
@@ -439,13 +423,10 @@ def installed_versions(folder: Path, how: str) -> dict[str, str]:
         origins, versions = json.loads(done.stdout.splitlines()[-1])
     except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
         last = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1:]
-        raise MeasurementError(f"the built Python {python} does not start: {' '.join(last)}") from None
+        raise MeasurementError(say("build.no_python", python=python, error=" ".join(last))) from None
     for name, origin in origins.items() if is_kvbench(source) else ():
         if origin is None or Path(origin).resolve() != (source / name).resolve():
-            raise MeasurementError(
-                f"the build of {source} would import {name!r} from {origin or 'nowhere'}, so it is not what would be "
-                "measured: take that package away from there (pip uninstall), or build with --build-cmd"
-            )
+            raise MeasurementError(say("build.other_source", source=source, name=name, origin=origin or "nowhere"))
     return versions
 
 
@@ -470,5 +451,5 @@ def _run(
             processes.stop(child)
     if code == 0:
         return
-    how = f"took more than {limit_s:g} s and was stopped" if code is None else f"ended with exit code {code}"
-    raise MeasurementError(f"{title} {how}; its log is {log}, the last lines:\n{processes.last_lines(log, count=5)}")
+    how = say("build.how", code is None, code=code, limit_s=limit_s)
+    raise MeasurementError(say("build.failed", title=title, how=how, log=log, lines=processes.last_lines(log, count=5)))

@@ -19,9 +19,10 @@ from scipy import stats
 from kvbench.common.errors import UsageError
 from kvbench.common.files import write_text
 from kvbench.common.text import csv_cell, plural
-from kvbench.gate.compare.folder import LOCKSTEP, TWINS, CompareFolder, CompareManifest, FailedAttempt
+from kvbench.gate.compare.folder import LOCKSTEP, TWINS, CompareFolder, CompareState, FailedAttempt
 from kvbench.gate.compare.served_check import served_findings, served_notes
 from kvbench.gate.policy import Policy
+from kvbench.gate.sentences import say
 from kvbench.gate.timing.explain import moved_between, where_it_went
 from kvbench.gate.timing.judge import Judgement, judge, sentence
 from kvbench.gate.timing.pairs import PairTable, hypotheses
@@ -55,11 +56,11 @@ def read_table(
     return PairTable.from_values(values[BASE], values[CANDIDATE], names, classes, rules.metrics)
 
 
-def write_pairs(folder: CompareFolder, manifest: CompareManifest, metrics: Sequence[MetricRule]) -> Path:
+def write_pairs(folder: CompareFolder, state: CompareState, metrics: Sequence[MetricRule]) -> Path:
     """Writes pairs.csv: one row for each metric of each cell in each whole pair, with the side that went first."""
-    cells = manifest.cells
+    cells = state.cells
     values = read_values(folder, cells, metrics, range(1, folder.whole_pairs(cells) + 1))
-    first_sides = {(pair, turn): side for pair, turns in manifest.order.items() for turn, side in turns.items()}
+    first_sides = {(pair, turn): side for pair, turns in state.order.items() for turn, side in turns.items()}
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(["pair", "cell", "first", "metric", "unit", *SIDES, "log_ratio"])
@@ -102,26 +103,25 @@ def look_at(table: PairTable, rules: TimingRules, early: Sequence[int] = ()) -> 
     return judgement
 
 
-def conclude(folder: CompareFolder, manifest: CompareManifest, policy: Policy, *, pairs: int | None = None) -> Verdict:
+def conclude(folder: CompareFolder, state: CompareState, policy: Policy, *, pairs: int | None = None) -> Verdict:
     """The verdict on the first ``pairs`` pairs (None: all that are whole), and on what could not be measured.
 
     Raises UsageError where a metric of the policy cannot be compared.
     """
-    rules, cells, by_the_clock = _with_full_titles(policy.timing, manifest), manifest.cells, manifest.void is None
+    rules, cells, by_the_clock = _with_full_titles(policy.timing, state), state.cells, state.void is None
     there = folder.whole_pairs(cells)
     measured = there if pairs is None else min(pairs, there)
-    common, extra = _without_findings(manifest, policy, measured), _attempt_findings(manifest)
+    common, extra = _without_findings(state, policy, measured), _attempt_findings(state)
     if not measured:
-        notes = _end_notes(folder, manifest, rules.looks[0].pairs, goes_on=by_the_clock)
-        if manifest.stopped and by_the_clock:
-            title, text = "a pair is measured in the time allowed", "No pair is whole, so nothing can be said"
-            text = f"{manifest.stopped}. {text}"
+        notes = _end_notes(folder, state, rules.looks[0].pairs, goes_on=by_the_clock)
+        if state.stopped and by_the_clock:
+            title, text = say("conclude.time_title"), say("conclude.time", stopped=state.stopped)
             extra = (Finding("measured/time", "measured", title, INCONCLUSIVE, text), *extra)
         outcome = worst([f.outcome for f in extra])
         text = next((f.sentence for f in extra if f.outcome == outcome), "") or _why_nothing(folder, cells)
         return replace(common, outcome=outcome, sentence=text, findings=extra, notes=(*common.notes, *notes))
     try:
-        judgement = look_at(read_table(folder, cells, rules, range(1, measured + 1)), rules, manifest.early_looks)
+        judgement = look_at(read_table(folder, cells, rules, range(1, measured + 1)), rules, state.early_looks)
     except ValueError as error:
         raise UsageError(f"{folder.path}: {error}") from None
     look = {"pairs": judgement.pairs, "look": judgement.look.pairs, "alpha": judgement.look.alpha}
@@ -139,11 +139,11 @@ def conclude(folder: CompareFolder, manifest: CompareManifest, policy: Policy, *
     if outcome != judgement.outcome:
         text = next(f.sentence for f in extra if f.outcome == outcome)
     more_time_helps = by_the_clock and outcome == INCONCLUSIVE
-    if manifest.stopped and more_time_helps:
-        text = f"{manifest.stopped}. {text}"
-    notes += _end_notes(folder, manifest, max(0, rules.looks[-1].pairs - measured), goes_on=more_time_helps)
-    if manifest.doubt:  # in the sentence itself: who reads no further must see it
-        text = f"{text} ({manifest.doubt})"
+    if state.stopped and more_time_helps:
+        text = say("conclude.stopped", stopped=state.stopped, text=text)
+    notes += _end_notes(folder, state, max(0, rules.looks[-1].pairs - measured), goes_on=more_time_helps)
+    if state.doubt:  # in the sentence itself: who reads no further must see it
+        text = say("conclude.doubt", text=text, doubt=state.doubt)
     return replace(
         common,
         outcome=outcome,
@@ -155,63 +155,60 @@ def conclude(folder: CompareFolder, manifest: CompareManifest, policy: Policy, *
     )
 
 
-def _without_findings(manifest: CompareManifest, policy: Policy, measured: int) -> Verdict:
+def _without_findings(state: CompareState, policy: Policy, measured: int) -> Verdict:
     """The verdict before anything is judged: the sides, the facts and the notes."""
     facts = {
-        "started": manifest.started,
-        "ended": manifest.ended,
-        "machine": f"{manifest.cpu.model}, {manifest.cpu.cores} cores",
-        "gpus": [gpu.name for gpu in manifest.gpus],
-        "method": manifest.method,
-        "order_seed": manifest.order_seed,
-        "voids": len(manifest.voids),
+        "started": state.started,
+        "ended": state.ended,
+        "machine": say("conclude.machine", model=state.cpu.model, cores=state.cpu.cores),
+        "gpus": [gpu.name for gpu in state.gpus],
+        "method": state.method,
+        "order_seed": state.order_seed,
+        "voids": len(state.voids),
     }
     apart = [
-        f"{key}: the prefix cache of {sides[0]} can be emptied by a new server only, so each of its loads has one of "
-        "its own, and the other side's have one together: first requests may differ by that"
-        for key, sides in sorted(manifest.apart.items())
-        if len(sides) == 1
+        say("conclude.apart", match=key, side=sides[0]) for key, sides in sorted(state.apart.items()) if len(sides) == 1
     ]
-    differences = [f"base and candidate differ: {difference}" for difference in manifest.differences]
-    sides = {side: manifest.of(side).to_json() for side in SIDES}
+    differences = [say("conclude.differ", difference=difference) for difference in state.differences]
+    sides = {side: state.of(side).to_json() for side in SIDES}
     facts |= policy.facts() | {"pairs": measured}
-    notes = (*manifest.notes, *apart, *differences)
-    return Verdict("compare", PASS, "", **sides, reproduce=manifest.reproduce, notes=notes, facts=facts)
+    notes = (*state.notes, *apart, *differences)
+    return Verdict("compare", PASS, "", **sides, reproduce=state.reproduce, notes=notes, facts=facts)
 
 
 def _why_nothing(folder: CompareFolder, cells: Sequence[PairedCell]) -> str:
     for side, cell in itertools.product(folder.stored, cells):
         if not (done := folder.load(cell, side, 1) / DONE).is_file():
-            lost = f"{side} has no {done}: the comparison needs the files of each repeat"
-            return f"nothing was compared: {lost}: give runs whose folders are whole"
-    return "nothing was compared: no pair was measured"
+            return say("conclude.no_done", side=side, path=done)
+    return say("conclude.no_pair")
 
 
-def _end_notes(folder: CompareFolder, manifest: CompareManifest, pairs: int, *, goes_on: bool) -> list[str]:
+def _end_notes(folder: CompareFolder, state: CompareState, pairs: int, *, goes_on: bool) -> list[str]:
     """Notes how a comparison that ended early goes on, with the minutes that ``pairs`` more take, or why it ended."""
-    if not manifest.stopped:
+    if not state.stopped:
         return []
     if not goes_on:
-        return [f"{manifest.stopped}."]
-    minutes = math.ceil(pairs * max(manifest.seconds, default=manifest.pair_s) / 60)
-    way = folder.resume_command(manifest.subcommand) + (f" --max-minutes {minutes}" if minutes else "")
-    return [f"go on with: {way}"]
+        return [say("conclude.ended", stopped=state.stopped)]
+    minutes = math.ceil(pairs * max(state.seconds, default=state.pair_s) / 60)
+    more = say("conclude.minutes", minutes > 0, minutes=minutes)
+    return [say("conclude.go_on", command=folder.resume_command(state.subcommand), minutes=more)]
 
 
-def _with_full_titles(rules: TimingRules, manifest: CompareManifest) -> TimingRules:
-    metrics, clock = [], _CLOCK_NAMES.get(manifest.method, "")
+def _with_full_titles(rules: TimingRules, state: CompareState) -> TimingRules:
+    metrics, clock = [], _CLOCK_NAMES.get(state.method, "")
     for metric in rules.metrics:
-        window = f" ({words})" if (words := window_of(metric.name)) else ""
-        metrics.append(replace(metric, title=f"{metric.title}{window}{clock}"))
+        words = window_of(metric.name)
+        window = say("conclude.window", bool(words), window=words)
+        metrics.append(replace(metric, title=metric.title + window + clock))
     return replace(rules, metrics=tuple(metrics))
 
 
-def finished_verdict(folder: CompareFolder, policy: Policy) -> Verdict | None:
+def finished_verdict(folder: CompareFolder, state: CompareState, policy: Policy) -> Verdict | None:
     """The verdict of a complete comparison, None where more pairs may still change it."""
-    if (manifest := folder.manifest()).status != "complete":
+    if state.status != "complete":
         return None
-    verdict = conclude(folder, manifest, policy)
-    return verdict if manifest.stopped is None or verdict.outcome in (FAIL, PASS) else None
+    verdict = conclude(folder, state, policy)
+    return verdict if state.stopped is None or verdict.outcome in (FAIL, PASS) else None
 
 
 def judge_again(path: Path, policy: Policy, *, force: bool = False) -> tuple[Verdict, Path]:
@@ -223,22 +220,20 @@ def judge_again(path: Path, policy: Policy, *, force: bool = False) -> tuple[Ver
     """
     folder = CompareFolder.open(path)
     with folder.locked() if os.access(path, os.W_OK) else nullcontext():
-        manifest = folder.manifest()
-        if manifest.status == "incomplete":
-            raise UsageError(
-                f"{path} is not finished, and judging it now would use up part of the allowed error rate: go on "
-                f"with `{folder.resume_command(manifest.subcommand)}`"
-            )
-        if manifest.differences and not force:
-            differences = "; ".join(manifest.differences)
-            raise UsageError(f"base and candidate differ: {differences}; add --force to judge them anyway")
-        own = Policy.of(manifest.policy) if manifest.policy else policy  # older ones have none
+        state = folder.state()
+        if state.status == "incomplete":
+            command = folder.resume_command(state.subcommand)
+            raise UsageError(say("conclude.not_finished", folder=path, command=command))
+        if state.differences and not force:
+            differences = "; ".join(state.differences)
+            raise UsageError(say("conclude.must_be_equal", differences=differences))
+        own = Policy.of(state.policy) if state.policy else policy  # older ones have none
         policy = policy if policy.source else own
-        verdict = conclude(folder, manifest, policy)
+        verdict = conclude(folder, state, policy)
     if own.digest == policy.digest:
         return verdict, path
     again = shlex.join(["kvbench", "gate", str(path), "--policy", str(policy.source)])
-    note = f"judged again by {policy.source}, and not by the policy that it was measured with"
+    note = say("conclude.judged_again", policy=policy.source)
     verdict = replace(verdict, reproduce=again, notes=(note, *verdict.notes))
     return verdict, path / f"judged-{policy.source.stem}"
 
@@ -251,13 +246,13 @@ def pair_line(folder: CompareFolder, cells: Sequence[PairedCell], rules: TimingR
         return str(error)
     tested, level = hypotheses(table), CELL if len(cells) == 1 else OVERALL
     return ", ".join(
-        f"{h.metric.title} {100 * np.expm1(ratio):+.1f} %"
+        say("conclude.change", metric=h.metric.title, percent=100 * np.expm1(ratio))
         for h, ratio in zip(tested.each, tested.log_ratio()[0], strict=True)
         if h.level == level
     )
 
 
-def _attempt_findings(manifest: CompareManifest) -> tuple[Finding, ...]:
+def _attempt_findings(state: CompareState) -> tuple[Finding, ...]:
     """Findings on servers that failed, and on the pair that was given up, if one was.
 
     Without a change, an attempt in which one server alone failed is as likely the candidate's as the base's, since the
@@ -265,14 +260,15 @@ def _attempt_findings(manifest: CompareManifest) -> tuple[Finding, ...]:
     more often but the test does not show it, the comparison is inconclusive, since the candidate did not finish all its
     loads. A pair that was given up is otherwise invalid.
     """
-    failing, given_up = _failing_servers(manifest.voids), manifest.void
+    failing, given_up = _failing_servers(state.voids), state.void
     if given_up is None or (failing and failing[0].outcome == FAIL):
         return failing
-    attempts = [attempt for attempt in manifest.voids if (attempt.pair, attempt.turn) == (given_up.pair, given_up.turn)]
+    attempts = [attempt for attempt in state.voids if (attempt.pair, attempt.turn) == (given_up.pair, given_up.turn)]
     attempts = [each for each in attempts if each.resume == attempts[-1].resume]  # those that it was given up after
     turn, details = given_up.turn, tuple(map(_attempt_line, attempts))
-    text = f"{turn} could not be measured in {plural(len(attempts), 'attempt')}: {attempts[-1]}"
-    return Finding(f"measured/{turn}", CELL, f"{turn} is measured", INVALID, text, details=details), *failing
+    many = plural(len(attempts), "attempt")
+    text, title = say("conclude.given_up", turn=turn, attempts=many, last=attempts[-1]), "conclude.given_up_title"
+    return Finding(f"measured/{turn}", CELL, say(title, turn=turn), INVALID, text, details=details), *failing
 
 
 def _failing_servers(attempts: Sequence[FailedAttempt]) -> tuple[Finding, ...]:
@@ -282,12 +278,18 @@ def _failing_servers(attempts: Sequence[FailedAttempt]) -> tuple[Finding, ...]:
     if not base + candidate:
         return ()
     p = float(stats.binomtest(candidate, base + candidate, 0.5, alternative="greater").pvalue)
-    outcome = FAIL if p <= ATTEMPTS_ALPHA else INCONCLUSIVE if candidate > base else PASS
-    text = f"the candidate's server failed alone in {plural(candidate, 'attempt')} and base's in {base} (p = {p:.2g})"
-    if outcome == INCONCLUSIVE:
-        text += ": too few to tell it from chance, but it did not finish all that it was given"
-    if candidate:
-        text += f"; the last time: {'; '.join(of_candidate[-1].faults[CANDIDATE])}"
+    outcome = INCONCLUSIVE if candidate > base else PASS
+    if p <= ATTEMPTS_ALPHA:
+        outcome = FAIL
+    faults = "; ".join(text for attempt in of_candidate[-1:] for text in attempt.faults[CANDIDATE])
+    text = say(
+        "conclude.failing",
+        candidate=plural(candidate, "attempt"),
+        base=base,
+        p=p,
+        few=say("conclude.failing_few", outcome == INCONCLUSIVE),
+        last=say("conclude.failing_last", candidate > 0, faults=faults),
+    )
     finding = Finding(
         "served",
         CELL,
@@ -304,6 +306,11 @@ def _failing_servers(attempts: Sequence[FailedAttempt]) -> tuple[Finding, ...]:
 
 
 def _attempt_line(attempt: FailedAttempt) -> str:
-    resume = f" after resume {attempt.resume}" if attempt.resume else ""
-    where = f"pair {attempt.pair}" if attempt.pair else attempt.turn
-    return f"{where}, attempt {attempt.attempt}{resume} ({attempt.first} first): {attempt}"
+    return say(
+        "conclude.attempt",
+        where=say("conclude.attempt_pair", attempt.pair > 0, pair=attempt.pair, turn=attempt.turn),
+        attempt=attempt.attempt,
+        resume=say("conclude.attempt_resume", attempt.resume > 0, resume=attempt.resume),
+        first=attempt.first,
+        reasons=attempt,
+    )

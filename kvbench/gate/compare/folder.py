@@ -14,19 +14,20 @@ from __future__ import annotations
 import itertools
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
-from pydantic import ConfigDict, model_validator
+from pydantic import ConfigDict
 
 from kvbench.common.errors import UsageError
 from kvbench.common.files import read_json
 from kvbench.common.records import Record, read_record, write_record
 from kvbench.gate.compare.request import TYPED, StoredRequest
 from kvbench.gate.policy import StoredPolicy
+from kvbench.gate.sentences import say
 from kvbench.gate.timing.plan import CANDIDATE, SIDES, Match, PairedCell
 from kvbench.runs.folder import DONE, MANIFEST, RunFolder, move_numbered
 from kvbench.runs.results import Environment, LoadResult, Resumed, ServerCounters
@@ -76,7 +77,7 @@ class FailedAttempt:
     @property
     def where(self) -> str:
         """The place in words: ``pair 3 of mixed/paged``."""
-        return f"pair {self.pair} of {self.turn}" if self.pair else self.turn
+        return say("conclude.attempt_of", self.pair > 0, pair=self.pair, turn=self.turn)
 
     @property
     def blamed(self) -> str | None:
@@ -85,7 +86,8 @@ class FailedAttempt:
         return failed[0] if len(failed) == 1 and len(self.reasons[failed[0]]) == len(self.faults[failed[0]]) else None
 
     def __str__(self) -> str:
-        return "; ".join(f"{side}: {reason}" for side in SIDES for reason in self.reasons[side])
+        rows = [(side, reason) for side in SIDES for reason in self.reasons[side]]
+        return "; ".join(say("conclude.reason", side=side, reason=reason) for side, reason in rows)
 
 
 @dataclass(frozen=True)
@@ -102,15 +104,9 @@ class LockstepFacts(Record):
     turn_steps: of all matches, in a comparison of an older version
     """
 
-    turn_lengths: dict[str, int]
-    times: dict[str, int]
+    turn_lengths: Mapping[str, int] = {}
+    times: Mapping[str, int] = {}
     turn_steps: int | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _whole(cls, stored: Any) -> Any:
-        """Adds what pairs fill later, so that it is stored with the rest."""
-        return {"turn_lengths": {}, "times": {}} | stored if isinstance(stored, dict) else stored
 
 
 class GivenWorkload(Record):
@@ -120,8 +116,10 @@ class GivenWorkload(Record):
     profile: str | None = None
 
 
-class CompareManifest(Environment):
-    """The manifest of a comparison; what ``kvbench.common.machine.environment`` tells stands in it too.
+class CompareState(Environment):
+    """The state of a comparison: what is compared, on what, and what was measured. Every step replaces it by another.
+
+    manifest.json is its file. A running comparison writes it and reads it only to be resumed.
 
     given: the workloads before the sides' own settings
     order: by pair and match, the side that went first; order_seed: what it is drawn from
@@ -134,7 +132,7 @@ class CompareManifest(Environment):
     early_looks: the numbers of pairs after which --max-minutes ended it
     """
 
-    model_config = ConfigDict(frozen=False, extra="allow")
+    model_config = ConfigDict(extra="allow")
     FORMAT: ClassVar[int] = 1
 
     kind: Literal["compare"] = KIND
@@ -173,6 +171,23 @@ class CompareManifest(Environment):
     def of(self, side: str) -> SideFacts:
         return self.candidate if side == CANDIDATE else self.base
 
+    def but(self, **changes: Any) -> Self:
+        """Returns the state with these fields changed."""
+        return self.model_copy(update=changes)
+
+    def with_notes(self, notes: Iterable[str]) -> Self:
+        """Adds the notes that it does not have yet."""
+        return self.but(notes=tuple(dict.fromkeys((*self.notes, *notes))))
+
+    def with_first_side(self, pair: int, turn: str, side: str) -> Self:
+        """Notes which side of a pair went first."""
+        return self.but(order={**self.order, str(pair): {**self.order.get(str(pair), {}), turn: side}})
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns all fields for the file, those too that nothing has set yet."""
+        own = CompareState.model_fields.keys() - Environment.model_fields.keys()
+        return Record.to_json(self.but(**{name: getattr(self, name) for name in own}))
+
 
 def is_comparison(path: Path) -> bool:
     manifest = read_json(path / MANIFEST) if (path / MANIFEST).is_file() else None
@@ -189,16 +204,16 @@ class CompareFolder:
     @classmethod
     def open(cls, path: Path) -> CompareFolder:
         """The comparison in ``path``. Raises UsageError."""
-        return cls(path, cls(path).manifest().stored)
+        return cls(path, cls(path).state().stored)
 
-    def manifest(self) -> CompareManifest:
+    def state(self) -> CompareState:
         """Raises UsageError when it is not of a comparison, cannot be read, or has another format."""
         if (self.path / MANIFEST).is_file() and not is_comparison(self.path):
             raise UsageError(f"{self.path} is not the folder of a comparison: give one such as results/compare/<time>")
-        return read_record(CompareManifest, self.path / MANIFEST, _WAY_OUT)
+        return read_record(CompareState, self.path / MANIFEST, _WAY_OUT)
 
-    def write(self, manifest: CompareManifest) -> None:
-        write_record(self.path / MANIFEST, manifest)
+    def write(self, state: CompareState) -> None:
+        write_record(self.path / MANIFEST, state)
 
     def resume_command(self, subcommand: str) -> str:
         """The command that goes on with it, from the current folder."""

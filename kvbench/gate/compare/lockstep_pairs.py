@@ -103,11 +103,11 @@ def _same_cores(settings: Sequence[Mapping[str, Any]], infos: Iterable[ServerInf
     return rng.sample(cores, threads)
 
 
-@dataclass(frozen=True)
+@dataclass
 class LockstepPairs:
     """Pairs of engines that take turns, into the folder of a comparison.
 
-    ``facts``: chosen in the first pair and kept in the manifest, so that all pairs are alike. ``on_engine``: called
+    ``facts``: chosen in the first pair and handed to ``on_facts``, so that all pairs are alike. ``on_engine``: called
     with what each engine says of itself; may refuse it with a UsageError. ``open_limit_s``: for an engine's start.
     ``check``: may raise to end the measurement.
     """
@@ -116,6 +116,7 @@ class LockstepPairs:
     workloads: Mapping[str, PairedWorkload]
     facts: LockstepFacts
     order_seed: int
+    on_facts: Callable[[LockstepFacts], None]
     on_engine: OnEngine
     open_limit_s: float
     show: Callable[[str], None]
@@ -172,7 +173,9 @@ class LockstepPairs:
         max_model_len = min(capacity.max_model_len for capacity in capacities)
         cost = warm_up(list(seats.values()), users, max_model_len, time.monotonic() + _WARM_UP_LIMIT_S)
         decode_step_s = mean_step(list(seats.values()), decodes_only=True)
-        length = self.facts.turn_lengths.setdefault(match.key, self.facts.turn_steps or choose_turn(cost))
+        if match.key not in self.facts.turn_lengths:
+            self._choose("turn_lengths", match.key, self.facts.turn_steps or choose_turn(cost))
+        length = self.facts.turn_lengths[match.key]
         for index in turn.order:
             cells = {side: match.cells(side)[index] for side in sides}
             self.show(f"pair {pair}: {cells[sides[0]].cell_id}, both engines in turns")
@@ -193,8 +196,13 @@ class LockstepPairs:
             steps = sum(request.max_tokens for request in drawn) / loads.users_of(cell.load)
             cells_in_all = sum(len(match.names) for each in self.workloads.values() for match in each.matches)
             wanted_s = max(_LEAST_S, PAIR_S / 2 / cells_in_all)
-            self.facts.times[name] = max(1, math.ceil(wanted_s / (_PREFILL_SHARE * steps * step_s)))
+            self._choose("times", name, max(1, math.ceil(wanted_s / (_PREFILL_SHARE * steps * step_s))))
         return self.facts.times[name]
+
+    def _choose(self, field: str, name: str, value: int) -> None:
+        """Sets one of the facts for this pair and all later ones."""
+        self.facts = self.facts.model_copy(update={field: {**getattr(self.facts, field), name: value}})
+        self.on_facts(self.facts)
 
     def _load(
         self,

@@ -20,13 +20,14 @@ from kvbench.gate.compare.folder import (
     KIND,
     LOCKSTEP,
     CompareFolder,
-    CompareManifest,
+    CompareState,
     GivenWorkload,
     LockstepFacts,
 )
 from kvbench.gate.compare.request import CompareRequest
 from kvbench.gate.compare.sides import RUN, OpenSide, PairedWorkload
 from kvbench.gate.policy import Policy
+from kvbench.gate.sentences import say
 from kvbench.gate.timing.plan import BASE, SIDES, Match, PairedCell
 from kvbench.runs.folder import RunFolder, create_run
 from kvbench.runs.manifest import environment_differences
@@ -34,18 +35,7 @@ from kvbench.runs.results import Environment, GitState, Resumed
 from kvbench.runs.server_info import ServerInfo
 from kvbench.workload.file import Workload
 
-_EMPTY_AT_FIRST = (  # stored from the beginning
-    "order", "resumed", "voids", "void", "seconds", "pair_s", "pairs", "early_looks", "apart", "stopped", "ended",
-)  # fmt: skip
 _OF_A_BUILD = ("sha", "changes", "build", "environment")
-_NOT_RANDOM = (
-    "stored runs, whose order was not random: the stated probabilities hold only if nothing but the candidate changed "
-    "between them"
-)
-_ONE_LAUNCH = (
-    "a running server is one launch, in no random order with others: the stated probabilities do not cover what "
-    "another launch would change"
-)
 # What must be equal: section and key of /server_info, and the engine setting that may make it differ on purpose.
 _FACTS = (
     ("served_model", "vocab_size", "model"),
@@ -66,22 +56,24 @@ def new_comparison(
     workloads: Sequence[PairedWorkload],
     policy: Policy,
     notes: Sequence[str],
-) -> CompareFolder:
-    """A new folder with its manifest; ``given``: the workloads before the sides' own settings.
+) -> tuple[CompareFolder, CompareState]:
+    """A new folder, and the state that its manifest holds; ``given``: the workloads before the sides' own settings.
 
     Raises UsageError where it cannot be made, or stored runs are not comparable.
     """
     sides = workloads[0].sides
     stored = {side: path for side in SIDES if (path := sides[side].stored)}
-    differences = stored_differences(stored, workloads) if stored else []
+    differences = stored_differences(stored, workloads)
     if differences and not request.force:
-        raise UsageError(f"base and candidate differ: {'; '.join(differences)}; --force compares them all the same")
+        raise UsageError(say("equal.stored", differences="; ".join(differences)))
     running = any(side.choice.runs_already for workload in workloads for side in workload.sides.values())
+    doubt = say("equal.one_launch") if running else None
+    if stored:
+        doubt = say("equal.not_random")
     folder = CompareFolder(create_run(request.output_dir, KIND, git_state()["short_sha"]).path, stored)
     resolved = {w.name: {side: dict(w.sides[side].choice.workload.resolved) for side in SIDES} for w in workloads}
     named = {side: sides[side].facts.model_copy(update={"name": sides[side].name}) for side in SIDES}
-    empty = {name: CompareManifest.model_fields[name].default for name in _EMPTY_AT_FIRST}
-    manifest = CompareManifest(
+    state = CompareState(
         kind=KIND,
         status="incomplete",
         subcommand=subcommand,
@@ -99,14 +91,13 @@ def new_comparison(
         servers={side: {} for side in SIDES},
         differences=tuple(differences),
         notes=(*notes, *(note for each in workloads for note in each.notes)),
-        doubt=_NOT_RANDOM if stored else _ONE_LAUNCH if running else None,
+        doubt=doubt,
         lockstep=LockstepFacts() if method == LOCKSTEP else None,
         started=utc_now(),
-        **empty,
         **environment(),
     )
-    folder.write(manifest)
-    return folder
+    folder.write(state)
+    return folder, state
 
 
 def reproduce_command(request: CompareRequest, sides: Mapping[str, OpenSide], subcommand: str) -> str:
@@ -127,39 +118,38 @@ def _cells(workloads: Sequence[PairedWorkload]) -> tuple[PairedCell, ...]:
     return tuple(cell for workload in workloads for match in workload.matches for cell in match.paired_cells)
 
 
-def resume(manifest: CompareManifest, workloads: Sequence[PairedWorkload], *, force: bool) -> list[str]:
-    """Notes in the manifest that measuring goes on; returns remarks for the user.
+def resume(
+    state: CompareState, workloads: Sequence[PairedWorkload], *, force: bool
+) -> tuple[CompareState, Sequence[str]]:
+    """Returns the state in which measuring goes on, and remarks for the user.
 
     Raises UsageError where code, environment, versions or machine differ from those so far, unless ``force``: the
-    manifest then says so. Other cells than it began with are always refused.
+    state then says so. Other cells than it began with are always refused.
     """
-    if _cells(workloads) != manifest.cells:
-        raise UsageError("this kvbench makes other cells of the workload than it began with: start a new comparison")
+    if _cells(workloads) != state.cells:
+        raise UsageError(say("equal.other_cells"))
     now = Environment(**environment())
-    differences, remarks = environment_differences(manifest, now)
+    differences, remarks = environment_differences(state, now)
     for side in SIDES:
-        then, here = manifest.of(side), workloads[0].sides[side].facts
+        then, here = state.of(side), workloads[0].sides[side].facts
         stored = [key for key in _OF_A_BUILD if key in then.model_fields_set]
         changed = [key for key in stored if getattr(then, key) != getattr(here, key)]
         if "changes" in changed:
-            differences.append(f"{side} is a working tree whose files have changed since")
+            differences.append(say("equal.changed_tree", side=side))
         elif changed:
-            differences.append(f"{side} has another {' and '.join(changed)} than before")
+            differences.append(say("equal.changed_build", side=side, what=" and ".join(changed)))
     if differences and not force:
-        raise UsageError(
-            f"the comparison was begun under other conditions than now: {'; '.join(differences)}. Go back to those, "
-            "start a new one without --resume, or add --force to mix both: the verdict then says so"
-        )
-    manifest.options = manifest.options.model_copy(update={"force": manifest.options.force or force})
+        raise UsageError(say("equal.resumed", differences="; ".join(differences)))
     entry = Resumed(at=utc_now(), **now.fields(), forced=force, differences=tuple(differences), remarks=tuple(remarks))
-    manifest.resumed = (*manifest.resumed, entry)
-    mixed = [f"--force: pairs were measured under different conditions: {difference}" for difference in differences]
-    manifest.notes = tuple(dict.fromkeys([*manifest.notes, *mixed]))
-    return remarks
+    mixed = [say("equal.mixed", difference=difference) for difference in differences]
+    options = state.options.model_copy(update={"force": state.options.force or force})
+    return state.but(options=options, resumed=(*state.resumed, entry)).with_notes(mixed), remarks
 
 
 def stored_differences(stored: Mapping[str, Path], workloads: Sequence[PairedWorkload]) -> list[str]:
     """Lists what must be equal in two runs and is not: machine, versions, servers, requests; not their commits."""
+    if not stored:
+        return []
     then, now = (RunFolder(stored[side]).manifest() for side in SIDES)
     differences, _ = environment_differences(then.model_copy(update={"git": GitState()}), now)
     for match in (match for workload in workloads for match in workload.matches):
@@ -184,8 +174,11 @@ def server_differences(left: ServerInfo, right: ServerInfo, varied: frozenset[st
         paths = [each.fact("model", "name") or each.fact("served_model", "name") for each in (left, right)]
         compared.append(("model", *(PurePosixPath(str(path)).name if path else None for path in paths)))
     names = sorted(left.versions)
-    compared += [(f"version of {n}", *(server.fact("versions", n) for server in (left, right))) for n in names]
-    return [f"{name} ({a} and {b})" for name, a, b in compared if None not in (a, b) and a != b]
+    compared += [
+        (say("equal.version", name=n), *(server.fact("versions", n) for server in (left, right))) for n in names
+    ]
+    differing = [row for row in compared if None not in row and row[1] != row[2]]
+    return [say("equal.two_values", name=name, base=a, candidate=b) for name, a, b in differing]
 
 
 def varied_settings(match: Match) -> frozenset[str]:
@@ -194,26 +187,26 @@ def varied_settings(match: Match) -> frozenset[str]:
     return frozenset(key for key in a.keys() | b.keys() if a.get(key) != b.get(key))
 
 
-def record_server(
-    manifest: CompareManifest, match: Match, side: str, facts: ServerInfo, *, alone: bool, force: bool
-) -> None:
-    """Stores what the first server of a configuration reports, and compares every later one with it and with the
-    other side's.
+def with_server(
+    state: CompareState, match: Match, side: str, facts: ServerInfo, *, alone: bool, force: bool
+) -> CompareState:
+    """Adds what the first server of a configuration reports, and compares every later one with it and the other side's.
 
     ``alone``: it was launched for one load, since its prefix cache could not be emptied. Raises UsageError for a
-    difference, unless ``force``: the manifest then says so.
+    difference, unless ``force``: the state then says so.
     """
-    names = {each: f"{match.workload}/{match.of(each).config_id}" for each in SIDES}
-    manifest.servers = {**manifest.servers, side: {names[side]: facts, **manifest.servers[side]}}
-    servers = {each: manifest.servers[each].get(names[each]) for each in SIDES}
-    if alone and side not in (apart := manifest.apart.get(match.key, ())):
-        manifest.apart = {**manifest.apart, match.key: (*apart, side)}
+    names = {s: f"{match.workload}/{match.of(s).config_id}" for s in SIDES}
+    state = state.but(servers={**state.servers, side: {names[side]: facts, **state.servers[side]}})
+    servers = {s: state.servers[s].get(names[s]) for s in SIDES}
+    if alone and side not in (apart := state.apart.get(match.key, ())):
+        state = state.but(apart={**state.apart, match.key: (*apart, side)})
     if changed := server_differences(servers[side], facts):
-        what = f"the server of {side} is not the one that was launched before for {names[side]}: {'; '.join(changed)}"
-        _refuse_or_store(manifest, [what], "serve the same again, or start a new comparison", force=force)
-    if None not in servers.values():
-        differences = server_differences(*(servers[each] for each in SIDES), varied_settings(match))
-        _refuse_or_store(manifest, differences, "make them the same", force=force)
+        what = say("equal.other_server", side=side, name=names[side], changed="; ".join(changed))
+        state = _with_differences(state, [what], say("equal.serve_same"), force=force)
+    if None in servers.values():
+        return state
+    differences = server_differences(*(servers[s] for s in SIDES), varied_settings(match))
+    return _with_differences(state, differences, say("equal.make_same"), force=force)
 
 
 def request_differences(folder: CompareFolder, cells: Sequence[PairedCell], pair: int) -> list[str]:
@@ -222,20 +215,17 @@ def request_differences(folder: CompareFolder, cells: Sequence[PairedCell], pair
     for cell in cells:
         loads = [folder.done(cell, side, pair) for side in SIDES]
         if len({load.requests_sha256 for load in loads if load and load.requests_sha256}) > 1:
-            different.append(f"requests of {cell.name}")
+            different.append(say("equal.requests", cell=cell.name))
     return different
 
 
-def require_same_requests(folder: CompareFolder, manifest: CompareManifest, pair: int, *, force: bool) -> None:
-    """Raises UsageError where the loads of a pair had different requests, unless ``force``: the manifest says so."""
-    differences = request_differences(folder, manifest.cells, pair)
-    _refuse_or_store(manifest, differences, "give both the same vocabulary, length and kind of server", force=force)
+def with_compared_requests(folder: CompareFolder, state: CompareState, pair: int, *, force: bool) -> CompareState:
+    """Raises UsageError where the loads of a pair had different requests, unless ``force``: the state then says so."""
+    differences = request_differences(folder, state.cells, pair)
+    return _with_differences(state, differences, say("equal.same_requests"), force=force)
 
 
-def _refuse_or_store(manifest: CompareManifest, found: Sequence[str], way_out: str, *, force: bool) -> None:
-    if found and not force:
-        raise UsageError(
-            f"base and candidate are not the same in what must be equal: {'; '.join(found)}. Either {way_out}, or add "
-            "--force to judge them all the same: the verdict then says what differed"
-        )
-    manifest.differences = tuple(sorted({*manifest.differences, *found}))
+def _with_differences(state: CompareState, differences: Sequence[str], way_out: str, *, force: bool) -> CompareState:
+    if differences and not force:
+        raise UsageError(say("equal.refused", differences="; ".join(differences), way_out=way_out))
+    return state.but(differences=tuple(sorted({*state.differences, *differences})))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from kvbench.gate.compare.clock import LAUNCH, ONE_SIDE, Clock
 from kvbench.gate.compare.folder import CompareFolder, FailedAttempt
+from kvbench.gate.sentences import say
 from kvbench.gate.timing.plan import CANDIDATE, SIDES, Turn
 from kvbench.gate.timing.rules import MetricRule
 from kvbench.metrics.definitions import figure
@@ -123,19 +124,20 @@ class PairRunner:
         cells, loads = turn.match.paired_cells, {}
         for side in SIDES:
             for failure in failures[side]:
-                reasons[side].append(f"{failure.cell_id}: {failure.reason}")
+                reasons[side].append(say("conclude.reason", side=failure.cell_id, reason=failure.reason))
                 faults[side] += reasons[side][-1:] if failure.of_server else []
             for cell in cells:
                 if (done := self.folder.done(cell, side, pair)) is not None:
                     loads[side, cell.name] = done
-                    reasons[side] += [f"{cell.on(side)}: {reason}" for reason in done.not_comparable]
-                    faults[side] += [f"{cell.on(side)}: {reason}" for reason in done.server_faults]
+                    for texts, whose in ((reasons, done.not_comparable), (faults, done.server_faults)):
+                        texts[side] += [say("conclude.reason", side=cell.on(side), reason=text) for text in whose]
         if any(reasons.values()):
             return reasons, faults
         for cell in cells:  # a ratio with a metric that only one side has is none
             for metric in self.metrics:
                 path = figure(metric.name).path
                 there = {side: (loads[side, cell.name].metrics.value(path) or 0.0) > 0.0 for side in SIDES}
-                for side in SIDES if any(there.values()) else ():
-                    reasons[side] += [] if there[side] else [f"{cell.on(side)}: it has no {metric.title}"]
+                for side in SIDES:
+                    if any(there.values()) and not there[side]:
+                        reasons[side].append(say("conclude.no_metric", cell=cell.on(side), metric=metric.title))
         return reasons, reasons

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from time import monotonic
+from typing import Any
 
 from rich.console import Console
 
@@ -33,19 +34,20 @@ from kvbench.gate.compare.folder import (
     STORED_RUNS,
     TWINS,
     CompareFolder,
-    CompareManifest,
+    CompareState,
     FailedAttempt,
     GivenUp,
     LockstepFacts,
 )
 from kvbench.gate.compare.lockstep_pairs import LockstepPairs, why_not_lockstep
-from kvbench.gate.compare.manifest import new_comparison, record_server, require_same_requests, resume
+from kvbench.gate.compare.manifest import new_comparison, resume, with_compared_requests, with_server
 from kvbench.gate.compare.pair_runner import MeasurePair, PairRunner, measure_launched
 from kvbench.gate.compare.request import TYPED, CompareRequest
 from kvbench.gate.compare.runner_noise import noise_notes, store_noise
 from kvbench.gate.compare.served_check import ServedCheck
 from kvbench.gate.compare.sides import RUN, PairedWorkload, PairSide, open_workloads, parse_side
 from kvbench.gate.policy import Policy, load_policy
+from kvbench.gate.sentences import say
 from kvbench.gate.timing.noise import FEWEST_PAIRS
 from kvbench.gate.timing.plan import BASE, SIDES, Match, Turn, turns
 from kvbench.gate.verdict.outputs import publish, report_verdict, write_outputs
@@ -73,7 +75,7 @@ POLL_S = 1.0
 
 @dataclass(frozen=True)
 class _Plan:
-    """A comparison that is to be measured. ``folder``: of one that is resumed, None for a new one."""
+    """A comparison that is to be measured. ``folder``, ``state``: of one that is resumed, None for a new one."""
 
     subcommand: str
     request: CompareRequest
@@ -81,17 +83,18 @@ class _Plan:
     sides: Mapping[str, PairSide]
     workloads: Sequence[Workload]
     folder: CompareFolder | None = None
+    state: CompareState | None = None
 
 
 def compare_command(request: CompareRequest) -> int:
     """Runs ``kvbench compare``. Raises UsageError and MeasurementError."""
     with ExitStack() as held:
         plan = _make_plan(request, COMPARE, held)
-        folder, verdict = _run(plan, Console(), held)
+        folder, state, verdict = _run(plan, Console(), held)
         if verdict is None:
             return EXIT_INTERRUPTED
         code = report_verdict(verdict, folder.path)
-        write_pairs(folder, folder.manifest(), plan.policy.timing.metrics)
+        write_pairs(folder, state, plan.policy.timing.metrics)
         return code
 
 
@@ -100,12 +103,12 @@ def calibrate_pairs_command(request: CompareRequest) -> int:
     console = Console()
     with ExitStack() as held:
         plan = _make_plan(request, CALIBRATE, held)
-        folder, verdict = _run(plan, console, held)
+        folder, state, verdict = _run(plan, console, held)
         if verdict is None:
             return EXIT_INTERRUPTED
         if verdict.facts["pairs"] < FEWEST_PAIRS:
             print_verdict(verdict, console)
-        return store_noise(folder, plan.policy.timing, plan.request, partial(print_plain, console))
+        return store_noise(folder, state, plan.policy.timing, plan.request, partial(print_plain, console))
 
 
 def _make_plan(request: CompareRequest, subcommand: str, held: ExitStack) -> _Plan:
@@ -116,85 +119,94 @@ def _make_plan(request: CompareRequest, subcommand: str, held: ExitStack) -> _Pl
     """
     if request.resume is None:
         if not request.base or not request.candidate:
-            raise UsageError("two sides are needed: write for example `kvbench compare main HEAD --workload FILE`")
+            raise UsageError(say("compare.two_sides"))
         policy, sides = load_policy(request.policy), _sides(request)
         if sides[BASE].kind == RUN:
             if request.workloads:
-                raise UsageError("--workload does not go with stored runs, which have their own: leave it out")
+                raise UsageError(say("compare.stored_workload"))
             workloads = [stored_workload(RunFolder(Path(sides[BASE].text).expanduser()).manifest())]
         elif request.workloads:
             given = {"profile": request.profile, "overrides": request.overrides, "seed": request.seed}
             workloads = [load_workload(path, **given) for path in request.workloads]
         else:
-            raise UsageError("--workload is missing: write for example --workload workloads/mixed.yaml")
+            raise UsageError(say("compare.no_workload"))
         return _Plan(subcommand, request, policy, sides, workloads)
     folder = CompareFolder.open(request.resume)
     held.enter_context(folder.locked())
-    manifest = folder.manifest()
-    if manifest.subcommand != subcommand:
-        raise UsageError(f"{folder.path} was begun by `kvbench {TYPED[manifest.subcommand]}`: go on with that")
-    begun = manifest.options.resumed_by(request)
-    workloads = [stored_workload(given) for given in manifest.given]
-    return _Plan(subcommand, begun, Policy.of(manifest.policy), _sides(begun), workloads, folder)
+    state = folder.state()
+    if state.subcommand != subcommand:
+        raise UsageError(say("compare.begun_by", folder=folder.path, command=TYPED[state.subcommand]))
+    begun = state.options.resumed_by(request)
+    workloads = [stored_workload(given) for given in state.given]
+    return _Plan(subcommand, begun, Policy.of(state.policy), _sides(begun), workloads, folder, state)
 
 
 def _sides(request: CompareRequest) -> dict[str, PairSide]:
     return {side: parse_side(getattr(request, side), request.repository) for side in SIDES}
 
 
-def _run(plan: _Plan, console: Console, held: ExitStack) -> tuple[CompareFolder, Verdict | None]:
+def _run(plan: _Plan, console: Console, held: ExitStack) -> tuple[CompareFolder, CompareState, Verdict | None]:
     """Opens both sides and measures; no verdict when it was interrupted. The folder stays locked in ``held``."""
-    request, folder, say = plan.request, plan.folder, partial(print_plain, console)
-    if folder is not None:
-        if finished := finished_verdict(folder, plan.policy):
-            say(f"{folder.path} is finished: nothing is measured, and this is its verdict")
-            return folder, finished
-        if folder.manifest().method == TWINS:
-            raise UsageError(
-                f"{folder.path} was measured with --method twins, which this kvbench does not have: start a new "
-                f"comparison (`kvbench gate {folder.path}` judges the pairs of one that is complete)"
-            )
-    builds = held.enter_context(Builds(rebuild=request.rebuild, build_cmd=request.build_cmd, say=say))
+    request, folder, state, tell = plan.request, plan.folder, plan.state, partial(print_plain, console)
+    if folder is not None and state is not None:
+        if finished := finished_verdict(folder, state, plan.policy):
+            tell(say("compare.finished", folder=folder.path))
+            return folder, state, finished
+        if state.method == TWINS:
+            raise UsageError(say("compare.twins", folder=folder.path))
+    builds = held.enter_context(Builds(rebuild=request.rebuild, build_cmd=request.build_cmd, tell=tell))
     try:
         workloads = open_workloads(plan.sides, plan.workloads, request, builds, held)
     except MeasurementError as error:  # a build that fails
         if folder is None:
             path = create_run(request.output_dir, KIND, git_state()["short_sha"]).path
-            _write_invalid(plan, path, None, error, say)
+            _write_invalid(plan, path, None, error, tell)
         raise
     time = Clock.of(request.max_minutes)
-    if folder is None:
-        method, why = choose_method(request.method, workloads)
-        notes = [why] if why else []
-        if plan.subcommand == COMPARE:
-            names = [workload.name for workload in workloads]
-            notes = [*noise_notes(request, names, method, plan.policy.timing), *notes]
-        folder = new_comparison(request, plan.subcommand, method, plan.workloads, workloads, plan.policy, notes)
+    if folder is None or state is None:
+        folder, state = _begin(plan, workloads)
         held.enter_context(folder.locked())
-    manifest = folder.manifest()
-    if plan.folder is not None and not folder.stored:
-        for remark in resume(manifest, workloads, force=request.force):
-            say(f"note: {remark}")
-    say(f"results: {folder.path}")
-    for note in filter(None, (*manifest.notes, manifest.doubt)):
-        say(f"note: {note}")
-    comparison = ComparisonRun(folder, manifest, workloads, plan.policy, request, console, time)
+    elif not folder.stored:
+        state, remarks = resume(state, workloads, force=request.force)
+        for remark in remarks:
+            tell(say("compare.note", text=remark))
+    tell(say("compare.results", folder=folder.path))
+    for note in filter(None, (*state.notes, state.doubt)):
+        tell(say("compare.note", text=note))
+    comparison = ComparisonRun(folder, state, workloads, plan.policy, request, console, time)
     try:
-        return folder, comparison.judge_stored() if folder.stored else comparison.execute()
+        verdict = comparison.judge_stored() if folder.stored else comparison.execute()
+        return folder, comparison.state, verdict
     except MeasurementError as error:
-        _write_invalid(plan, folder.path, manifest, error, say)
+        _write_invalid(plan, folder.path, comparison.state, error, tell)
         raise
     except UsageError:
         if plan.folder is None and folder.remove_unmeasured():
-            say(f"removed: {folder.path}, since nothing was measured")
+            tell(say("compare.removed", folder=folder.path))
         raise
+
+
+def _begin(plan: _Plan, workloads: Sequence[PairedWorkload]) -> tuple[CompareFolder, CompareState]:
+    """Makes the folder of a new comparison."""
+    request, rules = plan.request, plan.policy.timing
+    method, why = choose_method(request.method, workloads)
+    notes = [why] if why else []
+    if plan.subcommand == COMPARE:
+        names = [workload.name for workload in workloads]
+        notes = [*noise_notes(request, names, method, rules), *notes]
+    cells = [name for workload in workloads for match in workload.matches for name in match.names]
+    notes += [
+        say("compare.empty_class", name=name, globs=", ".join(rules.classes[name]))
+        for name in rules.empty_classes(cells)
+    ]
+    return new_comparison(request, plan.subcommand, method, plan.workloads, workloads, plan.policy, notes)
 
 
 def choose_method(wanted: str, workloads: Sequence[PairedWorkload]) -> tuple[str, str | None]:
     """Chooses how pairs are measured, with a note on its clock, or on why it is not the sharpest way. UsageError."""
     if any(opened.stored for workload in workloads for opened in workload.sides.values()):
         if wanted != AUTO:
-            raise UsageError(f"--method {wanted} goes with what is measured, and stored runs are already: leave it out")
+            raise UsageError(say("compare.stored_method", method=wanted))
         return STORED_RUNS, None
     if wanted == LAUNCHED:
         return LAUNCHED, None
@@ -203,23 +215,23 @@ def choose_method(wanted: str, workloads: Sequence[PairedWorkload]) -> tuple[str
     if reason is None:
         return LOCKSTEP, CLOCKS[LOCKSTEP]
     if wanted == LOCKSTEP:
-        raise UsageError(f"--method lockstep cannot be used: {reason}; leave it out")
-    return LAUNCHED, f"measured by launched pairs, and not in engine time in lockstep, which is sharper: {reason}"
+        raise UsageError(say("compare.no_lockstep", reason=reason))
+    return LAUNCHED, say("compare.launched", reason=reason)
 
 
 def _write_invalid(
-    plan: _Plan, folder: Path, manifest: CompareManifest | None, error: Exception, say: Callable[[str], None]
+    plan: _Plan, folder: Path, state: CompareState | None, error: Exception, tell: Callable[[str], None]
 ) -> None:
     """Writes the files of an invalid verdict for CI, if they fit on the disk."""
     if plan.subcommand != COMPARE:
         return
-    sides = {side: (manifest.of(side) if manifest else plan.sides[side].facts()).to_json() for side in SIDES}
-    reproduce = manifest.reproduce if manifest else shlex.join(["kvbench", *sys.argv[1:]])
+    sides = {side: (state.of(side) if state else plan.sides[side].facts()).to_json() for side in SIDES}
+    reproduce = state.reproduce if state else shlex.join(["kvbench", *sys.argv[1:]])
     unmeasured = Finding("measured/comparison", "measured", "the comparison is measured", INVALID, str(error))
     verdict = Verdict("compare", INVALID, str(error), (unmeasured,), **sides, reproduce=reproduce)
     with suppress(OSError):
         for path in write_outputs(verdict, folder):
-            say(f"written: {path}")
+            tell(say("compare.written", path=path))
     publish(verdict, folder)
 
 
@@ -232,15 +244,16 @@ class LoadsShown(Listener):
     load: str = ""
 
     def load_started(self, cell: Cell, repeat: int, total: int) -> None:
-        self.load = f"pair {repeat}: {cell.cell_id}"
+        self.load = say("compare.load", pair=repeat, cell=cell.cell_id)
         self.status(self.load)
 
     def load_progress(self, done: int, total: int, failed: int, elapsed_s: float) -> None:
-        text = f"{self.load}, {done}/{total} requests{f', {failed} failed' if failed else ''}"
+        failures = say("compare.load_failures", failed > 0, failed=failed)
+        text = say("compare.load_progress", load=self.load, done=done, total=total, failed=failures)
         self.status(text, work=self.load)
 
     def load_failed(self, cell: Cell, repeat: int, reason: str) -> None:
-        self.status(f"pair {repeat}: {cell.cell_id} failed: {reason}")
+        self.status(say("compare.load_failed", pair=repeat, cell=cell.cell_id, reason=reason))
 
 
 @dataclass
@@ -255,18 +268,19 @@ class _Elapsed:
         if (work or text) != self.work:
             self.work, self.began = work or text, monotonic()
         began = self.began
-        self.status(lambda: f"{text}: {clock(monotonic() - began)}")
+        self.status(lambda: say("compare.elapsed", text=text, time=clock(monotonic() - began)))
 
 
 @dataclass
 class ComparisonRun:
     """Measures in a folder that has its manifest already and is locked by the caller.
 
+    ``state``: of the comparison now; every step replaces it, and ``write`` stores it.
     ``check``: raises if a signal has come; ``show``: gets what is being done, on the status line.
     """
 
     folder: CompareFolder
-    manifest: CompareManifest
+    state: CompareState
     workloads: Sequence[PairedWorkload]
     policy: Policy
     request: CompareRequest
@@ -278,7 +292,7 @@ class ComparisonRun:
     @property
     def stop_early(self) -> bool:
         """Tests whether a look may end it. Pairs that calibrate a runner are all measured, whatever they show."""
-        return self.manifest.subcommand == COMPARE
+        return self.state.subcommand == COMPARE
 
     @property
     def pairs(self) -> int:
@@ -291,13 +305,12 @@ class ComparisonRun:
 
     def execute(self) -> Verdict | None:
         """Measures what is missing and returns the verdict, None when it was interrupted."""
-        self.manifest.void = None
-        self.write("incomplete")
-        next_step = kept(self.folder.resume_command(self.manifest.subcommand))
+        self.write("incomplete", void=None)
+        next_step = kept(self.folder.resume_command(self.state.subcommand))
         with orderly_end(self.folder.path, next_step, self._say) as work:
             with status_line(self.console, "starting") as status:
                 self.check, self.show = work.check, _Elapsed(status)
-                if self.manifest.method == LOCKSTEP:
+                if self.state.method == LOCKSTEP:
                     stopped = self._measure()
                     stopped = (self._check_served() if self.stop_early else None) or stopped
                 else:
@@ -311,8 +324,8 @@ class ComparisonRun:
             for workload in self.workloads:
                 workload.compile(self.folder.path, self._say, self.show, self._check_time, self.clock)
         except DeadlineError:
-            pair = self.folder.whole_pairs(self.manifest.cells) + 1
-            return f"{self._over(pair)}: servers were still being launched for the first time"
+            pair = self.folder.whole_pairs(self.state.cells) + 1
+            return say("compare.over_first_launches", over=self._over(pair))
         return None
 
     def _check_time(self) -> None:
@@ -320,50 +333,54 @@ class ComparisonRun:
         self.clock.require()
 
     def _over(self, pair: int) -> str:
-        most = f"{'up to ' if self.stop_early else ''}{plural(self.pairs, 'pair')}"
-        return f"--max-minutes {self.request.max_minutes or 0:g} were over after {pair - 1} of {most}"
+        most = say("compare.up_to", self.stop_early) + plural(self.pairs, "pair")
+        return say("compare.over", minutes=self.request.max_minutes or 0, pairs=pair - 1, most=most)
 
     def _check_served(self) -> str | None:
         """Checks the servers around engines that have not failed; why it could not, None where it did."""
-        manifest, pairs = self.manifest, self.folder.whole_pairs(self.manifest.cells)
-        if manifest.void or not pairs or conclude(self.folder, manifest, self.policy).outcome == FAIL:
+        state, pairs = self.state, self.folder.whole_pairs(self.state.cells)
+        if state.void or not pairs or conclude(self.folder, state, self.policy).outcome == FAIL:
             return None
-        self._say("served check: single requests to both servers, for what engine time leaves out")
-        resumed = len(manifest.resumed)
-        served = ServedCheck(self.folder, manifest.order_seed, self.check, self.show, self._on_failed, resumed)
+        self._say(say("compare.served"))
+        resumed = len(state.resumed)
+        served = ServedCheck(self.folder, state.order_seed, self.check, self.show, self._on_failed, resumed)
         if given_up := served.run(self.workloads):
-            manifest.void = GivenUp(given_up.pair, given_up.turn)
-            return f"{given_up.turn} could not be measured"
+            self._give_up(given_up)
+            return say("compare.not_measured", what=given_up.turn)
         return None
 
     def judge_stored(self) -> Verdict:
         """The verdict on stored runs. Raises MeasurementError where their first repeat is invalid."""
-        cells, notes = self.manifest.cells, self.manifest.notes
+        cells = self.state.cells
         repeat = self.folder.whole_pairs(cells) + 1
         for cell, side in itertools.product(cells, SIDES):
             done = self.folder.done(cell, side, repeat)
             if done is not None and not done.valid:
                 why = "; ".join(done.not_comparable)
-                text = f"repeat {repeat} of {cell.on(side)} of {side} is invalid ({why}), and ends what can be paired"
+                text = say("compare.invalid_repeat", repeat=repeat, cell=cell.on(side), side=side, why=why)
                 if repeat == 1:
-                    raise MeasurementError(f"{text}: measure that run again")
-                self.manifest.notes = (*notes, text) if text not in notes else notes
+                    raise MeasurementError(say("compare.measure_again", text=text))
+                self.state = self.state.with_notes([text])
                 break
         return self.finish(None)
 
     def finish(self, stopped: str | None) -> Verdict:
         """Marks the comparison as complete and returns its verdict. ``stopped``: why it ended before a look decided."""
-        manifest, pairs = self.manifest, self.folder.whole_pairs(self.manifest.cells)
-        manifest.stopped, manifest.pair_s = stopped, self._pair_s()
-        if stopped and pairs and pairs not in look_points(self.policy.timing, manifest.early_looks):
-            manifest.early_looks = (*manifest.early_looks, pairs)
-        self.write("complete")  # first: what is judged again later says the same, the time of its end too
-        return conclude(self.folder, manifest, self.policy)
+        looks, pairs = self.state.early_looks, self.folder.whole_pairs(self.state.cells)
+        if stopped and pairs and pairs not in look_points(self.policy.timing, looks):
+            looks = (*looks, pairs)
+        # first: what is judged again later says the same, the time of its end too
+        self.write("complete", stopped=stopped, pair_s=self._pair_s(), early_looks=looks)
+        return conclude(self.folder, self.state, self.policy)
 
-    def write(self, status: str) -> None:
-        self.manifest.status, self.manifest.ended = status, utc_now()
-        self.manifest.calibration = self._calibrator().facts()
-        self.folder.write(self.manifest)
+    def write(self, status: str, **changes: Any) -> None:
+        """Replaces the state by one with ``changes``, and writes the manifest."""
+        calibration = self._calibrator().facts()
+        self.state = self.state.but(status=status, ended=utc_now(), calibration=calibration, **changes)
+        self.folder.write(self.state)
+
+    def _give_up(self, attempt: FailedAttempt) -> None:
+        self.state = self.state.but(void=GivenUp(attempt.pair, attempt.turn))
 
     def _calibrator(self, *more: Callable[..., None]) -> Calibrator:
         return Calibrator(self.folder.path, not self.request.no_calibration, *more)
@@ -374,32 +391,31 @@ class ComparisonRun:
 
     def _measure(self) -> str | None:
         """Measures pair after pair; returns why it ended early, None if a look decided or the last one was taken."""
-        manifest, measured = self.manifest, 0
-        looks = look_points(self.policy.timing, manifest.early_looks)
+        measured, looks = 0, look_points(self.policy.timing, self.state.early_looks)
         runner = PairRunner(
             self.folder,
             self._way_to_measure(),
             self.policy.timing.metrics,
             self._on_measured,
             self._on_failed,
-            len(manifest.resumed),
+            len(self.state.resumed),
             self.clock,
         )
         for pair in range(1, self.pairs + 1):
-            if not self.folder.is_whole(manifest.cells, pair):
+            if not self.folder.is_whole(self.state.cells, pair):
                 if stopped := self._measure_pair(runner, pair, measured):
                     return stopped
                 measured += 1
                 self._say_pair(pair, looks)
-            require_same_requests(self.folder, manifest, pair, force=self.request.force)
+            self.state = with_compared_requests(self.folder, self.state, pair, force=self.request.force)
             is_look = self.stop_early and pair in looks
-            if is_look and conclude(self.folder, manifest, self.policy, pairs=pair).outcome != INCONCLUSIVE:
+            if is_look and conclude(self.folder, self.state, self.policy, pairs=pair).outcome != INCONCLUSIVE:
                 return None
         return None
 
     def _measure_pair(self, runner: PairRunner, pair: int, measured: int) -> str | None:
         """Measures one pair, after ``measured`` others; why it could not, None where it did."""
-        manifest, began = self.manifest, self.clock.elapsed_s
+        began = self.clock.elapsed_s
         if not measured and (known_s := self._pair_s()):
             self._require_time_for_a_verdict(pair - 1, known_s)
         try:
@@ -407,15 +423,14 @@ class ComparisonRun:
         except DeadlineError:
             return self._over(pair)
         try:
-            given_up = runner.run(turns(self.matches, pair, manifest.order_seed), pair)
+            given_up = runner.run(turns(self.matches, pair, self.state.order_seed), pair)
         except DeadlineError:
-            return f"{self._over(pair)}: pair {pair} was cut"
+            return say("compare.over_cut", over=self._over(pair), pair=pair)
         if given_up:
-            manifest.void = GivenUp(pair, given_up.turn)
-            return f"pair {pair} could not be measured"
+            self._give_up(given_up)
+            return say("compare.not_measured", what=say("compare.pair", pair=pair))
         took_s = self.clock.elapsed_s - began
-        manifest.seconds, manifest.pairs = (*manifest.seconds, took_s), pair
-        self.write("incomplete")
+        self.write("incomplete", seconds=(*self.state.seconds, took_s), pairs=pair)
         if measured < 2:  # the first one may have calibrated the client, or compiled kernels
             self._require_time_for_a_verdict(pair, took_s if measured else took_s / 2)
         return None
@@ -424,17 +439,26 @@ class ComparisonRun:
         """Guesses what a pair takes: as attempts, else as pairs before --resume, else as its launches; 0: unknown."""
         keys = [match.key for match in self.matches]
         attempts = sum(map(self.clock.attempt_s, keys))
-        return attempts if self.clock.took.keys() >= set(keys) else longest(self.manifest.seconds) or attempts
+        return attempts if self.clock.took.keys() >= set(keys) else longest(self.state.seconds) or attempts
 
     def _say_pair(self, pair: int, looks: Sequence[int]) -> None:
         """Says what ``pair`` measured, and how long it is until something can be decided."""
-        seconds, up_to = self.manifest.seconds, "up to " if self.stop_early else ""
-        ahead = next((look for look in looks if look >= pair), self.pairs) if self.stop_early else self.pairs
-        left = clock((ahead - pair) * sum(seconds) / len(seconds))
-        until = f", {f'the next look, after {ahead},' if self.stop_early else 'the end'} in about {left}"
-        line = pair_line(self.folder, self.manifest.cells, self.policy.timing, pair)
-        elapsed = f"elapsed {clock(self.clock.elapsed_s)}{until if ahead > pair else ''}"
-        self._say(f"pair {pair} of {up_to}{self.pairs}: {line}  ({elapsed})")
+        seconds, ahead = self.state.seconds, self.pairs
+        if self.stop_early:
+            ahead = next((look for look in looks if look >= pair), self.pairs)
+        left, until = clock((ahead - pair) * sum(seconds) / len(seconds)), ""
+        if ahead > pair:
+            until = say("compare.until", self.stop_early, pairs=ahead, time=left)
+        text = say(
+            "compare.pair_done",
+            pair=pair,
+            up_to=say("compare.up_to", self.stop_early),
+            most=self.pairs,
+            line=pair_line(self.folder, self.state.cells, self.policy.timing, pair),
+            time=clock(self.clock.elapsed_s),
+            until=until,
+        )
+        self._say(text)
 
     def _require_time_for_a_verdict(self, pairs: int, pair_s: float) -> None:
         """Raises UsageError where --max-minutes end before any verdict, with ``pairs`` measured; --force: only says so.
@@ -445,36 +469,41 @@ class ComparisonRun:
         if not (self.stop_early and most < min(rules.fewest_to_pass, rules.fewest_to_fail)):  # NaN without a limit
             return
         minutes = math.ceil((rules.looks[0].pairs - pairs + 1) * pair_s / 60)
-        too_few = (
-            f"--max-minutes {self.request.max_minutes:g} are enough for about {plural(most, 'pair')}, and nothing "
-            f"passes with fewer than {rules.fewest_to_pass} or fails with fewer than {rules.fewest_to_fail}"
-        )
+        limits = {"fewest_to_pass": rules.fewest_to_pass, "fewest_to_fail": rules.fewest_to_fail}
+        too_few = say("compare.too_few", minutes=self.request.max_minutes, most=plural(most, "pair"), **limits)
         if self.request.force:
-            self._say(f"note: {too_few}: the first look, after {rules.looks[0].pairs}, needs about {minutes}")
+            self._say(say("compare.too_few_forced", too_few=too_few, first=rules.looks[0].pairs, needed=minutes))
             return
-        where = f" to `{self.folder.resume_command(self.manifest.subcommand)}`" if pairs else ""
-        raise UsageError(f"{too_few}: give about {minutes}{where}, or --force to measure what fits")
+        where = say("compare.to_resume", pairs > 0, command=self.folder.resume_command(self.state.subcommand))
+        raise UsageError(say("compare.too_few_refused", too_few=too_few, needed=minutes, where=where))
 
     def _on_measured(self, turn: Turn, first: str) -> None:
-        order, pair = self.manifest.order, str(turn.pair)
-        self.manifest.order = {**order, pair: {**order.get(pair, {}), turn.match.key: first}}
+        self.state = self.state.with_first_side(turn.pair, turn.match.key, first)
         self.write("incomplete")
 
     def _on_failed(self, attempt: FailedAttempt, most: int) -> None:
-        self.manifest.voids = (*self.manifest.voids, attempt)
-        self.write("incomplete")
-        again = "" if attempt.attempt == most else ", and is measured again"
-        counted = f"attempt {attempt.attempt} of up to {most}"
-        self._say(f"{attempt.where} failed{again} ({counted}): {attempt}")
+        self.write("incomplete", voids=(*self.state.voids, attempt))
+        again, number = say("compare.again", attempt.attempt != most), attempt.attempt
+        where = attempt.where
+        self._say(say("compare.failed", where=where, again=again, attempt=number, most=most, reasons=attempt))
 
     def _way_to_measure(self) -> MeasurePair:
-        if self.manifest.method != LOCKSTEP:
+        if self.state.method != LOCKSTEP:
             return partial(measure_launched, self._runners(), self.clock)
-        facts = self.manifest.lockstep = self.manifest.lockstep or LockstepFacts()
-        workloads = {workload.name: workload for workload in self.workloads}
-        limit, seed = self.request.start_timeout or OPEN_LIMIT_S, self.manifest.order_seed
-        pairs = LockstepPairs(self.folder, workloads, facts, seed, self._on_engine, limit, self.show, self._check_time)
-        return pairs.measure
+        return LockstepPairs(
+            self.folder,
+            {workload.name: workload for workload in self.workloads},
+            self.state.lockstep or LockstepFacts(),
+            self.state.order_seed,
+            self._on_facts,
+            self._on_engine,
+            self.request.start_timeout or OPEN_LIMIT_S,
+            self.show,
+            self._check_time,
+        ).measure
+
+    def _on_facts(self, facts: LockstepFacts) -> None:
+        self.state = self.state.but(lockstep=facts)
 
     def _runners(self) -> dict[tuple[str, str], BlockRunner]:
         calibrator, runners = self._calibrator(self.show, self._say, self.clock.require), {}
@@ -498,16 +527,16 @@ class ComparisonRun:
     def _on_server(self, workload: PairedWorkload, side: str, block: Block, info: ServerInfo, target: Target) -> None:
         """Stores what the server says of itself, or compares it with what the first one of its configuration said."""
         match = next(m for m in workload.matches if m.of(side) == block.configuration)
-        new = [note for note in info.server.notes if note not in self.manifest.notes]
-        self.manifest.notes = (*self.manifest.notes, *new)
-        for note in new:
-            self._say(f"note: {note}")
+        for note in dict.fromkeys(info.server.notes):
+            if note not in self.state.notes:
+                self._say(say("compare.note", text=note))
+        self.state = self.state.with_notes(info.server.notes)
         served = ModelAnswer(**dataclasses.asdict(target.model))
         info, force = info.model_copy(update={"served_model": served}), self.request.force
-        record_server(self.manifest, match, side, info, alone=block.alone, force=force)
+        self.state = with_server(self.state, match, side, info, alone=block.alone, force=force)
 
     def _on_engine(self, side: str, match: Match, engine: ServerInfo) -> None:
         """Does what ``_on_server`` does, for an engine without a server."""
         served = ModelAnswer(**{name: engine.fact("model", name) for name in ("name", "vocab_size", "max_model_len")})
         engine = engine.model_copy(update={"served_model": served})
-        record_server(self.manifest, match, side, engine, alone=False, force=self.request.force)
+        self.state = with_server(self.state, match, side, engine, alone=False, force=self.request.force)

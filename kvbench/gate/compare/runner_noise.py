@@ -12,8 +12,9 @@ from kvbench.common.files import read_json
 from kvbench.common.machine import environment
 from kvbench.common.records import write_record
 from kvbench.gate.compare.conclude import read_table, write_pairs
-from kvbench.gate.compare.folder import CompareFolder
+from kvbench.gate.compare.folder import CompareFolder, CompareState
 from kvbench.gate.compare.request import CompareRequest
+from kvbench.gate.sentences import say as sentence
 from kvbench.gate.timing.noise import FEWEST_PAIRS, RunnerNoise, noise_of, warnings_of
 from kvbench.gate.timing.rules import TimingRules
 
@@ -27,35 +28,39 @@ def runner_class(facts: Mapping[str, Any]) -> str:
     return re.sub(r"[^a-z0-9]+", "-", " ".join(words).lower()).strip("-")
 
 
-def store_noise(folder: CompareFolder, rules: TimingRules, request: CompareRequest, say: Callable[[str], None]) -> int:
+def store_noise(
+    folder: CompareFolder,
+    state: CompareState,
+    rules: TimingRules,
+    request: CompareRequest,
+    say: Callable[[str], None],
+) -> int:
     """Stores the noise that the pairs of a calibration show, and prints it. The command's exit code."""
-    manifest = folder.manifest()
-    cells = manifest.cells
-    write_pairs(folder, manifest, rules.metrics)
+    cells = state.cells
+    write_pairs(folder, state, rules.metrics)
     pairs = folder.whole_pairs(cells)
-    rest = f"{pairs} of {request.pairs} pairs were measured. Go on with --resume {folder.path}"
+    rest = sentence("noise.rest", pairs=pairs, wanted=request.pairs, folder=folder.path)
     if pairs < FEWEST_PAIRS:
-        say(f"no noise is stored: {rest}")
+        say(sentence("noise.not_stored", rest=rest))
         return EXIT_INVALID
     noise = noise_of(read_table(folder, cells, rules, range(1, pairs + 1)), rules)
     name = request.runner_class or runner_class(environment())
-    facts = {"runner_class": name, "side": manifest.base.name, "workloads": tuple(manifest.workloads)}
-    facts |= {"started": manifest.started, "ended": manifest.ended, "method": manifest.method}
+    facts = {"runner_class": name, "side": state.base.name, "workloads": tuple(state.workloads)}
+    facts |= {"started": state.started, "ended": state.ended, "method": state.method}
     path = request.store / f"{name}.json"
     write_record(path, noise.model_copy(update=facts))
     last = rules.looks[-1].pairs
     for line in noise.each:
         seen = line.detectable[last]
-        say(
-            f"{line.metric} {', '.join(line.stands_for)}: pairs scatter by {100 * line.sd:.2g} % (sd); a slowdown of "
-            f"{'no size' if seen is None else f'{100 * seen:.2g} %'} is seen in {last} pairs"
-        )
+        seen = sentence("noise.seen", seen is not None, percent=100 * (seen or 0.0))
+        levels = ", ".join(line.stands_for)
+        say(sentence("noise.line", metric=line.metric, levels=levels, sd=100 * line.sd, seen=seen, last=last))
     for warning in warnings_of(noise, rules):
-        say(f"warning: {warning}")
-    say(f"stored: {path}")
+        say(sentence("noise.warning", text=warning))
+    say(sentence("noise.stored", path=path))
     if pairs < request.pairs:
         say(rest)
-    return EXIT_INVALID if manifest.void else EXIT_OK  # given up, or ended by --max-minutes
+    return EXIT_INVALID if state.void else EXIT_OK  # given up, or ended by --max-minutes
 
 
 def noise_notes(request: CompareRequest, workloads: Collection[str], method: str, rules: TimingRules) -> list[str]:
@@ -72,15 +77,10 @@ def noise_notes(request: CompareRequest, workloads: Collection[str], method: str
         if not noise.workloads:
             raise ValueError("it names no workload")
     except ValueError as error:
-        raise UsageError(f"{path} is no noise of a runner ({error}): write one with `kvbench dev calibrate`") from None
+        raise UsageError(sentence("noise.no_noise", path=path, error=error)) from None
     if set(noise.workloads) != set(workloads):
-        return [
-            f"what this runner can show of {', '.join(workloads)} is not known: {path.name} is its noise under "
-            f"{', '.join(noise.workloads)}; `kvbench dev calibrate` measures it"
-        ]
+        names = {"workloads": ", ".join(workloads), "measured": ", ".join(noise.workloads), "file": path.name}
+        return [sentence("noise.other_workloads", **names)]
     if noise.method != method:
-        return [
-            f"what this runner can show with --method {method} is not known: {path.name} is its noise with --method "
-            f"{noise.method}; `kvbench dev calibrate` measures it"
-        ]
-    return [f"{text} (noise of {path.name})" for text in warnings_of(noise, rules)]
+        return [sentence("noise.other_method", method=method, measured=noise.method, file=path.name)]
+    return [sentence("noise.of_file", text=text, file=path.name) for text in warnings_of(noise, rules)]

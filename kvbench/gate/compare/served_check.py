@@ -31,6 +31,7 @@ from kvbench.effects.comparison import contradicts
 from kvbench.gate.compare.folder import CompareFolder, FailedAttempt
 from kvbench.gate.compare.pair_runner import OnFailed, Reasons, measure_again
 from kvbench.gate.compare.sides import PairedWorkload
+from kvbench.gate.sentences import say
 from kvbench.gate.timing.plan import SIDES, Match
 from kvbench.gate.timing.rules import OVERALL
 from kvbench.gate.timing.served import LAUNCHES, ServedJudgement, judge_served
@@ -122,7 +123,7 @@ class ServedCheck:
             rounds, reasons = self._attempt(workload, match, sides, rng, f"{launch + 1}-{number}")
             return reasons, reasons
 
-        turn = f"the served check of {match.key}"
+        turn = say("served.turn", match=match.key)
         ended = measure_again(attempt, rng.sample(SIDES, 2), 0, turn, self.on_failed, self.resume)
         return ended if isinstance(ended, FailedAttempt) else rounds
 
@@ -146,7 +147,7 @@ class ServedCheck:
         with ExitStack() as held:
             for side in sides:
                 self.check()
-                self.show(f"served check: starting {side} ({match.of(side).label})")
+                self.show(say("served.starting", side=side, label=match.of(side).label))
                 held.callback(targets[side].stop)
                 log = self.folder.run(side, workload.name).server_log(f"{match.of(side).config_id}-served-{name}")
                 try:
@@ -155,7 +156,7 @@ class ServedCheck:
                     reasons[side].append(str(error))
             if any(reasons.values()):
                 return rounds, reasons
-            self.show(f"served check of {match.key}: single requests to base and candidate in turn")
+            self.show(say("served.in_turn", match=match.key))
             vocabulary = min(target.model.vocab_size for target in targets.values())
             for side, request in itertools.product(sides, _requests(rng, vocabulary, _WARM_UP)):
                 if not reasons[side]:
@@ -206,10 +207,14 @@ def served_findings(folder: CompareFolder, engine: Sequence[Finding]) -> tuple[F
 def served_notes(findings: Sequence[Finding]) -> list[str]:
     """Notes where base and candidate, medians, visibly contradict the change, which is the median of the rounds."""
     return [
-        f"{each.title}: the change {each.figures['difference_ms']:+.3g} ms is the median of the rounds' differences, "
-        f"and the medians shown differ by {each.candidate - each.base:+.3g} ms"
-        for each in findings
-        if contradicts(1 + each.change, each.candidate / each.base, decimals=3)
+        say(
+            "served.two_medians",
+            title=finding.title,
+            change=finding.figures["difference_ms"],
+            apart=finding.candidate - finding.base,
+        )
+        for finding in findings
+        if contradicts(1 + finding.change, finding.candidate / finding.base, decimals=3)
     ]
 
 
@@ -224,26 +229,26 @@ def _judge(launches: Sequence[Launch], workloads: int) -> dict[str, ServedJudgem
 
 
 def _finding(key: str, name: str, judged: ServedJudgement, engine: Sequence[Finding]) -> Finding:
-    title = f"{JUDGED[name]} of single requests to the server of {key}"
+    title = say("served.title", metric=JUDGED[name], match=key)
     low, high = judged.interval
-    sentence = wording.sentence(
-        f"served {judged.outcome}",
+    sentence = say(
+        f"served.{judged.outcome}",
         title=title,
-        difference=f"{judged.difference:.3g} ms",
-        signed=f"{judged.difference:+.3g} ms",
-        interval=f"95 % interval {low:.3g} to {high:.3g} ms",
+        difference=judged.difference,
+        low=low,
+        high=high,
         rounds=len(judged.differences),
-        launches="1 launch" if judged.launches == 1 else f"{judged.launches} launches",
+        launches=say("served.launches", n=judged.launches),
         p=wording.p_value(judged.p),
-        floor=f"{judged.floor:.3g} ms",
-        margin=f"{judged.margin:.3g} ms",
+        floor=judged.floor,
+        margin=judged.margin,
         where=_where(judged, engine) if judged.outcome == FAIL else "",
     )
     figures = {"floor": judged.floor / judged.base, "margin": judged.margin / judged.base}
     figures |= {"difference_ms": judged.difference, "most_ms": judged.most}
     figures |= {"rounds": len(judged.differences), "launches": judged.launches}
     return Finding(
-        id=f"{SUITE}/{key}/{name}",
+        id=say("served.id", match=key, name=name),
         suite=SUITE,
         title=title,
         outcome=judged.outcome,
@@ -269,5 +274,4 @@ def _where(judged: ServedJudgement, engine: Sequence[Finding]) -> str:
         return ""
     worse = max(0.0, *(end * wording.worse_sign(f) for f in compared for end in f.interval or (f.change,)))
     where = "inside" if worse * judged.base >= judged.difference / 2 else "outside"
-    engine_words = wording.percent(worse, signed=False)
-    return wording.sentence(where, difference=f"{judged.difference:.3g} ms", engine=engine_words)
+    return say(f"served.{where}", difference=judged.difference, engine=wording.percent(worse, signed=False))

@@ -33,6 +33,7 @@ from kvbench.gate.compare.builds import WORKING_TREE, Build, Builds, fill, find_
 from kvbench.gate.compare.clock import LAUNCH, Clock
 from kvbench.gate.compare.folder import SideFacts
 from kvbench.gate.compare.request import CompareRequest
+from kvbench.gate.sentences import say
 from kvbench.gate.timing.plan import BASE, CANDIDATE, SIDES, Match, match_designs
 from kvbench.gate.verdict.wording import shortened
 from kvbench.runs.folder import MANIFEST, RunFolder
@@ -61,14 +62,9 @@ from kvbench.workload.file import Workload, apply_override, differing_keys, reso
 from kvbench.workload.settings import Settings
 
 REF, CMD, URL, SET, RUN = "ref", "cmd", "url", "set", "run"
-_TITLES = {REF: "a git ref", CMD: "a launch command", URL: "a URL", SET: "settings", RUN: "a folder of results"}
 # option -> the kinds of side that it means something for
 _KINDS_OF = {"target": (SET,), "serve_cmd": (REF, SET), "repo": (REF,), "build_cmd": (REF,), "rebuild": (REF,)}
-_CHOICES = (
-    "give a git ref (`.`: the working tree), a launch command with {port}, a URL, settings (page_size=16), or the "
-    f"folder of a stored run; {', '.join(f'{kind}:' for kind in _TITLES)} in front says which"
-)
-_NO_PORT = "A command without {port} gets the built-in server's flags: any other needs it in it (such as --port {port})"
+_KINDS = (REF, CMD, URL, SET, RUN)
 _SETTING = r"(?:engine\.)?[A-Za-z_]\w*\s*="
 _NEXT_SETTING = re.compile(rf",\s*(?={_SETTING})")  # a comma inside a value is part of it
 _LONGEST_NAME = 60
@@ -106,9 +102,9 @@ class PairSide:
 def parse_side(text: str, repo: Path = REPOSITORY) -> PairSide:
     """The side that ``text`` names; refs are looked for in ``repo``. Raises UsageError if it names none, or two."""
     if not text.strip():
-        raise UsageError(f"a side of the comparison is empty: {_CHOICES}")
+        raise UsageError(say("side.empty", choices=_choices()))
     prefix, _, rest = text.partition(":")
-    if prefix in _TITLES:
+    if prefix in _KINDS:
         return _checked(PairSide(prefix, rest.strip(), text), repo)
     program = _program(text) if re.search(r"\s", text.strip()) else None
     possible = {
@@ -120,29 +116,37 @@ def parse_side(text: str, repo: Path = REPOSITORY) -> PairSide:
     is_url = re.match(r"https?://\S+$", text, re.IGNORECASE)
     kinds = [URL] if is_url else [kind for kind, fits in possible.items() if fits]
     if not kinds:
-        raise UsageError(f"{text!r} is {_why_no_side(text, repo)}: {_CHOICES}")
+        raise UsageError(say("side.none", text=text, why=_why_no_side(text, repo), choices=_choices()))
     if len(kinds) > 1:
-        titles = " and ".join(_TITLES[kind] for kind in kinds)
-        raise UsageError(f"{text!r} could be {titles}: write {' or '.join(f'{kind}:{text}' for kind in kinds)}")
+        titles, prefixed = " and ".join(map(_title, kinds)), " or ".join(f"{kind}:{text}" for kind in kinds)
+        raise UsageError(say("side.several", text=text, titles=titles, prefixed=prefixed))
     return _checked(PairSide(kinds[0], text, text), repo)
+
+
+def _title(kind: str) -> str:
+    return say(f"side.{kind}")
+
+
+def _choices() -> str:
+    return say("side.choices", kinds=", ".join(f"{kind}:" for kind in _KINDS))
 
 
 def _checked(side: PairSide, repo: Path) -> PairSide:
     """The side, checked to be what its kind says. Raises UsageError."""
     text = side.text
     if not text:
-        raise UsageError(f"{side.kind}: has nothing behind it: give {_TITLES[side.kind]}")
+        raise UsageError(say("side.nothing_behind", kind=side.kind, title=_title(side.kind)))
     if side.kind == REF and not _is_ref(text, repo):
         find_commit(repo, text)  # says why
     if side.kind == RUN and not _is_run(text):
-        raise UsageError(f"{text!r} is no folder of results: it has no {MANIFEST}; give the folder of one run")
+        raise UsageError(say("side.no_results", text=text, file=MANIFEST))
     if side.kind == SET:
         parse_settings(text)
     if side.kind == CMD:
         if (program := _program(text)) is None:
-            raise UsageError(f"{text!r} is not a command line: mend the quotes")
+            raise UsageError(say("side.no_command_line", text=text))
         if "{" not in program and shutil.which(program) is None:
-            raise UsageError(f"{text!r}: there is no program {program!r}; give its path")
+            raise UsageError(say("side.no_program", text=text, program=program))
     return side
 
 
@@ -166,13 +170,14 @@ def _program(text: str) -> str | None:
 def _why_no_side(text: str, repo: Path) -> str:
     """Says why ``text`` is of no kind, with what was probably meant."""
     if Path(text).expanduser().exists():
-        return f"a file or folder without {MANIFEST}, so no stored run, and no git ref"
+        return say("side.why_folder", file=MANIFEST)
     if re.search(r"\s", text):
-        return f"no command that can be launched (there is no program {_program(text) or text!r})"
+        return say("side.why_command", program=_program(text) or text)
     if (top := top_folder(repo)) is None:
-        return f"not a git ref, since {repo} is no git repository (--repo PATH names one)"
+        return say("side.why_no_repository", repo=repo)
     refs = git(top, "for-each-ref", "--format=%(refname:short)", "refs/heads", "refs/remotes", "refs/tags").split()
-    return f"no git ref of {top}" + "".join(f" (did you mean {near}?)" for near in nearest(text, refs)[:1])
+    near = nearest(text, refs)[:1]
+    return say("side.why_no_ref", top=top, near=say("side.near", bool(near), near="".join(near)))
 
 
 def parse_settings(text: str) -> Settings:
@@ -182,14 +187,14 @@ def parse_settings(text: str) -> Settings:
         key, sign, value = part.partition("=")
         name = key.strip().removeprefix("engine.")
         if not sign or not re.fullmatch(r"[A-Za-z_]\w*", name):
-            raise UsageError(f"{part!r} is no setting of the engine: write NAME=VALUE,NAME=VALUE (page_size=16)")
+            raise UsageError(say("side.no_setting", part=part))
         if name in settings:
-            raise UsageError(f"{text!r} sets {name} twice: give it once")
+            raise UsageError(say("side.twice", text=text, name=name))
         data: dict[str, dict[str, object]] = {"engine": {}}
         apply_override(data, f"engine.{name}={value}")
         settings |= data["engine"]
         if isinstance(settings[name], dict | list):
-            raise UsageError(f"{part!r}: a side has one value a setting; give a number, a text, true or false")
+            raise UsageError(say("side.several_values", part=part))
     return settings
 
 
@@ -247,25 +252,22 @@ def require_used(sides: Sequence[PairSide], request: CompareRequest) -> None:
     """Raises UsageError for an option that applies to neither side, and for sides that cannot be measured in pairs."""
     kinds = {side.kind for side in sides}
     if RUN in kinds and len(kinds) > 1:
-        raise UsageError(
-            f"{' and '.join(side.text for side in sides)}: a stored run is compared only with another stored one, "
-            "since pairs are measured side by side; give the ref or the command that it was made with"
-        )
+        raise UsageError(say("side.stored_and_live", sides=" and ".join(side.text for side in sides)))
     commands = [side.text for side in sides if side.kind == CMD]
     bare = [text for text in commands if not is_template(text) and _SERVER[-1] not in text.split()]
     if bare and any(map(is_template, commands)):
-        raise UsageError(f"{bare[0]!r} has no {{port}}, which must be in it. {_NO_PORT}")
+        raise UsageError(say("side.port_missing", text=bare[0], no_port=say("side.no_port")))
     targets = [_target_kind(side, request) for side in sides]
     check_target_options(targets, [name for name in KINDS_OF if getattr(request, name, None)])
     for name, used_by in _KINDS_OF.items():
         if getattr(request, name) and not kinds.intersection(used_by):
-            what = " or ".join(_TITLES[kind] for kind in used_by)
-            raise UsageError(f"--{name.replace('_', '-')} goes with a side that is {what}: leave it out")
+            option, titles = name.replace("_", "-"), " or ".join(map(_title, used_by))
+            raise UsageError(say("side.unused_option", option=option, kinds=titles))
 
 
 def _target_kind(side: PairSide, request: CompareRequest) -> str:
     if side.kind == RUN:
-        return _TITLES[RUN]
+        return _title(RUN)
     if side.kind == URL:
         return RUNNING
     if side.kind == CMD:
@@ -280,25 +282,20 @@ def _with_settings(side: PairSide, workload: Workload, options: TargetOptions) -
     Raises UsageError for a setting that is swept, unknown, or that the target does not have.
     """
     if swept := [name for name in side.settings if name in workload.sweep]:
-        raise UsageError(
-            f"{side.text!r} sets {swept[0]}, which the workload sweeps: leave it out, or add -o 'sweep={{}}'"
-        )
+        raise UsageError(say("side.swept", text=side.text, name=swept[0]))
     if options.target and options.target not in PRESETS:
-        raise UsageError(
-            f"{side.text!r} cannot be given to a server that runs already ({options.target}): launch it with "
-            "--target NAME or --serve-cmd"
-        )
+        raise UsageError(say("side.running_settings", text=side.text, target=options.target))
     data = copy.deepcopy(dict(workload.resolved))
     data["engine"] = {**(data.get("engine") or {}), **side.settings}
     changed = dataclasses.replace(resolve(data, profile=workload.profile, source=None), source=workload.source)
     choice = choose_target(changed, options)
     for name, value in side.settings.items():
         if value is not None and choice.workload.engine.get(name) != value:
-            raise UsageError(f"{side.text!r} cannot be measured: {'; '.join(choice.notes)}")
+            raise UsageError(say("side.not_measured", text=side.text, notes="; ".join(choice.notes)))
     try:
         choice.check(choice.workload.engine)
     except ValueError as error:
-        raise UsageError(f"{side.text!r}: {error}") from None
+        raise UsageError(say("side.not_taken", text=side.text, error=error)) from None
     return choice
 
 
@@ -307,10 +304,7 @@ def _of_build(build: Build, workload: Workload, options: TargetOptions) -> Chose
         command = built_command(options.serve_cmd, build)
         return choose_target(workload, dataclasses.replace(options, serve_cmd=command))
     if not is_kvbench(build.source):
-        raise UsageError(
-            f"{build.commit.repo} is not kvbench's own engine, so how it is launched has to be said: --serve-cmd with "
-            "{python} or {worktree} for what was built, and {port}"
-        )
+        raise UsageError(say("side.not_ours", repo=build.commit.repo))
     launched, limit_s = (str(build.python), *_SERVER), options.start_timeout or _START_S
 
     def make() -> Target:
@@ -326,16 +320,13 @@ def _is_builtin(choice: ChosenTarget) -> bool:
 def built_command(text: str, build: Build) -> str:
     """Makes the command that runs in the build's environment, {python} and {worktree} replaced. Raises UsageError."""
     if "{python}" not in text and "{worktree}" not in text:
-        raise UsageError(
-            f"--serve-cmd {text!r} has neither {{python}} nor {{worktree}}, so it would launch the same program "
-            "whatever was built: put one of them where the build's Python or folder belongs"
-        )
+        raise UsageError(say("side.serve_same", text=text))
     braces = str.maketrans({"{": "{{", "}": "}}"})
     filled = fill(text, *(Path(str(path).translate(braces)) for path in (build.python, build.source)))
     if not (program := _program(filled)):
-        raise UsageError(f"--serve-cmd {text!r} is not a command line: mend the quotes")
+        raise UsageError(say("side.serve_quotes", text=text))
     if shutil.which(program) is None:
-        raise UsageError(f"--serve-cmd {text!r}: the build has no program {program}; its log is {build.log}")
+        raise UsageError(say("side.serve_program", text=text, program=program, log=build.log))
     return f"{_env_words(build)} {filled}"
 
 
@@ -359,13 +350,13 @@ def _open_run(side: PairSide, workload: Workload) -> OpenSide:
     """A stored run. Raises UsageError if it is incomplete or of another workload."""
     run = RunFolder(Path(side.text).expanduser())
     if not (manifest := run.manifest()).complete:
-        raise UsageError(f"{side.text} is not complete: go on with it first (kvbench sweep --resume {side.text})")
+        raise UsageError(say("side.incomplete", text=side.text))
     now = as_stored(workload.resolved)
     if keys := [key for key in differing_keys(manifest.workload, now) if key.split(".")[0] not in _FREE]:
-        raise UsageError(f"{side.text} was measured with another workload: it differs in {', '.join(keys[:5])}")
+        raise UsageError(say("side.other_workload", text=side.text, keys=", ".join(keys[:5])))
 
     def no_target() -> Target:
-        raise UsageError("a stored run cannot be measured again: give the ref or the command that it was made with")
+        raise UsageError(say("side.not_again"))
 
     kept = {key: value for key, value in manifest.to_json().items() if key in _FACTS_OF_A_RUN and value is not None}
     target = MeasuredTarget(**{key: getattr(manifest, key) for key in STORED})
@@ -385,13 +376,22 @@ class PairedWorkload:
     @property
     def notes(self) -> list[str]:
         sides = [self.sides[side] for side in SIDES]
-        notes = [f"{self.name}, {name}: {note}" for name in SIDES for note in self.sides[name].choice.notes]
+        notes = [
+            say("side.note", workload=self.name, side=name, note=note)
+            for name in SIDES
+            for note in self.sides[name].choice.notes
+        ]
         if all(side.facts.simulated for side in sides):
-            notes.append(f"{self.name}: both sides are simulated, nothing was measured")
+            notes.append(say("side.simulated", workload=self.name))
         return [*notes, *filter(None, [same_sides(*sides)])]
 
     def compile(
-        self, folder: Path, say: Callable[..., None], show: Callable[..., None], check: Callable[[], None], clock: Clock
+        self,
+        folder: Path,
+        tell: Callable[..., None],
+        show: Callable[..., None],
+        check: Callable[[], None],
+        clock: Clock,
     ) -> None:
         """Launches each configuration of a side that may compile at its first launch, so that no pair includes that.
 
@@ -403,20 +403,21 @@ class PairedWorkload:
             if opened.choice.runs_already or (opened.build is not None and not opened.build.fresh):
                 continue
             for configuration in (match.of(side) for match in self.matches):
-                what = f"starting {side} ({opened.name}, {configuration.label}) once, unmeasured"
+                what = say("side.first_launch", side=side, name=opened.name, label=configuration.label)
                 log = folder / side / self.name / "logs" / f"first-launch-{configuration.config_id}.log"
                 target = opened.choice.new_target()
                 target.check = check
                 try:
                     with clock.spend(LAUNCH):
-                        say(f"{what}: it compiles then")
+                        tell(say("side.compiles", what=what))
                         show(what)
                         target.start(configuration.settings, log)
                 except ServerRefusedError as error:
-                    hint = f". {_NO_PORT}" if opened.side.kind == CMD and not is_template(opened.side.text) else ""
-                    raise UsageError(f"{side} ({opened.name}) did not start: {error}{hint}") from None
+                    bare = opened.side.kind == CMD and not is_template(opened.side.text)
+                    hint = say("side.hint", bare, no_port=say("side.no_port"))
+                    raise UsageError(say("side.refused", side=side, name=opened.name, error=error, hint=hint)) from None
                 except MeasurementError as error:
-                    say(f"note: {side} did not start: {error}; the pairs will tell whether it ever does")
+                    tell(say("side.not_started", side=side, error=error))
                 finally:
                     target.stop()
 
@@ -427,12 +428,12 @@ def same_sides(base: OpenSide, candidate: OpenSide) -> str | None:
         return None
     if base.build and candidate.build:
         same = base.build.commit.name == candidate.build.commit.name and base.build.digest == candidate.build.digest
-        what = f"{base.name} and {candidate.name} are the same commit in the same environment"
+        what = say("side.same_commit", base=base.name, candidate=candidate.name)
     else:
         kinds, texts = {base.side.kind, candidate.side.kind}, {base.side.text, candidate.side.text}
         same = kinds == {SET} or len(kinds) == len(texts) == 1
-        what = f"both sides are {base.name}"
-    return f"{what}: this is an A/A comparison, and any difference is noise" if same else None
+        what = say("side.same", name=base.name)
+    return say("side.a_a", what=what) if same else None
 
 
 def open_workloads(
@@ -445,9 +446,7 @@ def open_workloads(
     require_used(list(sides.values()), request)
     names = [workload.name for workload in given]
     if doubled := sorted({name for name in names if names.count(name) > 1}):
-        raise UsageError(
-            f"two workloads are called {doubled[0]!r}: they need different names, so change `name:` in one"
-        )
+        raise UsageError(say("side.two_workloads", name=doubled[0]))
     paired = []
     for workload in given:
         opened, designs, capacity = {}, {}, {}
@@ -458,10 +457,7 @@ def open_workloads(
             held.callback(opened[name].choice.close)
         simulated = [side.name for side in opened.values() if side.facts.simulated]
         if len(simulated) == 1:  # a prediction is no baseline
-            raise UsageError(
-                f"{simulated[0]} is simulated and the other run was measured: compare two simulated runs or two "
-                "measured ones (`kvbench report A B` puts a prediction beside a measurement)"
-            )
+            raise UsageError(say("side.one_simulated", name=simulated[0]))
         for name, side in opened.items():
             choice = side.choice
             if side.stored is not None:
@@ -473,7 +469,7 @@ def open_workloads(
         matches = match_designs(workload.name, designs[BASE], designs[CANDIDATE])
         paired.append(PairedWorkload(workload.name, opened, matches, capacity))
     if not any(each.matches for each in paired):
-        raise UsageError(f"{' and '.join(names)}: there is no cell to compare")
+        raise UsageError(say("side.no_cell", workloads=" and ".join(names)))
     return tuple(paired)
 
 

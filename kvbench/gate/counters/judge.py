@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from kvbench.common.errors import UsageError
 from kvbench.common.files import utc_now
@@ -18,6 +19,7 @@ from kvbench.gate.counters import LOCK, WORKLOAD
 from kvbench.gate.counters.lock import Accepted, CounterLock, read_lock, write_lock
 from kvbench.gate.counters.replay import COUNTERS, Replayed
 from kvbench.gate.counters.workload import CounterWorkload, Scenario
+from kvbench.gate.sentences import say
 from kvbench.gate.verdict.verdict import EMPTY, FAIL, INVALID, PASS, Finding, Moved, Verdict, worst
 from kvbench.gate.verdict.wording import percent
 
@@ -48,9 +50,12 @@ class GateCommands:
         return f'{self._command("accept")} --reason "..."'
 
     def _command(self, verb: str, *options: str) -> str:
-        files = [str(self.workload)] if self.workload != WORKLOAD else []
-        files += ["--lock", str(self.lock)] if self.lock != LOCK else []
-        return shlex.join(["kvbench", verb, "counters", *files, *options])
+        words = ["kvbench", verb, "counters"]
+        if self.workload != WORKLOAD:
+            words.append(str(self.workload))
+        if self.lock != LOCK:
+            words += ["--lock", str(self.lock)]
+        return shlex.join([*words, *options])
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,7 @@ class Change:
 
     def __str__(self) -> str:
         difference = f"{self.now - self.was:+,}" if self.ratio is None else percent(self.ratio)
-        return f"{self.words} {self.was:,} -> {self.now:,} ({difference})"
+        return say("counters.change", words=self.words, was=self.was, now=self.now, difference=difference)
 
 
 @dataclass(frozen=True)
@@ -100,12 +105,13 @@ class FirstDifference:
     def cause(self) -> str:
         """The cause in words: ``preempted up``; ``the end`` where one history is longer."""
         if not self.changes:
-            return "the end"
-        return f"{self.changes[0].words} {'up' if self.changes[0].now > self.changes[0].was else 'down'}"
+            return say("counters.the_end")
+        first = self.changes[0]
+        return say("counters.cause", first.now > first.was, words=first.words)
 
     def __str__(self) -> str:
-        changes = and_more([f"{c.words} {c.now:,} (was {c.was:,})" for c in self.changes], 4)
-        return f"step {self.step}: {changes or ('goes on, had ended' if self.longer else 'has ended, went on')}"
+        changes = [say("counters.step_change", words=c.words, now=c.now, was=c.was) for c in self.changes]
+        return say("counters.step", step=self.step, changes=and_more(changes, 4) or say("counters.longer", self.longer))
 
 
 def changed_counters(was: Mapping[str, int], now: Mapping[str, int]) -> list[Change]:
@@ -165,37 +171,43 @@ def judge(
     """
     common = {"reproduce": commands.gate(), "candidate": dict(candidate)}
     if lock is None:
-        sentence = f"nothing was compared: there is no {commands.lock}; `kvbench accept counters` makes it"
+        sentence = say("counters.no_lock", lock=commands.lock)
         return Verdict(SUITE, EMPTY, sentence, accept=commands.accept(), **common)
     last = lock.accepted[-1]
     common["base"] = {"name": str(commands.lock), "sha": last.git, "accepted": last.date, "reason": last.reason}
     present = {scenario.name for scenario in workload.scenarios}
     if not present & set(lock.scenarios) and not (commands.only and present | set(lock.scenarios)):
-        why = f"no scenario of {commands.workload} is in {commands.lock}"
+        why = say("counters.not_in_lock", workload=commands.workload, lock=commands.lock)
         if commands.only:
             groups = Counter(name.partition("/")[0] for name in workload.names)
-            choices = and_more([f"'{group}/*' ({count})" for group, count in groups.items()], 20)
-            why = f"--only {' '.join(commands.only)} matches no scenario, there are {choices}"
-        return Verdict(SUITE, EMPTY, f"nothing was compared: {why}", **common)
+            choices = and_more([say("counters.group", group=g, count=count) for g, count in groups.items()], 20)
+            why = say("counters.no_match", globs=" ".join(commands.only), choices=choices)
+        return Verdict(SUITE, EMPTY, say("counters.nothing", why=why), **common)
     results = [_result(scenario, lock, first[scenario.name], second[scenario.name]) for scenario in workload.scenarios]
-    gone = "accepted, and no longer in the workload file: nothing guards it any more"
+    gone = say("counters.gone")
     results += [ScenarioResult(_finding(name, FAIL, gone), gone) for name in lock.scenarios if name not in present]
     outcomes = [result.finding.outcome for result in results]
     outcome = INVALID if INVALID in outcomes else worst(outcomes)
     steps = sum(run.steps for run in first.values())
     moved = _moved(results)
     if outcome == PASS:
-        sentence = f"all {len(results)} scenarios as accepted: {len(COUNTERS)} counters, and each of {steps:,} steps"
-        same = lock.workload_digest == workload.digest
-        notes = [] if same else [f"{commands.workload} is not the accepted one, though no scenario of it changed"]
+        sentence = say("counters.all_pass", scenarios=len(results), counters=len(COUNTERS), steps=steps)
+        notes = []
+        if lock.workload_digest != workload.digest:
+            notes.append(say("counters.other_file", workload=commands.workload))
     else:
-        concerned = [each for each in results if each.finding.outcome == outcome]
-        differ = f"differ from {commands.lock}" if outcome == FAIL else "differ between two runs of the same code"
+        concerned = [result for result in results if result.finding.outcome == outcome]
         cause, *notes = _causes(concerned)
-        sentence = f"{len(concerned)} of {len(results)} scenarios {differ}; {cause}"
-        if moved:
-            most = [f"{m.title} {m.base:,} -> {m.candidate:,} in {m.where}" for m in moved]
-            sentence += f"; moved most: {and_more(most)}"
+        most = [say("counters.moved_counter", **_numbers(row)) for row in moved]
+        sentence = say(
+            "counters.differ",
+            outcome == FAIL,
+            count=len(concerned),
+            scenarios=len(results),
+            lock=commands.lock,
+            cause=cause,
+            moved=say("counters.moved", bool(most), counters=and_more(most)),
+        )
     if outcome == FAIL and not any(each.error for each in results):
         common["accept"] = commands.accept()
     facts = {"scenarios": len(present), "steps": steps, "counters": len(COUNTERS)}
@@ -207,48 +219,64 @@ def _result(scenario: Scenario, lock: CounterLock, run: Replayed, second: Replay
     name, locked = scenario.name, lock.scenarios.get(scenario.name)
     if unsteady := nondeterminism(run, second):
         return ScenarioResult(_finding(name, INVALID, unsteady), unsteady)
-    reasons, cause = [run.error] if run.error else [], re.sub(r"\d+|\(.*", "", run.error or "").strip()
+    reasons = [run.error] if run.error else []
+    cause = re.sub(r"\d+|\(.*", "", run.error or "").strip()
     if locked is None or locked.definition != scenario.digest:
-        reason = "new in the workload file: nothing was accepted to compare it with"
-        if locked is not None:
-            reason = "the workload file defines another scenario than the accepted one: they cannot be compared"
+        reason = say("counters.not_comparable", locked is None)
         return ScenarioResult(_finding(name, FAIL, *reasons, reason), cause or reason, error=bool(run.error))
     changes = changed_counters(locked.counters, run.counters)
     difference = first_difference(locked.columns, run.history)
     other_tokens = locked.outputs != run.outputs
     if not (changes or difference or other_tokens or run.error):
-        return ScenarioResult(_finding(name, PASS, f"all {len(COUNTERS)} counters as accepted"))
-    reasons.append(f"{len(changes)} of {len(COUNTERS)} counters differ: {and_more(changes)}".removesuffix(": "))
-    reasons += ["the output tokens differ"] if other_tokens else []
-    finding = _finding(name, FAIL, *reasons, *([f"first difference at {difference}"] if difference else []))
+        return ScenarioResult(_finding(name, PASS, say("counters.as_accepted", n=len(COUNTERS))))
+    which = say("counters.which", bool(changes), changes=and_more(changes))
+    reasons.append(say("counters.changed", count=len(changes), counters=len(COUNTERS), which=which))
+    if other_tokens:
+        reasons.append(say("counters.tokens"))
+    if difference:
+        reasons.append(say("counters.first", difference=difference))
+    finding = _finding(name, FAIL, *reasons)
     details = []
     for change in changes:
-        gone = "" if change.name in COUNTERS else ", which is not counted any more"
-        new = "" if change.name in lock.counters else ", which was not counted when this was accepted"
-        details.append(f"{change}{new or gone}")
+        text = str(change)
+        if change.name not in lock.counters:
+            text = say("counters.not_counted_then", change=change)
+        elif change.name not in COUNTERS:
+            text = say("counters.not_counted_now", change=change)
+        details.append(text)
     step, before = 0, []
     if difference:
         step, cause = difference.step, cause or difference.cause
-        before = [f"{k.replace('_', ' ')} {v:,}" for k, v in difference.before.items() if v]
-    details += [f"the same until then; step {step - 1}: {', '.join(before)}"] if before else []
-    finding = replace(finding, details=tuple(details), figures={"first_different_step": step} if step else {})
+        names = {name.replace("_", " "): value for name, value in difference.before.items() if value}
+        before = [say("counters.column", name=name, value=value) for name, value in names.items()]
+    if before:
+        details.append(say("counters.until_then", step=step - 1, columns=", ".join(before)))
+    finding = replace(finding, details=tuple(details))
+    if step:
+        finding = replace(finding, figures={"first_different_step": step})
     if changes:  # the counter that changed most stands for all where there is room for one
-        most, title = changes[0], f"{name}: {changes[0].words}"
+        most, title = changes[0], say("counters.title", name=name, words=changes[0].words)
         numbers = {"base": most.was, "candidate": most.now, "change": most.ratio}
         finding = replace(finding, title=title, metric=most.name, unit=most.unit, **numbers)
     return ScenarioResult(finding, cause or "; ".join(reasons), step, tuple(changes), bool(run.error))
 
 
 def _finding(name: str, outcome: str, *reasons: str) -> Finding:
-    return Finding(f"{SUITE}/{name}", SUITE, name, outcome, f"{name}: {'; '.join(reasons)}")
+    sentence = say("counters.title", name=name, words="; ".join(reasons))
+    return Finding(say("counters.id", name=name), SUITE, name, outcome, sentence)
+
+
+def _numbers(moved: Moved) -> dict[str, Any]:
+    return {name: getattr(moved, name) for name in ("title", "base", "candidate", "where")}
 
 
 def _with_commands(result: ScenarioResult, commands: GateCommands) -> Finding:
     finding = result.finding
     if finding.outcome == PASS:
         return finding
-    again = [f"reproduce: {commands.gate(finding.id.partition('/')[2])}"]
-    again += [f"accept, if it is meant: {commands.accept()}"] if finding.outcome == FAIL and not result.error else []
+    again = [say("counters.reproduce", command=commands.gate(finding.id.partition("/")[2]))]
+    if finding.outcome == FAIL and not result.error:
+        again.append(say("counters.accept", command=commands.accept()))
     return replace(finding, details=(*finding.details, *again))
 
 
@@ -259,23 +287,26 @@ def nondeterminism(first: Replayed, second: Replayed) -> str | None:
         first_difference(first.history, second.history)
         or next(iter(changes), None)
         or (first.outputs != second.outputs and "the output tokens")
-        or (first.error != second.error and f"how they failed: {first.error} / {second.error}")
+        or (first.error != second.error and say("counters.how_failed", first=first.error, second=second.error))
     )
-    return f"two runs of the same code differ ({what}): the engine is not deterministic" if what else None
+    return say("counters.not_deterministic", bool(what), what=what) or None
 
 
 def _causes(results: Sequence[ScenarioResult]) -> list[str]:
     """One sentence for each cause, the most frequent first, with the scenario where it appears earliest."""
     groups: dict[str, list[ScenarioResult]] = {}
-    for each in sorted(results, key=lambda each: each.step):
-        groups.setdefault(each.cause, []).append(each)
+    for result in sorted(results, key=lambda result: result.step):
+        groups.setdefault(result.cause, []).append(result)
     sentences = []
     for cause, group in sorted(groups.items(), key=lambda item: -len(item[1])):
-        steps = f", at steps {group[0].step} to {group[-1].step}" if group[0].step else ""
-        alike = f"{len(group)} begin with {cause}{steps}; the earliest: " if len(group) > 1 else ""
-        sentences.append(f"{alike}{group[0].finding.sentence}")
-    rest = [f"{len(sentences) - _NOTES} more causes: see the findings"] if len(sentences) > _NOTES else []
-    return sentences[:_NOTES] + rest
+        first, last, text = group[0].step, group[-1].step, group[0].finding.sentence
+        if len(group) > 1:
+            steps = say("counters.steps", first > 0, first=first, last=last)
+            text = say("counters.alike", count=len(group), cause=cause, steps=steps, first=text)
+        sentences.append(text)
+    if len(sentences) > _NOTES:
+        sentences[_NOTES:] = [say("counters.more_causes", n=len(sentences) - _NOTES)]
+    return sentences
 
 
 def _moved(results: Sequence[ScenarioResult]) -> tuple[Moved, ...]:
@@ -287,7 +318,8 @@ def _moved(results: Sequence[ScenarioResult]) -> tuple[Moved, ...]:
         was[change.name] += change.was
         now[change.name] += change.now
     totals = sorted((Change(name, was[name], now[name]) for name in scenarios), key=_by_size)
-    where = {name: f"{count} of {len(results)} scenarios" for name, count in scenarios.items()}
+    many = len(results)
+    where = {name: say("counters.of_scenarios", count=n, scenarios=many) for name, n in scenarios.items()}
     return tuple(Moved(t.name, t.words, where[t.name], t.unit, t.was, t.now, t.ratio) for t in totals)
 
 
@@ -300,7 +332,7 @@ def accept(workload: CounterWorkload, runs: Mapping[str, Replayed], path: Path, 
     verdict = judge(workload, lock, runs, runs, GateCommands(workload.path, path), {})
     same = (workload.name, workload.digest, list(COUNTERS))
     if lock and verdict.outcome == PASS and (lock.workload, lock.workload_digest, lock.counters) == same:
-        return [f"nothing to accept: {path} says what this code counts"]
+        return [say("counters.nothing_to_accept", lock=path)]
     changed = _changed(lock, workload, verdict)
     state = git_state()
     commit = f"{state['sha'] or state['short_sha']}{'-dirty' if state['dirty'] else ''}"
@@ -308,16 +340,22 @@ def accept(workload: CounterWorkload, runs: Mapping[str, Replayed], path: Path, 
     try:
         write_lock(path, workload, runs, [*(lock.accepted if lock else ()), entry])
     except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror or error}") from None
-    moved = and_more([f"{m.title} {m.base:,} -> {m.candidate:,} ({m.where})" for m in verdict.moved], 10)
-    lines = [f"accepted: {changed}", *([f"moved: {moved}"] if moved else []), f"reason: {reason}"]
-    return [*lines, f"{path} is written; commit it with the change"]
+        raise UsageError(say("counters.not_written", lock=path, error=error.strerror or error)) from None
+    moved = and_more([say("counters.accepted_counter", **_numbers(row)) for row in verdict.moved], 10)
+    lines = [
+        say("counters.accepted", changed=changed),
+        say("counters.accepted_moved", bool(moved), counters=moved),
+        say("counters.reason", reason=reason),
+        say("counters.written", lock=path),
+    ]
+    return [line for line in lines if line]
 
 
 def _changed(known: CounterLock | None, workload: CounterWorkload, verdict: Verdict) -> str:
     if known is None:
-        return f"the first lock file, {len(workload.scenarios)} scenarios"
+        return say("counters.first_lock", n=len(workload.scenarios))
     if not (failed := [finding.id.partition("/")[2] for finding in verdict.of(FAIL)]):
-        return "the workload file, and no counter"
+        return say("counters.no_counter")
     counters = and_more([moved.title for moved in verdict.moved], 5) or "none"
-    return f"{len(failed)} of {len(verdict.findings)} scenarios ({and_more(failed, 12)}); counters: {counters}"
+    values = {"count": len(failed), "scenarios": len(verdict.findings), "names": and_more(failed, 12)}
+    return say("counters.accepted_scenarios", counters=counters, **values)

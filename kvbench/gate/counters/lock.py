@@ -20,6 +20,7 @@ from kvbench.common.parsing import parse_json
 from kvbench.common.schema import StrictModel, explain
 from kvbench.gate.counters.replay import COUNTERS, Replayed
 from kvbench.gate.counters.workload import CounterWorkload
+from kvbench.gate.sentences import say
 
 LOCK_FORMAT = "kvbench-counters/2"
 
@@ -72,24 +73,22 @@ class CounterLock(StrictModel):
 
 def read_lock(path: Path) -> CounterLock | None:
     """The lock file, None if there is none. Raises UsageError for one that ``write_lock`` did not write."""
-    restore = f"restore it (git checkout HEAD -- {path}), then accept what changed with `kvbench accept counters`"
+    restore = say("counters.restore", lock=path)
     try:
         data = parse_json(path.read_bytes())
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise UsageError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}; {restore}") from None
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(say("counters.unreadable", lock=path, error=reason, restore=restore)) from None
     if isinstance(data, dict) and (written := data.get("format")) != LOCK_FORMAT:
-        raise UsageError(
-            f"{path} has the format {written!r} and this kvbench reads {LOCK_FORMAT}: remove it and accept the "
-            "counters anew with `kvbench accept counters` (its old reasons stay in git)"
-        )
+        raise UsageError(say("counters.other_format", lock=path, written=written, format=LOCK_FORMAT))
     try:
         lock = CounterLock.model_validate(data)
     except ValidationError as error:
-        raise UsageError(f"{path}: {explain(error, '')[0]} So {restore}") from None
+        raise UsageError(say("counters.invalid", lock=path, reason=explain(error, "")[0], restore=restore)) from None
     if digest(data["scenarios"]) != lock.scenarios_digest:
-        raise UsageError(f"{path} was changed by hand or in a merge: its scenarios_digest differs; {restore}")
+        raise UsageError(say("counters.edited", lock=path, restore=restore))
     return lock
 
 
@@ -132,7 +131,7 @@ def _values(changes: str, steps: int) -> tuple[int, ...]:
     for entry in changes.split():
         step, value = map(int, entry.split(":"))
         if not len(values) < step <= steps:
-            raise ValueError(f"{entry!r} in the history does not follow step {len(values)} of {steps}")
+            raise ValueError(say("counters.not_following", entry=entry, step=len(values), steps=steps))
         values += [level] * (step - 1 - len(values)) + [value]
         level = value
     return (*values, *[level] * (steps - len(values)))

@@ -50,6 +50,10 @@ _OF_THE_KV = (
     "allocated_pages", "freed_pages", "copied_pages", "copied_slots", "swapped_out_slots", "swapped_in_slots",
     "swap_lost_slots", "prefix_hits", "prefix_queries", "prefix_evictions", "refused_fragmented",
 )  # fmt: skip
+_STEP_KINDS = {  # with a prefill, with a decode -> the counter of such steps
+    (True, True): "mixed_steps", (True, False): "prefill_steps", (False, True): "decode_steps",
+    (False, False): "empty_steps",
+}  # fmt: skip
 _NO_COLUMN = ("prefix_queries", "copied_slots")  # other columns show the step
 _IDLE_STEPS = 64  # steps without any work after which a replay ends with an error
 _STEPS_A_TOKEN = 8  # most steps of a replay, for each token of all requests
@@ -134,8 +138,8 @@ class _Replay:
             error = self._play() or self._leak()
         except Exception as raised:  # whatever an engine under test raises is what the gate is to report
             error = f"the engine broke at step {self.step}: {_where(raised)}"
-        names = [name for name in self.rows[0] if name not in _NO_COLUMN] if self.rows else []
-        history = {name: tuple(row[name] for row in self.rows) for name in names}
+        columns = {name: tuple(row[name] for row in self.rows) for name in (self.rows or [{}])[0]}
+        history = {name: values for name, values in columns.items() if name not in _NO_COLUMN}
         text = "\n".join(f"{key} {self.ends.get(key)} {tokens}" for key, tokens in sorted(self.tokens.items()))
         return Replayed(self._totals(), history, hashlib.sha256(text.encode()).hexdigest()[:16], error)
 
@@ -154,7 +158,9 @@ class _Replay:
                 if output.finish_reason is not None:
                     self.ends[key] = output.finish_reason
             row = self._record()
-            idle = 0 if row["prefill_tokens"] or row["decode_tokens"] or outputs or self._arrivals else idle + 1
+            idle += 1
+            if row["prefill_tokens"] or row["decode_tokens"] or outputs or self._arrivals:
+                idle = 0
             if (idle > _IDLE_STEPS and not self._aborts) or self.step > limit:
                 return f"no progress at step {self.step}: {self._waiting} sequences wait and {self._running} run"
         return None
@@ -203,9 +209,9 @@ class _Replay:
     def _add(self, row: Mapping[str, int], kv: KVStats, stats: EngineStats) -> None:
         counters = self.counters
         prefill, decode = bool(row["prefill_tokens"]), bool(row["decode_tokens"])
-        kind = "mixed" if prefill and decode else "prefill" if prefill else "decode" if decode else "empty"
-        counters[f"{kind}_steps"] += 1
-        counters["mixed_step_tokens"] += row["prefill_tokens"] + row["decode_tokens"] if kind == "mixed" else 0
+        counters[_STEP_KINDS[prefill, decode]] += 1
+        if prefill and decode:
+            counters["mixed_step_tokens"] += row["prefill_tokens"] + row["decode_tokens"]
         counters["running_steps"] += row["running"]
         counters["waiting_steps"] += row["waiting"]
         counters["shared_slot_steps"] += stats.kv.slots_shared

@@ -19,8 +19,8 @@ import numpy as np
 
 from kvbench.common.stats import bounded_log, t_interval
 from kvbench.common.text import listing
+from kvbench.gate.sentences import say
 from kvbench.gate.timing.plan import BASE, CANDIDATE
-from kvbench.gate.verdict import wording
 from kvbench.gate.verdict.verdict import FAIL, Finding, Moved
 
 FLOOR = 0.01  # of a change that is listed
@@ -91,7 +91,9 @@ class _Figure:
     event: bool = False
 
     def value(self, counters: Counters) -> float | None:
-        part, whole = counters.get(self.part), 1.0 if self.whole is None else counters.get(self.whole)
+        part, whole = counters.get(self.part), 1.0
+        if self.whole is not None:
+            whole = counters.get(self.whole)
         return self.scale * part / whole if part is not None and whole else None
 
 
@@ -164,12 +166,13 @@ def moved_between(counters: ByCell, findings: Sequence[Finding] = ()) -> tuple[M
 def where_it_went(moved: Sequence[Moved], findings: Sequence[Finding], counters: ByCell) -> str:
     """One sentence on where the time went, from what ``moved_between`` found for these findings and counters."""
     words = [text for name in _judged(findings) if (text := _latency_words(name, moved, counters))]
-    if new := [f"{m.title} ({m.candidate:.3g} {m.unit})" for m in moved if m.change is None]:
-        words.append(f"new in the candidate: {', '.join(new[:_MOST_NAMED])}")
+    rows = [row for row in moved if row.change is None]
+    if new := [say("explain.new_figure", title=r.title, value=r.candidate, unit=r.unit) for r in rows]:
+        words.append(say("explain.new", figures=", ".join(new[:_MOST_NAMED])))
     if words:
         return "; ".join(words)
     reported = {p.figure.name for cell in _cells(counters, findings) for p in _paired(counters[cell])}
-    return wording.sentence("means the same" if reported & {*_LATENCIES, *_STEP_PARTS} else "no times")
+    return say("explain.nothing_moved", bool(reported & {*_LATENCIES, *_STEP_PARTS}))
 
 
 def _latency_words(name: str, moved: Sequence[Moved], counters: ByCell) -> str:
@@ -182,18 +185,19 @@ def _latency_words(name: str, moved: Sequence[Moved], counters: ByCell) -> str:
     named = sorted(((s, p) for p, s in shares.items() if p not in _INSIDE and s >= _NAMED_FROM), reverse=True)
     swapping = 2 * shares.get("swap", 0.0) >= shares.get("prepare", 0.0)  # copies and swaps are a part of prepare
     names = {"prepare": "prepare (copies and swaps)"} if swapping else {}
-    text = wording.sentence(
-        "explained" if named else "unexplained",
+    text = say(
+        "explain.difference",
+        bool(named),
         difference=row.candidate - row.base,
         latency=_LATENCIES[name],
-        cell=f" in {row.where}" if len({m.where for m in moved}) > 1 else "",
-        shares=" and ".join(f"{100 * s:.0f} % in {names.get(p, p)}" for s, p in named[:_MOST_NAMED]),
+        cell=say("explain.cell", len({m.where for m in moved}) > 1, where=row.where),
+        shares=" and ".join(say("explain.share", share=100 * s, part=names.get(p, p)) for s, p in named[:_MOST_NAMED]),
     )
     suspects = {**_REQUEST_PARTS, **_STEP_PARTS, "num_preemptions_total": "preemption"}
     changed = {m.name for m in moved if m.where == row.where}
     reported = {p.figure.name for p in _paired(counters[row.where])}
     still = [p for n, p in suspects.items() if n in reported and n not in changed and p != "page hashes"]
-    return f"{text}; {listing(still)} did not move" if still else text
+    return text + say("explain.still", bool(still), parts=listing(still))
 
 
 def _cells(counters: ByCell, findings: Sequence[Finding]) -> list[str]:
@@ -205,8 +209,8 @@ def _cells(counters: ByCell, findings: Sequence[Finding]) -> list[str]:
 def _judged(findings: Sequence[Finding]) -> list[str]:
     """The latencies to explain: those that failed, both for a throughput."""
     failed = " ".join(f.metric or "" for f in findings if f.outcome == FAIL)
-    judged = [ITL] if "itl" in failed or "tpot" in failed else []
-    return judged + ([TTFT] if "ttft" in failed else []) or [ITL, TTFT]
+    names = {ITL: ("itl", "tpot"), TTFT: ("ttft",)}
+    return [latency for latency, parts in names.items() if any(part in failed for part in parts)] or [ITL, TTFT]
 
 
 def _paired(loads: Mapping[str, Sequence[Counters]]) -> list[_Paired]:

@@ -30,6 +30,7 @@ import numpy as np
 
 from kvbench.common.stats import bounded_log, t_interval
 from kvbench.common.text import plural
+from kvbench.gate.sentences import say
 from kvbench.gate.timing.pairs import HarmHypothesis, Hypotheses, OneSided, PairTable, hypotheses
 from kvbench.gate.timing.plan import BASE, CANDIDATE
 from kvbench.gate.timing.power import MOST_USEFUL, pairs_to_settle, seen_by
@@ -74,11 +75,11 @@ def judge(table: PairTable, rules: TimingRules, look_index: int) -> Judgement:
 
 def _lost(one_sided: OneSided, table: PairTable, look: Look) -> Finding:
     where, metric, lacking = table.cells[one_sided.cell], table.metrics[one_sided.metric], one_sided.lacking
-    by_candidate = FAIL if 2.0**-table.pairs <= look.alpha else INCONCLUSIVE
-    outcome = by_candidate if lacking == CANDIDATE else INVALID
-    having = CANDIDATE if lacking == BASE else BASE
-    lost = f"{lacking} has no {metric.title} of {where}, {having} has"
-    text = wording.sentence("lost", lost=lost, pairs="the one pair" if table.pairs == 1 else f"all {table.pairs} pairs")
+    outcome, having = INVALID, CANDIDATE
+    if lacking == CANDIDATE:
+        outcome, having = FAIL if 2.0**-table.pairs <= look.alpha else INCONCLUSIVE, BASE
+    names = {"lacking": lacking, "having": having, "metric": metric.title, "where": where}
+    text = say("timing.lost", n=table.pairs, **names)
     hypothesis = HarmHypothesis(CELL, where, metric, one_sided.metric, (one_sided.cell,), (CELL,))
     return replace(_finding(hypothesis, outcome, table), sentence=text)
 
@@ -137,19 +138,20 @@ def _sentence_of(finding: Finding, tests: int, most_pairs: int) -> str:
     figures = finding.figures
     needed, detectable = figures["pairs_needed"], figures["smallest_detectable"]
     pairs = plural(figures["pairs"], "pair")
+    change = wording.percent(finding.change)
     ends = " to ".join(map(wording.percent, finding.interval or ()))
-    interval = f" (95 % interval {ends})" if ends else ""
+    interval = say("timing.interval", bool(ends), ends=ends)
     key, advice = finding.outcome, ""
     if key == INCONCLUSIVE:
-        key = "one pair" if figures["pairs"] == 1 else "too few pairs" if detectable is None else "undecided"
-        if needed is None or needed > most_pairs:
-            advice = wording.sentence("advice", most=most_pairs)
-    return wording.sentence(
-        key,
+        key = "undecided" if detectable is not None else "too_few_pairs"
+        key = "one_pair" if figures["pairs"] == 1 else key
+        advice = say("timing.advice", needed is None or needed > most_pairs, most=most_pairs)
+    return say(
+        f"timing.{key}",
         title=finding.title,
-        measured=f"{finding.title}: {wording.percent(finding.change)}{interval} after {pairs}",
+        measured=say("timing.measured", title=finding.title, change=change, interval=interval, pairs=pairs),
         size=wording.percent(abs(finding.change), signed=False),
-        worse="lower" if finding.higher_is_better else "higher",
+        worse=say("timing.worse", bool(finding.higher_is_better)),
         interval=interval,
         pairs=pairs,
         tests=tests,
@@ -159,7 +161,7 @@ def _sentence_of(finding: Finding, tests: int, most_pairs: int) -> str:
         floor=wording.share(figures["floor"]),
         margin=wording.share(figures["margin"]),
         detectable=wording.share(detectable),
-        needed=f"more than {MOST_USEFUL}" if needed is None else f"about {needed}",
+        needed=say("timing.needed", needed is None, most=MOST_USEFUL, pairs=needed),
         advice=advice,
     )
 
@@ -168,21 +170,21 @@ def sentence(judgement: Judgement) -> str:
     """The comparison in one line: its most certain finding or, if undecided, the one that is known least."""
     compared, outcome = judgement.compared, judgement.outcome
     if outcome == EMPTY:
-        return wording.sentence("nothing compared")
+        return say("timing.nothing_compared")
     chosen = [finding for finding in compared if finding.outcome == outcome]
     if not chosen:
         lost = [finding.sentence for finding in judgement.findings if finding.outcome == outcome]
-        return wording.sentence("some lost", worst=lost[0], count=len(lost)) if len(lost) > 1 else lost[0]
+        return say("timing.some_lost", n=len(lost), worst=lost[0])
     if outcome == PASS:
-        return wording.sentence("all pass", pairs=plural(judgement.pairs, "pair"), tests=len(compared))
+        return say("timing.all_pass", pairs=plural(judgement.pairs, "pair"), tests=len(compared))
     if outcome == FAIL:
-        key, alone, first = "some fail", len(chosen) == 1, min(chosen, key=_surest)
+        key, alone, first = "timing.some_fail", len(chosen) == 1, min(chosen, key=_surest)
     else:
-        key, alone = "some undecided", len(compared) == 1
+        key, alone = "timing.some_undecided", len(compared) == 1
         first = max(chosen, key=_least_known)
     if alone:
         return first.sentence
-    return wording.sentence(key, worst=first.sentence, count=len(chosen), tests=len(compared))
+    return say(key, worst=first.sentence, count=len(chosen), tests=len(compared))
 
 
 def _least_known(finding: Finding) -> float:

@@ -20,11 +20,12 @@ from pydantic import Field
 from scipy import stats
 
 from kvbench.common.records import Record
+from kvbench.gate.sentences import say
 from kvbench.gate.timing.pairs import Hypotheses, PairTable, hypotheses, in_words
 from kvbench.gate.timing.power import critical_t_of, effective_tests, smallest_detectable, smallest_margin
 from kvbench.gate.timing.rules import CELL, CLASS, OVERALL, MetricRule, TimingRules
 from kvbench.gate.timing.signflip import critical_t
-from kvbench.gate.verdict.wording import sentence, share
+from kvbench.gate.verdict.wording import share
 
 ENOUGH_PAIRS = 20
 FEWEST_PAIRS = 4
@@ -157,17 +158,17 @@ def warnings_of(noise: RunnerNoise, rules: TimingRules) -> tuple[str, ...]:
     last = rules.looks[-1].pairs
     notes = []
     if noise.pairs < ENOUGH_PAIRS:
-        notes.append(sentence("few pairs", pairs=noise.pairs, enough=ENOUGH_PAIRS))
+        notes.append(say("noise.few_pairs", pairs=noise.pairs, enough=ENOUGH_PAIRS))
     if known := [sorted(line.detectable) for line in noise.each if last not in line.detectable]:
-        return (*notes, sentence("other looks", known=known[0], last=last))
+        return (*notes, say("noise.other_looks", known=known[0], last=last))
     for metric in rules.metrics:
         notes += _limit_warnings(metric, noise.of(metric.name), last)
         for line in noise.of(metric.name):
             level = _LEVELS[line.level]
             if line.bias_p <= _SURE:
-                notes.append(sentence("bias", metric=metric.name, level=level, bias=line.bias * 100, p=line.bias_p))
+                notes.append(say("noise.bias", metric=metric.name, level=level, bias=line.bias * 100, p=line.bias_p))
             elif line.level == OVERALL and abs(line.autocorrelation) > 3 / np.sqrt(noise.pairs):
-                notes.append(sentence("autocorrelation", metric=metric.name, level=level, value=line.autocorrelation))
+                notes.append(say("noise.autocorrelation", metric=metric.name, level=level, value=line.autocorrelation))
     return tuple(notes)
 
 
@@ -180,9 +181,9 @@ def _limit_warnings(metric: MetricRule, lines: Sequence[Noise], last: int) -> li
         if detectable is None or detectable > metric.floor:
             low.append(f"{share(detectable)} {where}")
         if least is None or least > margin:
-            narrow.append(f"{share(margin)} {where}, where {share(least)} is the least")
+            narrow.append(say("noise.margin_line", margin=share(margin), where=where, least=share(least)))
     if low:
-        notes.append(sentence("floor", metric=metric.name, floor=share(metric.floor), last=last, lines=", ".join(low)))
+        notes.append(say("noise.floor", metric=metric.name, floor=share(metric.floor), last=last, lines=", ".join(low)))
     if narrow:
-        notes.append(sentence("margin", metric=metric.name, last=last, lines="; ".join(narrow)))
+        notes.append(say("noise.margin", metric=metric.name, last=last, lines="; ".join(narrow)))
     return notes

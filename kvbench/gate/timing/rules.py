@@ -120,6 +120,11 @@ class TimingRules:
                 return name
         return cell.split("/", 1)[0]
 
+    def empty_classes(self, cells: Iterable[str]) -> list[str]:
+        """The classes that none of the cells belongs to."""
+        used = {self.class_of(cell) for cell in cells}
+        return [name for name in self.classes or {} if name not in used]
+
 
 # Floors, margins and looks: the project's design, simulated in tests/benchmarks/gate_power.md. Three looks that spend
 # 0.004 + 0.0025 + 0.0025 and 0.001 of the served check keep false alarms of a comparison at 1 % at most (union bound).

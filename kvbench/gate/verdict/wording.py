@@ -16,69 +16,12 @@ NONE = "–"
 FINDING_HEADS = ("what", "base", "candidate", "change", "95 % interval (%)", "p", "floor", "margin", "limit")
 MOVED_HEADS = ("moved with it", "where", "base", "candidate", "change", "share", "95 % interval (%)")
 
-_NOT_RULED_OUT = "{measured}; {margin} {worse} is not ruled out: "
-_TO_SETTLE = "; {needed} pairs would settle it{advice}."
-SENTENCES = {
-    # one comparison of the timing gate
-    FAIL: "{title} is {size} {worse}{interval} after {pairs}; {p} for all {tests} comparisons together, and it matters "
-    "from {floor} on.",
-    PASS: "{measured}; {margin} {worse} or more is ruled out ({p_noninferior}).",
-    "one pair": _NOT_RULED_OUT + "one pair cannot show how much pairs vary.",
-    "too few pairs": _NOT_RULED_OUT + "so few pairs can show no regression, however large (p is {least_p} at least)"
-    + _TO_SETTLE,
-    "undecided": _NOT_RULED_OUT + "with so many pairs a change of {detectable} {worse} or more is found in 4 of 5 cases"
-    + _TO_SETTLE,
-    "lost": "{lost} it in {pairs}.",  # base has no p95 ITL of mixed/c4, candidate has it in all 8 pairs.
-    # a whole comparison
-    "nothing compared": "Nothing was compared: no cell has any of the metrics on both sides.",
-    "all pass": "No regression: after {pairs}, every comparison ({tests}) is shown to be worse by less than its "
-    "margin, if at all.",
-    "some fail": "{worst} {count} of {tests} comparisons fail.",
-    "some undecided": "{count} of {tests} comparisons are undecided, least known: {worst}",
-    "some lost": "{worst} The same holds for {count} metrics of cells.",
-    "advice": ", and a comparison takes {most} at most: longer loads or a quieter machine make pairs scatter less",
-    # the server around the engine
-    "served fail": "{title}: {difference} higher (median of {rounds} rounds on {launches}, {interval}; {p}), and it "
-    "matters from {floor} on{where}.",
-    "served pass": "{title}: {signed} (median of {rounds} rounds on {launches}, {interval}); {margin} higher or more "
-    "is ruled out.",
-    "served inconclusive": "{title}: {signed} (median of {rounds} rounds on {launches}, {interval}), undecided: to "
-    "pass, {margin} higher must be ruled out; to fail, it must be {floor} higher on each of two launches. Compare "
-    "again on a quieter machine.",
-    "outside": ". It lies outside of the engine, whose own figures are {engine} worse at most: the server around "
-    "it answers {difference} later",
-    "inside": ". The engine's own figures are up to {engine} worse: it may lie in the engine",
-    # the noise of a runner
-    "few pairs": "{pairs} A/A pairs: a runner's noise is known from {enough} or more",
-    "other looks": "the runner's noise is known for looks at {known} pairs, and the last look is now at {last}: "
-    "calibrate again",
-    "floor": "{metric}: the floor of {floor} is below the smallest regression that this runner shows, at {last} pairs "
-    "{lines}: raise the floor, lengthen the loads, or quieten the machine",
-    "margin": "{metric}: an unchanged candidate would often stay inconclusive after {last} pairs; too narrow are the "
-    "margins {lines}: widen them, lengthen the loads, or quieten the machine",
-    "bias": "{metric} {level}: one build differs from itself by {bias:+.2g} % (p = {p:.2g}): look for what the two "
-    "sides do not share (environment, cache, port, device)",
-    "autocorrelation": "{metric} {level}: a pair depends on the one before (autocorrelation {value:+.2f}), which "
-    "cannot be if the order within each pair is random: look for what the pairs share",
-    # where the time went
-    "explained": "of the {difference:+.3g} ms {latency} (mean){cell}, {shares}",
-    "unexplained": "no part of the server's steps explains the {difference:+.3g} ms {latency} (mean){cell}",
-    "no times": "the server's /metrics have no times in two pairs or more, so where the time went is not known",
-    "means the same": "the server's own mean times did not move beyond chance: the change is in the tail (the slowest "
-    "requests), or outside the server",
-}  # fmt: skip
-"""Every sentence of the timing gate, as a template."""
-
 _IN_DIGITS, _LARGEST = 1e15, sys.float_info.max  # larger numbers are written with an exponent
 _SUITES = ("overall", "class", "cell")  # the wider first; others after them, as they came
 # What XML 1.0 cannot hold, escaped or not (https://www.w3.org/TR/xml/#charsets): control characters, lone surrogates.
 # C1 controls are left out too: a terminal may act on them.
 _UNWRITABLE = re.compile("[^\t\n\r\x20-\x7e\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _ESCAPE_SEQUENCE = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)?)")
-
-
-def sentence(key: str, **values: object) -> str:
-    return SENTENCES[key].format(**values)
 
 
 def clean(text: object) -> str:
@@ -131,12 +74,14 @@ def percent(fraction: float | None, signed: bool = True, sign: str = " %") -> st
     """0.1012 -> +10.1 %: at most three significant figures, two decimals."""
     if not is_number(fraction):
         return NONE
-    hundredths = max(-_LARGEST, min(fraction * 100, _LARGEST))
+    hundredths, plus = max(-_LARGEST, min(fraction * 100, _LARGEST)), "+" * signed
     if abs(hundredths) >= _IN_DIGITS:
-        return f"{hundredths:{'+' if signed else ''}.2e}{sign}"
-    decimals = 0 if abs(hundredths) >= 99.95 else 1 if abs(hundredths) >= 9.995 else 2
-    words = f"{hundredths:{'+' if signed else ''},.{decimals}f}"
-    return (words.lstrip("+-") if float(words.replace(",", "")) == 0 else words) + sign
+        return f"{hundredths:{plus}.2e}{sign}"
+    decimals = next(decimals for decimals, least in enumerate((99.95, 9.995, 0.0)) if abs(hundredths) >= least)
+    words = f"{hundredths:{plus},.{decimals}f}"
+    if float(words.replace(",", "")) == 0:
+        words = words.lstrip("+-")
+    return words + sign
 
 
 def share(fraction: float | None) -> str:
@@ -151,7 +96,9 @@ def interval(ends: tuple[float, float] | None) -> str:
 
 def probability(p: float | None) -> str:
     """0.0039; below 0.0001 only that, since a p value is never 0."""
-    return NONE if not is_number(p) else "< 0.0001" if p < 0.0001 else f"{p:.2g}"
+    if not is_number(p):
+        return NONE
+    return "< 0.0001" if p < 0.0001 else f"{p:.2g}"
 
 
 def p_value(p: float | None) -> str:
@@ -215,11 +162,13 @@ def worst_first(findings: Iterable[Finding]) -> list[Finding]:
 
     def key(finding: Finding) -> tuple[int, int, float]:
         suite = _SUITES.index(finding.suite) if finding.suite in _SUITES else len(_SUITES)
-        size = -math.inf
+        size, floor = -math.inf, finding.figure("floor")
         if is_number(finding.change):
-            size = finding.change * worse_sign(finding) if finding.higher_is_better is not None else abs(finding.change)
-            floor = finding.figure("floor")
-            size /= abs(floor) if is_number(floor) and floor else 1.0
+            size = abs(finding.change)
+            if finding.higher_is_better is not None:
+                size = finding.change * worse_sign(finding)
+            if is_number(floor) and floor:
+                size /= abs(floor)
         return list(NAMES).index(finding.outcome), suite, -size
 
     return sorted(findings, key=key)

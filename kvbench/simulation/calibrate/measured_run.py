@@ -71,7 +71,7 @@ class RunPrediction:
     notes: list[str]
 
 
-class _Request(BaseModel):
+class _RequestTimes(BaseModel):
     """A line of requests.jsonl."""
 
     model_config = ConfigDict(allow_inf_nan=False)
@@ -127,7 +127,7 @@ def _read_vllm(folder: Path) -> MeasuredRun:
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if line.strip():
             try:
-                rows.append(_Request.model_validate_json(line))
+                rows.append(_RequestTimes.model_validate_json(line))
             except ValidationError as error:
                 why = explain(error, "")[0]
                 raise UsageError(sentence("measured_run.line", path=path, number=number, why=why)) from None
@@ -157,7 +157,7 @@ def _read_vllm(folder: Path) -> MeasuredRun:
     )
 
 
-def _measured(folder: Path, rows: Sequence[_Request], arrivals: Sequence[float], **more: Any) -> MeasuredRun:
+def _measured(folder: Path, rows: Sequence[_RequestTimes], arrivals: Sequence[float], **more: Any) -> MeasuredRun:
     """Makes a run of these requests. Their prompts share nothing, since their texts are not known."""
     began, specs = min(arrivals, default=0.0), []
     for index, (row, at) in enumerate(zip(rows, arrivals, strict=True)):
@@ -194,7 +194,9 @@ def _read_own(folder: Path) -> MeasuredRun:
         raise UsageError(sentence("measured_run.empty", path=path))
     columns = (frame[name].tolist() for name in needed)
     rows = [
-        _Request(input_toks=prompt, output_toks=output, queued_ts=t0, first_token_ts=times[0], last_token_ts=times[-1])
+        _RequestTimes(
+            input_toks=prompt, output_toks=output, queued_ts=t0, first_token_ts=times[0], last_token_ts=times[-1]
+        )
         for t0, prompt, output, times in zip(*columns, strict=True)
     ]
     arrivals = [row.queued_ts for row in rows]

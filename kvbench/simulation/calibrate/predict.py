@@ -44,7 +44,7 @@ from kvbench.workload.load_section import LoadConfig
 _HOST = ("dtype", "kernel_backend", "num_threads", "torch_compile", "fused_layers")
 """Settings of a server on which its unit costs depend; a cell is predicted from cells that agree in them."""
 _SAME_STEPS = 0.02  # by how much the steps of a replay may differ from those that the server counted
-LoadsByCell = Mapping[str, Sequence["_StoredLoad"]]
+LoadsByCell = Mapping[str, Sequence["_ReplayableLoad"]]
 _EVEN_STEP_S = 0.02  # of a replay whose times do not matter; longer than the turnaround
 
 
@@ -128,7 +128,7 @@ def step_ends(
 
 
 @dataclass(frozen=True)
-class _StoredLoad:
+class _ReplayableLoad:
     """A measured load of a cell, and how it is replayed; host: its server's values of ``_HOST``."""
 
     cell_id: str
@@ -175,7 +175,7 @@ def unit_costs_of(run: Run) -> UnitCosts:
     return fit_unit_costs(steps for _, steps in fittable)
 
 
-def _fittable(loads: LoadsByCell) -> tuple[list[tuple[_StoredLoad, MeasuredSteps]], list[str]]:
+def _fittable(loads: LoadsByCell) -> tuple[list[tuple[_ReplayableLoad, MeasuredSteps]], list[str]]:
     """Finds the loads that can be fitted to, with their steps, and notes on those whose replay went another way."""
     fittable, notes = [], []
     for load in itertools.chain.from_iterable(loads.values()):
@@ -198,7 +198,7 @@ def _loads_of(run: Run) -> tuple[LoadsByCell, list[str]]:
         raise UsageError(sentence("predict.simulated", run=run.folder))
     if not run.is_built_in or run.manifest.serve_cmd:
         raise UsageError(sentence("predict.other_engine", run=run.folder))
-    loads: dict[str, list[_StoredLoad]] = {}
+    loads: dict[str, list[_ReplayableLoad]] = {}
     left_out, section = [], stored_workload(run.manifest).load
     for cell in run.cells:
         engine = run.manifest.server_of(cell.config_id).engine.to_json()  # as its server said it
@@ -226,7 +226,9 @@ def _why_not(cell: MeasuredCell, engine: SettingsByName, run: Run, load: LoadCon
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def _load(cell: MeasuredCell, engine: SettingsByName, repeat: Repeat, run: Run, load: LoadConfig) -> _StoredLoad | None:
+def _load(
+    cell: MeasuredCell, engine: SettingsByName, repeat: Repeat, run: Run, load: LoadConfig
+) -> _ReplayableLoad | None:
     """Reads a load; None where its files are not kept. Raises UsageError for one that cannot be replayed."""
     folder = cell.folder / "loads" / str(repeat.repeat)
     if not (folder / DONE).is_file() or not (folder / "requests.parquet").is_file():
@@ -246,7 +248,7 @@ def _load(cell: MeasuredCell, engine: SettingsByName, repeat: Repeat, run: Run, 
         primed=load.cache_state == "primed",
     )
     rows = pd.read_parquet(folder / "requests.parquet").sort_values("index")
-    return _StoredLoad(cell.cell_id, replayed, rows, repeat, tuple(engine.get(name) for name in _HOST))
+    return _ReplayableLoad(cell.cell_id, replayed, rows, repeat, tuple(engine.get(name) for name in _HOST))
 
 
 def predicted_cells(run: Run, costs: UnitCosts) -> dict[str, dict[str, Predicted]]:
@@ -255,7 +257,7 @@ def predicted_cells(run: Run, costs: UnitCosts) -> dict[str, dict[str, Predicted
     return {cell_id: _predicted(of_cell, costs) for cell_id, of_cell in loads.items()}
 
 
-def _predicted(loads: Sequence[_StoredLoad], costs: UnitCosts) -> dict[str, Predicted]:
+def _predicted(loads: Sequence[_ReplayableLoad], costs: UnitCosts) -> dict[str, Predicted]:
     """Returns predicted and measured values by metric, each the mean over a cell's loads."""
     pairs: dict[str, list[tuple[float, float]]] = {}
     for load in loads:

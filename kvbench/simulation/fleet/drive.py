@@ -138,7 +138,7 @@ class EndedRequest:
 
 
 @dataclass(slots=True)
-class _Conversation:
+class _ConversationInPlay:
     """A list of requests that follow one another; ``turn``: index of the next; ``prompt``: what was sent last."""
 
     turns: Sequence[RequestSpec]
@@ -149,7 +149,7 @@ class _Conversation:
 @dataclass(slots=True)
 class _RequestInFlight:
     ended: EndedRequest
-    conversation: _Conversation
+    conversation: _ConversationInPlay
     left: int  # of its sequences
     plain: bool  # one sequence, whose tokens are not needed afterwards
 
@@ -189,8 +189,8 @@ class Drive:
         self._source: Iterator[Sequence[RequestSpec]] = iter(conversations)
         self._users, self._turnaround_s, self._began = users, turnaround_s, began
         self._most_in_flight = most_in_flight
-        self._due: list[tuple[float, int, _Conversation]] = []  # a heap
-        self._held: deque[tuple[float, _Conversation]] = deque()  # due, but the client has too many open
+        self._due: list[tuple[float, int, _ConversationInPlay]] = []  # a heap
+        self._held: deque[tuple[float, _ConversationInPlay]] = deque()  # due, but the client has too many open
         self._in_flight: dict[str, _RequestInFlight] = {}
         self._numbers = itertools.count(1)
 
@@ -218,19 +218,19 @@ class Drive:
             else:
                 return
 
-    def _plan(self, due: float, conversation: _Conversation) -> None:
+    def _plan(self, due: float, conversation: _ConversationInPlay) -> None:
         heapq.heappush(self._due, (due, next(self._numbers), conversation))  # of two at once the first planned
 
     def _plan_next(self, now: float) -> None:
         """Plans the next conversation: of a user that is free ``now``, or at its arrival."""
         if (turns := next(self._source, None)) is not None:
-            self._plan(turns[0].arrival_s or 0.0 if self._users is None else now, _Conversation(turns))
+            self._plan(turns[0].arrival_s or 0.0 if self._users is None else now, _ConversationInPlay(turns))
 
     def _is_full(self) -> bool:
         """Tests whether the client has as many requests open as it may."""
         return self._most_in_flight is not None and len(self._in_flight) >= self._most_in_flight
 
-    def _send(self, due: float, now: float, conversation: _Conversation) -> None:
+    def _send(self, due: float, now: float, conversation: _ConversationInPlay) -> None:
         spec = drawn = conversation.turns[conversation.turn]
         if spec.new_tokens:  # the conversation as it went
             spec = replace(spec, prompt_token_ids=conversation.prompt)
@@ -267,7 +267,7 @@ class Drive:
             del self._in_flight[output.request_id]
             self._end(ended, request.conversation, now)
 
-    def _end(self, ended: EndedRequest, conversation: _Conversation, now: float) -> None:
+    def _end(self, ended: EndedRequest, conversation: _ConversationInPlay, now: float) -> None:
         """Hands the request on, and plans what follows it: its next turn, a held request, its user's next one."""
         conversation.turn += 1
         if ended.error is not None:

@@ -3,7 +3,7 @@
 import pytest
 
 from kvbench.claims.results import ClaimsResult
-from kvbench.gate.compare.folder import CompareManifest
+from kvbench.gate.compare.folder import CompareState
 from kvbench.gate.compare.served_check import ServedRounds
 from kvbench.gate.timing.noise import RunnerNoise
 from kvbench.runs.engine_time import EngineTime
@@ -13,7 +13,7 @@ from kvbench.runs.results import CellSummary, LoadResult, Manifest
 
 WITH_FORMAT = (
     ClaimsResult,
-    CompareManifest,
+    CompareState,
     EngineTime,
     Manifest,
     Predictions,

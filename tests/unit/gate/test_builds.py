@@ -148,7 +148,7 @@ def test_a_build_that_another_kvbench_makes_is_waited_for(cache, build):
                 waits.set()
                 fcntl.flock(held, fcntl.LOCK_UN)
 
-        with Builds(cache, say=say) as builds:
+        with Builds(cache, tell=say) as builds:
             assert not builds.build(build.commit).fresh
     assert waits.is_set()
     with Builds(cache) as user, Builds(cache, rebuild=True, limit_s=0.1) as builds:  # not for ever

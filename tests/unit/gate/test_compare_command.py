@@ -96,9 +96,9 @@ def test_it_is_resumed_by_what_it_began_with_whatever_the_files_hold_now(compare
     assert points[0] == points[1]
     assert second.workloads[0].sides["candidate"].choice.workload.engine["page_size"] == 32
     assert second.policy.timing == first.policy.timing and second.pairs == 10
-    assert Path(second.manifest.options.workloads[0]) == tmp_path / "tiny.yaml"
-    assert "page_size=16 page_size=32 " in second.manifest.reproduce
-    assert "--policy gates.yaml" in second.manifest.reproduce  # as it was given
+    assert Path(second.state.options.workloads[0]) == tmp_path / "tiny.yaml"
+    assert "page_size=16 page_size=32 " in second.state.reproduce
+    assert "--policy gates.yaml" in second.state.reproduce  # as it was given
 
 
 def test_other_conditions_need_force_which_is_kept(compare, here):
@@ -216,12 +216,12 @@ WIDE = 101.0  # throughput of a candidate whose pairs scatter too much to be jud
 
 def end(comparison, pairs, stopped=None, candidate=100.0):
     """As if so many pairs had been measured."""
-    for cell, side in itertools.product(comparison.manifest.cells, ("base", "candidate")):
+    for cell, side in itertools.product(comparison.state.cells, ("base", "candidate")):
         for pair in range(1, pairs + 1):
             noise = 1 + 0.001 * (pair * 7 % 5) + (candidate == WIDE) * 0.3 * ((pair + (side == "base")) % 2)
             values = ((candidate if side == "candidate" else 100.0) * noise, 100.0 * noise, 10.0)
             write_load(comparison.folder.load(cell, side, pair), cell.on(side), values)
-    comparison.manifest.seconds = (30.0,) * pairs
+    comparison.state = comparison.state.but(seconds=(30.0,) * pairs)
     return comparison.finish(stopped)
 
 
@@ -267,7 +267,7 @@ class Machine:
         monkeypatch.setattr(run, "monotonic", lambda: self.now)
         monkeypatch.setattr(BuiltinTarget, "start", lambda target, settings, log: self.spend(self.launch, target.check))
         monkeypatch.setattr(run, "BlockRunner", self.runner)
-        monkeypatch.setattr(run, "require_same_requests", lambda *_, **__: None)
+        monkeypatch.setattr(run, "with_compared_requests", lambda folder, state, *_, **__: state)
         monkeypatch.setattr(run, "status_line", self.status_line)
 
     def spend(self, seconds, check):

@@ -19,7 +19,7 @@ POLICY = load_policy(None)
 
 def verdict_of(tmp_path, base, candidate, cells=CELLS, **options):
     folder = stored_comparison(tmp_path, base, candidate, cells)
-    return conclude(folder, folder.manifest(), POLICY, **options)
+    return conclude(folder, folder.state(), POLICY, **options)
 
 
 def test_a_slower_candidate_fails_at_the_first_look_and_the_numbers_are_those_of_the_loads(tmp_path):
@@ -52,7 +52,7 @@ def test_what_is_no_slower_passes_and_a_few_pairs_are_inconclusive(tmp_path, mea
 def test_figures_in_running_time_are_called_so(tmp_path):
     folder = stored_comparison(tmp_path, *noisy_pairs(8, 3, 4), CELLS)
     for method, named in (("launched", False), ("twins", True)):
-        verdict = conclude(folder, folder.manifest().model_copy(update={"method": method}), POLICY)
+        verdict = conclude(folder, folder.state().model_copy(update={"method": method}), POLICY)
         assert verdict.facts["method"] == method
         assert ("running time" in pair_page(verdict)) == named
         titles = {f.metric: f.title for f in verdict.findings if f.suite == "overall"}
@@ -72,7 +72,7 @@ def test_a_metric_that_no_load_has_is_left_out_and_one_that_is_there_now_and_the
 
 def test_a_pair_counts_only_with_all_its_cells_valid_on_both_sides(tmp_path):
     folder = stored_comparison(tmp_path, *noisy_pairs(9, 3, 5), CELLS)
-    manifest = folder.manifest()
+    manifest = folder.state()
     assert folder.whole_pairs(manifest.cells) == 9
     path = folder.run("candidate", "uniform").load("a-c4", 6)
     write_load(path, "a-c4", (1.0, 1.0, 1.0), valid=False)
@@ -106,17 +106,17 @@ DIED = {"candidate": ["died"]}
 def test_a_server_that_fails_alone_is_a_regression_once_chance_is_ruled_out(tmp_path, voids, given_up, outcome, words):
     folder = stored_comparison(tmp_path, *noisy_pairs(8, 3, 8), CELLS)  # which passes by itself
     given = GivenUp(9, "mixed/a") if given_up else None
-    folder.write(folder.manifest().model_copy(update={"voids": tuple(voids), "void": given}))
+    folder.write(folder.state().model_copy(update={"voids": tuple(voids), "void": given}))
     verdict, _ = judge_again(tmp_path, POLICY)
     assert verdict.outcome == outcome
     assert words is None or words in verdict.sentence
-    assert verdict == conclude(folder, folder.manifest(), POLICY)
+    assert verdict == conclude(folder, folder.state(), POLICY)
 
 
 def test_attempts_after_going_on_are_told_apart_and_those_before_were_not_what_gave_it_up(tmp_path):
     folder = stored_comparison(tmp_path, *noisy_pairs(8, 3, 8), CELLS)
     voids = [failed(n, machine=["others used it"], resume=r) for r, n in ((0, 1), (0, 2), (1, 1), (1, 2), (1, 3))]
-    manifest = folder.manifest().model_copy(update={"voids": tuple(voids), "void": GivenUp(9, "mixed/a")})
+    manifest = folder.state().model_copy(update={"voids": tuple(voids), "void": GivenUp(9, "mixed/a")})
     (gave_up, *_) = conclude(folder, manifest, POLICY).findings
     assert "in 3 attempts" in gave_up.sentence
     assert [words.split(" (")[0] for words in gave_up.details] == [
@@ -127,19 +127,19 @@ def test_attempts_after_going_on_are_told_apart_and_those_before_were_not_what_g
 @pytest.mark.parametrize(("apart", "notes"), [(["base"], 1), (["base", "candidate"], 0)])
 def test_a_side_whose_loads_alone_had_a_server_each_is_said(tmp_path, apart, notes):
     folder = stored_comparison(tmp_path, *noisy_pairs(8, 3, 2), CELLS)
-    verdict = conclude(folder, folder.manifest().model_copy(update={"apart": {"mixed/a": apart}}), POLICY)
+    verdict = conclude(folder, folder.state().model_copy(update={"apart": {"mixed/a": apart}}), POLICY)
     assert sum("prefix cache of base" in note for note in verdict.notes) == notes
 
 
 def test_the_pairs_are_written_as_a_table(tmp_path):
     base, candidate = noisy_pairs(3, 3, 11)
     folder = stored_comparison(tmp_path, base, candidate, CELLS)
-    lines = write_pairs(folder, folder.manifest(), POLICY.timing.metrics).read_text().splitlines()
+    lines = write_pairs(folder, folder.state(), POLICY.timing.metrics).read_text().splitlines()
     assert len(lines) == 1 + 3 * 3 * 3
     assert lines[0] == "pair,cell,first,metric,unit,base,candidate,log_ratio"
     row = lines[1].split(",")
     assert float(row[-1]) == pytest.approx(np.log(candidate[0, 0, 0] / base[0, 0, 0]), rel=1e-4)
-    values = read_values(folder, folder.manifest().cells, POLICY.timing.metrics, [2])
+    values = read_values(folder, folder.state().cells, POLICY.timing.metrics, [2])
     np.testing.assert_allclose(values["base"][0], base[1])
 
 
@@ -152,8 +152,8 @@ def test_a_look_that_the_clock_brought_forward_is_not_taken_again(tmp_path):
     base[:, :, 2] *= np.linspace(1, 2, 12)[:, None]  # too wide to pass
     candidate[:, :, 0] *= np.where(np.arange(12) < 10, np.where(np.arange(12) % 2, 1.3, 0.7), 0.2)[:, None]
     folder = stored_comparison(tmp_path, base, candidate, CELLS[:1])
-    manifest = folder.manifest()
+    manifest = folder.state()
     assert conclude(folder, manifest, POLICY).facts["pairs"] == 12
     assert conclude(folder, manifest.model_copy(update={"early_looks": (10,)}), POLICY).facts["pairs"] == 10
     early = stored_comparison(tmp_path / "early", *noisy_pairs(4, 1, 13), CELLS[:1])  # too early to decide anything
-    assert conclude(early, early.manifest().model_copy(update={"early_looks": (1, 4)}), POLICY).facts["pairs"] == 4
+    assert conclude(early, early.state().model_copy(update={"early_looks": (1, 4)}), POLICY).facts["pairs"] == 4

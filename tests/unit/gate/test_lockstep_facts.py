@@ -16,9 +16,9 @@ def test_a_comparison_of_an_older_version_keeps_the_steps_of_its_turns_when_it_g
     stored = json.loads(STORED.read_text())["lockstep"]
     (tmp_path / "manifest.json").write_text(STORED.read_text())
     folder = CompareFolder(tmp_path)
-    manifest = folder.manifest()
-    manifest.lockstep.turn_lengths["ci_timing/paged-p16"] = manifest.lockstep.turn_steps
-    folder.write(manifest)
+    state = folder.state()
+    lengths = {"ci_timing/paged-p16": state.lockstep.turn_steps}
+    folder.write(state.but(lockstep=state.lockstep.model_copy(update={"turn_lengths": lengths})))
     again = json.loads((tmp_path / "manifest.json").read_text())["lockstep"]
     assert again == stored | {"turn_lengths": {"ci_timing/paged-p16": stored["turn_steps"]}}
 
@@ -30,6 +30,5 @@ def test_impossible_facts_are_refused(stored):
 
 
 def test_what_pairs_add_is_stored():
-    facts = LockstepFacts()
-    facts.turn_lengths["a"], facts.times["a-c3"] = 4, 2
+    facts = LockstepFacts().model_copy(update={"turn_lengths": {"a": 4}, "times": {"a-c3": 2}})
     assert facts.to_json() == {"turn_lengths": {"a": 4}, "times": {"a-c3": 2}}

@@ -142,6 +142,7 @@ REFUSED = {
     "limits: [{metric: failed, kld: mean, max: 1}]": "metric and kld",
     "limits: [{slo: 95%, min: 1}]": "slo 0.95",
     "limits: [{slo: 95}]": "less than 1",
+    "limits: [{slo: 100%}]": "`metric: goodput_share` with `min: 1`",
     "limits: [{metric: failed, max: 1, of: a, to: b}]": "of and to",
     "limits: [{ratio: goodput, min: 1, of: a}]": "of and to",
     "- a": "mapping",

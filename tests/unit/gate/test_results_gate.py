@@ -121,6 +121,14 @@ def test_a_cell_without_its_disturbed_repeat_is_judged_and_that_is_said(run, gat
     assert (code, verdict.outcome) == (0, "pass") and cell in " ".join(verdict.notes)
 
 
+@pytest.mark.parametrize("name", ["predictions.json", "lockstep/effects.json"])
+def test_a_damaged_file_that_no_limit_reads_is_a_note(run, gated, name):
+    (run / name).parent.mkdir(exist_ok=True)
+    (run / name).write_text("{")
+    code, verdict = gated(run, KEPT)
+    assert (code, verdict.outcome) == (0, "pass") and name in " ".join(verdict.notes)
+
+
 @pytest.mark.parametrize("how", ["status", "missing", "short", "damaged"])
 def test_a_run_that_is_not_whole_is_exit_code_4(run, gated, how):
     plan = json.loads((run / "manifest.json").read_text())["plan"]

@@ -19,9 +19,9 @@ RULES = load_policy(None).timing
 def calibrated(tmp_path, pairs, void=None):
     """The exit code of a calibration of 20 pairs that ended after so many, and what it stored."""
     folder = stored_comparison(tmp_path / "run", *noisy_pairs(pairs, 1, 3), ["mixed/a-c4"])
-    folder.write(folder.manifest().model_copy(update={"workloads": {"mixed": {}}, "void": void}))
+    folder.write(folder.state().model_copy(update={"workloads": {"mixed": {}}, "void": void}))
     request = CompareRequest(pairs=20, runner_class="here", store=tmp_path / "noise")
-    code = store_noise(folder, RULES, request, lambda text: None)
+    code = store_noise(folder, folder.state(), RULES, request, lambda text: None)
     path = tmp_path / "noise" / "here.json"
     return code, path if path.is_file() else None
 

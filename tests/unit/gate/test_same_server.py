@@ -6,8 +6,8 @@ import pytest
 
 from kvbench.common.errors import UsageError
 from kvbench.common.files import read_json, write_json
-from kvbench.gate.compare.folder import CompareManifest, SideFacts
-from kvbench.gate.compare.manifest import record_server, require_same_requests, server_differences
+from kvbench.gate.compare.folder import CompareState, SideFacts
+from kvbench.gate.compare.manifest import server_differences, with_compared_requests, with_server
 from kvbench.gate.timing.plan import match_designs
 from kvbench.runs.server_info import ServerInfo
 from kvbench.workload.design import make_design
@@ -32,19 +32,26 @@ def other(section, **facts):
     return OURS | {section: OURS[section] | facts}
 
 
-def new_manifest():
+def new_state():
     sides = {"base": SideFacts(name="a"), "candidate": SideFacts(name="b")}
     servers = {"base": {}, "candidate": {}}
-    return CompareManifest(subcommand="compare", reproduce="", cells=(), order_seed=1, **sides, servers=servers)
+    return CompareState(subcommand="compare", reproduce="", cells=(), order_seed=1, **sides, servers=servers)
+
+
+class Recorder:
+    """The state of a comparison, replaced with each server that is recorded."""
+
+    def __init__(self):
+        self.state = new_state()
+
+    def __call__(self, side, info=OURS, *, match=None, alone=False, force=False):
+        info = ServerInfo.parse(info)
+        self.state = with_server(self.state, match or matched(), side, info, alone=alone, force=force)
 
 
 @pytest.fixture
-def manifest():
-    return new_manifest()
-
-
-def record(manifest, side, info=OURS, *, match=None, alone=False, force=False):
-    record_server(manifest, match or matched(), side, ServerInfo.parse(info), alone=alone, force=force)
+def record():
+    return Recorder()
 
 
 @pytest.mark.parametrize(
@@ -69,43 +76,42 @@ def test_what_two_servers_differ_in(left, right, found):
         assert said.startswith(expected)
 
 
-def test_the_other_side_is_held_to_the_first_and_its_own_settings_may_differ(manifest):
-    record(manifest, "base")
+def test_the_other_side_is_held_to_the_first_and_its_own_settings_may_differ(record):
+    record("base")
     with pytest.raises(UsageError, match=r"dtype \(float32 and bfloat16\).*--force"):
-        record(manifest, "candidate", other("resolved", dtype="bfloat16"))
+        record("candidate", other("resolved", dtype="bfloat16"))
     varied = matched(candidate={"dtype": "bfloat16"})
-    fresh = new_manifest()
-    record(fresh, "base", match=varied)
-    record(fresh, "candidate", other("resolved", dtype="bfloat16"), match=varied)
-    assert not fresh.differences
+    fresh = Recorder()
+    fresh("base", match=varied)
+    fresh("candidate", other("resolved", dtype="bfloat16"), match=varied)
+    assert not fresh.state.differences
 
 
-def test_every_later_launch_is_held_to_the_first_of_its_side(manifest):
+def test_every_later_launch_is_held_to_the_first_of_its_side(record):
     for side in ("base", "candidate", "candidate", "base"):
-        record(manifest, side)
+        record(side)
     changed = other("versions", torch="2.1")
     with pytest.raises(UsageError, match=r"the server of candidate is not the one .* version of torch \(2 and 2.1\)"):
-        record(manifest, "candidate", changed)
-    record(manifest, "candidate", changed, force=True)
-    assert ["torch" in each for each in manifest.differences] == [True]
-    assert list(manifest.servers["candidate"].values()) == [ServerInfo.parse(OURS)]
+        record("candidate", changed)
+    record("candidate", changed, force=True)
+    assert ["torch" in each for each in record.state.differences] == [True]
+    assert list(record.state.servers["candidate"].values()) == [ServerInfo.parse(OURS)]
 
 
-def test_sides_whose_loads_had_a_server_each_are_kept_once(manifest):
+def test_sides_whose_loads_had_a_server_each_are_kept_once(record):
     for side in ("base", "base", "candidate"):
-        record(manifest, side, alone=True)
-    assert manifest.apart == {"w/paged": ("base", "candidate")}
+        record(side, alone=True)
+    assert record.state.apart == {"w/paged": ("base", "candidate")}
 
 
 def test_both_halves_of_a_pair_need_the_same_requests(tmp_path):
     folder = stored_comparison(tmp_path, *noisy_pairs(2, 2, 1), ("w/a-c4", "w/b-c4"))
-    manifest = folder.manifest()
+    state = folder.state()
     for side, digests in (("base", ("1", "2")), ("candidate", ("1", "3"))):
         for cell, digest in zip(("a-c4", "b-c4"), digests, strict=True):
             path = folder.run(side, "w").load(cell, 2) / "done.json"
             write_json(path, read_json(path) | {"requests_sha256": digest})
-    require_same_requests(folder, manifest, 1, force=False)  # a load that tells none is not compared
+    with_compared_requests(folder, state, 1, force=False)  # a load that tells none is not compared
     with pytest.raises(UsageError, match=r"requests of w/b-c4\."):
-        require_same_requests(folder, manifest, 2, force=False)
-    require_same_requests(folder, manifest, 2, force=True)
-    assert manifest.differences == ("requests of w/b-c4",)
+        with_compared_requests(folder, state, 2, force=False)
+    assert with_compared_requests(folder, state, 2, force=True).differences == ("requests of w/b-c4",)

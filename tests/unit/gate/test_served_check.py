@@ -53,7 +53,7 @@ class Check:
         return self
 
     def verdict(self, **manifest):
-        return conclude(self.folder, self.folder.manifest().model_copy(update=manifest), POLICY)
+        return conclude(self.folder, self.folder.state().model_copy(update=manifest), POLICY)
 
 
 def test_the_same_server_passes_and_each_round_is_kept(tmp_path):
@@ -100,7 +100,7 @@ def test_a_look_at_the_pairs_is_not_changed_by_a_served_check_that_was_interrupt
     done = Check(tmp_path)
     write_json(tmp_path / FILE, {"format": 1, "checks": {"mixed/paged": [rounds_of(40, 80)]}})
     assert done.verdict().outcome != "pass"
-    assert conclude(done.folder, done.folder.manifest(), POLICY, pairs=8).outcome == "pass"
+    assert conclude(done.folder, done.folder.state(), POLICY, pairs=8).outcome == "pass"
 
 
 def test_what_the_engine_explains_is_not_said_to_lie_outside(tmp_path):

@@ -100,8 +100,8 @@ def test_the_steady_window_is_that_of_all_rows(tmp_path: Path) -> None:
               "--num-prompts", 60, "--output-dir", out)  # fmt: skip
     summary = json.loads((out / "summary.json").read_text())
     expected = summarise(pd.read_parquet(out / "requests.parquet"), {"mode": "closed", "concurrency": 6})
-    found, known = summary["steady_latency"]["e2el_ms"], expected.steady_latency.e2el_ms
-    assert 30 < found["n"] == known.n and found["mean"] == pytest.approx(known.mean)
+    actual, reference = summary["steady_latency"]["e2el_ms"], expected.steady_latency.e2el_ms
+    assert 30 < actual["n"] == reference.n and actual["mean"] == pytest.approx(reference.mean)
     assert summary["steady_end_s"] == pytest.approx(expected.steady_end_s)
 
 
@@ -109,11 +109,11 @@ def test_a_distribution_of_counted_values_is_that_of_all_values() -> None:
     rng = np.random.default_rng(3)
     for many in (1, 2, 3, 50, 1000):
         values, counts = np.unique(rng.integers(0, 40, many) / 7, return_counts=True)
-        every = distribution(np.repeat(values, counts)).to_json()
-        found = weighted_distribution(values, counts).to_json()
-        assert found["uncertain"] == every["uncertain"]
-        assert {k: v for k, v in found.items() if k != "uncertain"} == pytest.approx(
-            {k: v for k, v in every.items() if k != "uncertain"}
+        whole = distribution(np.repeat(values, counts)).to_json()
+        actual = weighted_distribution(values, counts).to_json()
+        assert actual["uncertain"] == whole["uncertain"]
+        assert {k: v for k, v in actual.items() if k != "uncertain"} == pytest.approx(
+            {k: v for k, v in whole.items() if k != "uncertain"}
         )
 
 
@@ -129,18 +129,18 @@ def test_the_same_options_give_the_same_bytes_in_any_process(workload: Path) -> 
     subprocess.run([sys.executable, "-c", code, *command(there)], env=environment, check=True, timeout=60,
                    stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
     simulated(*command(here))
-    found = [{str(path.relative_to(out)): path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    actual = [{str(path.relative_to(out)): path.read_bytes() for path in out.rglob("*") if path.is_file()}
              for out in (here, there)]  # fmt: skip
-    assert len(found[0]) == 4 and found[0] == found[1]
+    assert len(actual[0]) == 4 and actual[0] == actual[1]
 
 
 def test_a_fleet_is_told_apart_and_together(workload: Path, capsys: pytest.CaptureFixture[str]) -> None:
     simulated("simulate", workload, "--device", "H200", "--replicas", 3, "--router", "round-robin", "--json")
     result = json.loads(capsys.readouterr().out)
-    each = result["replicas"]
-    assert [one["completed"] for one in each] == [40, 40, 40] and result["completed"] == 120
-    assert sum(one["itl_ms"]["n"] for one in each) == result["itl_ms"]["n"]
-    most = max(one["total_output_tokens"] for one in each)
+    item = result["replicas"]
+    assert [one["completed"] for one in item] == [40, 40, 40] and result["completed"] == 120
+    assert sum(one["itl_ms"]["n"] for one in item) == result["itl_ms"]["n"]
+    most = max(one["total_output_tokens"] for one in item)
     assert result["imbalance"]["total_output_tokens"] == pytest.approx(most / (result["total_output_tokens"] / 3))
 
 
@@ -160,9 +160,9 @@ def test_a_trace_is_played_at_its_times(tmp_path: Path, capsys: pytest.CaptureFi
     simulated(
         "simulate", *MACHINE, "--dataset-path", path, "-o", "engine.enable_prefix_caching=true", "--output-dir", out
     )
-    found = pd.read_parquet(out / "requests.parquet")
-    assert found["t0"].tolist() == [0.5 * i for i in range(8)] and set(found["prompt_tokens"]) == {1224}
-    assert found["cached_tokens"].tolist() == [0, 512] + [1024] * 6
+    actual = pd.read_parquet(out / "requests.parquet")
+    assert actual["t0"].tolist() == [0.5 * i for i in range(8)] and set(actual["prompt_tokens"]) == {1224}
+    assert actual["cached_tokens"].tolist() == [0, 512] + [1024] * 6
     assert "TTFT" in capsys.readouterr().out
 
 
@@ -229,16 +229,16 @@ def test_a_load_in_pieces_begins_with_the_one_that_is_really_sent_and_goes_on(mo
 
     piece = PIECE // 3 if more else PIECE
     how = {"vocab_size": 1000, "max_model_len": 200, "seed": 4, "rate": 5.0}
-    found = list(stream_requests(LoadDraw(load(2 * piece + 100), **how)).conversations)
-    flat = [request for turns in found for request in turns]
-    assert len(found) == 2 * piece + 100 and [r.index for r in flat] == list(range(len(flat)))
+    actual = list(stream_requests(LoadDraw(load(2 * piece + 100), **how)).conversations)
+    flat = [request for turns in actual for request in turns]
+    assert len(actual) == 2 * piece + 100 and [r.index for r in flat] == list(range(len(flat)))
     begin = build_requests(LoadDraw(load(piece), **how))
     assert flat[: len(begin)] == list(begin)
-    arrivals = [turns[0].arrival_s or 0.0 for turns in found]
+    arrivals = [turns[0].arrival_s or 0.0 for turns in actual]
     assert np.all(np.diff(arrivals) > 0) and np.diff(arrivals).mean() == pytest.approx(0.2, rel=0.06)
     shared = {(r.prompt_token_ids or ())[: r.prefix_tokens] for r in flat if r.prefix_tokens}
     assert len(shared) == 1 and len({r.prompt_token_ids for r in flat}) == len(flat)
-    assert not more or [turns[0].session for turns in found] == list(range(len(found)))
+    assert not more or [turns[0].session for turns in actual] == list(range(len(actual)))
 
 
 def test_a_short_load_is_streamed_as_it_is_sent() -> None:

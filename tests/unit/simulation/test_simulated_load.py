@@ -68,7 +68,7 @@ def measure_on(before: Any, requests: list[RequestSpec], out: Path, target: Know
 
 
 def instrument_of(requests: list[RequestSpec], out: Path, target: Known, **load: Any) -> tuple[Any, Any]:
-    closed = all(each.arrival_s is None for each in requests)
+    closed = all(one.arrival_s is None for one in requests)
     how = {"mode": "closed", "concurrency": [1]} if closed else {"mode": "open", "request_rate": [1]}
     prompts = {"kind": "synthetic", "classes": [{"name": "any", "share": 1, "prompt_tokens": 16, "output_tokens": 5}]}
     config = LoadConfig.model_validate({**how, "num_requests": len(requests), "prompts": prompts, **load})

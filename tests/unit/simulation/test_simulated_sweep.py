@@ -76,8 +76,8 @@ def test_all_that_a_reader_may_open_says_that_it_is_simulated(run: Path) -> None
     assert "simulated" in report[0] and report[2].startswith("**Simulated: ")
     captions = [line for line in (run / "report.html").read_text().splitlines() if "<figcaption>" in line]
     assert len(captions) >= 3 and all("Simulated on L4" in line for line in captions)
-    said = "\n".join(report).split("<summary>Manifest</summary>")[0]
-    assert not any(word in said for word in (manifest["cpu"]["model"], "as served", "Served"))
+    stated = "\n".join(report).split("<summary>Manifest</summary>")[0]
+    assert not any(word in stated for word in (manifest["cpu"]["model"], "as served", "Served"))
 
 
 def test_contiguous_reservations_limit_what_pages_do_not(run: Path) -> None:
@@ -91,15 +91,15 @@ def test_contiguous_reservations_limit_what_pages_do_not(run: Path) -> None:
 
 def digests(run: Path) -> dict[str, str]:
     """Of everything but times of day."""
-    found = {}
+    actual = {}
     for path in sorted((run / "cells").rglob("*")):
         if path.name in ("requests.parquet", "server.parquet", "counters.json", "load.json"):
-            found[str(path.relative_to(run))] = hashlib.sha256(path.read_bytes()).hexdigest()
+            actual[str(path.relative_to(run))] = hashlib.sha256(path.read_bytes()).hexdigest()
         elif path.name == "summary.json":
             summary = json.loads(path.read_text())
-            kept = [summary["aggregate"], summary["pooled"], [each["metrics"] for each in summary["repeats"]]]
-            found[str(path.relative_to(run))] = json.dumps(kept, sort_keys=True)
-    return found
+            kept = [summary["aggregate"], summary["pooled"], [one["metrics"] for one in summary["repeats"]]]
+            actual[str(path.relative_to(run))] = json.dumps(kept, sort_keys=True)
+    return actual
 
 
 def test_the_same_seed_gives_the_same_bytes_and_another_seed_others(run: Path, tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_simulated_runs_are_not_held_against_measured_ones(run: Path, tmp_path: 
     (measured / "manifest.json").write_text(json.dumps(manifest | {"backend": "kvbench"}))
     assert kvbench("compare", run, measured, "--output-dir", tmp_path) == 2
     assert kvbench("compare", run, run.parent / run.name, "--output-dir", tmp_path) != 2
-    places = {each.place for folder in (run, measured) for each in read_runs([folder])[0]}
+    places = {one.place for folder in (run, measured) for one in read_runs([folder])[0]}
     assert len(places) == 2
 
 
@@ -214,5 +214,5 @@ def test_where_ttft_doubles_is_what_the_raw_samples_say(run: Path) -> None:
     frames = [pd.read_parquet(path) for path in sorted(run.glob("cells/*/requests.parquet"))]
     p95 = [np.percentile(frame["first"] - frame["t0"], 95) for frame in frames]
     doubles = dict(zip(("contiguous", "paged"), (p95[1] > 2 * p95[0], p95[3] > 2 * p95[2]), strict=True))
-    found = {each.name.split()[0]: each.at and each.at.load.value for each in Decision.of(read_run(run)).breaks}
-    assert found == {name: 8.0 if broken else None for name, broken in doubles.items()} and doubles["contiguous"]
+    actual = {one.name.split()[0]: one.at and one.at.load.value for one in Decision.of(read_run(run)).breaks}
+    assert actual == {name: 8.0 if broken else None for name, broken in doubles.items()} and doubles["contiguous"]

@@ -21,14 +21,14 @@ MACHINE = Machine(plan_model("Qwen3-32B"), find_gpu("H100"), 2, calibration=Cost
 SETTINGS = {"max_num_seqs": 16, "max_num_batched_tokens": 1024, "max_model_len": 4096}
 
 
-def written(folder, known, *, requests=100, stamps=True):
+def written(folder, expected, *, requests=100, stamps=True):
     """A run folder as vLLM's engine would have stamped it, had it taken as long as ``known`` says."""
     rng = np.random.default_rng(1)
     arrivals = np.cumsum(rng.exponential(0.1, requests))
     lengths = [(int(rng.integers(50, 900)), int(rng.integers(5, 60))) for _ in range(requests)]
 
     def rows(first=1.0, last=2.0, scheduled=0.5):
-        stamps = [np.broadcast_to(each, requests).tolist() for each in (scheduled, first, last)]
+        stamps = [np.broadcast_to(one, requests).tolist() for one in (scheduled, first, last)]
         names = ("input_toks", "output_toks", "arrival_time", "queued_ts", "scheduled_ts", "first_token_ts",
                  "last_token_ts")  # fmt: skip
         columns = zip(lengths, (1e9 + arrivals).tolist(), *stamps, strict=True)
@@ -41,7 +41,7 @@ def written(folder, known, *, requests=100, stamps=True):
     meta = {"model": "Qwen/Qwen3-32B", "engine_kwargs": {**SETTINGS, "tensor_parallel_size": 2}}
     (folder / "meta.json").write_text(json.dumps(meta))
     save(rows())
-    made = predict(read_measured_run(folder), dataclasses.replace(MACHINE, calibration=known))
+    made = predict(read_measured_run(folder), dataclasses.replace(MACHINE, calibration=expected))
     outputs = np.array([o for _, o in lengths])
     first = 50.0 + made.ttft
     content = rows(first, first + made.tpot * (outputs - 1), first - made.prefill)
@@ -52,13 +52,13 @@ def written(folder, known, *, requests=100, stamps=True):
 
 @pytest.mark.parametrize("stamps", [True, False])
 def test_known_values_are_found_again_and_predict_the_run(tmp_path, stamps):
-    known = CostCalibration(prompt_layer_s=120e-6, all_reduce_s=24e-6)
-    run = written(tmp_path / "run", known, stamps=stamps)
-    found = fit_run(run, MACHINE, ["prompt_layer_s", "all_reduce_s"])
-    assert found.prompt_layer_s == pytest.approx(known.prompt_layer_s, rel=0.15)
-    assert found.all_reduce_s == pytest.approx(known.all_reduce_s, rel=0.15)
+    expected = CostCalibration(prompt_layer_s=120e-6, all_reduce_s=24e-6)
+    run = written(tmp_path / "run", expected, stamps=stamps)
+    actual = fit_run(run, MACHINE, ["prompt_layer_s", "all_reduce_s"])
+    assert actual.prompt_layer_s == pytest.approx(expected.prompt_layer_s, rel=0.15)
+    assert actual.all_reduce_s == pytest.approx(expected.all_reduce_s, rel=0.15)
     before = errors(run, predict(run, MACHINE))
-    predicted = predict(run, dataclasses.replace(MACHINE, calibration=found))
+    predicted = predict(run, dataclasses.replace(MACHINE, calibration=actual))
     after = errors(run, predicted)
     assert abs(before["tpot_mean"]) > 0.05 and all(abs(value) < 0.03 for value in after.values())
     near = series_errors(run, predicted)
@@ -67,9 +67,9 @@ def test_known_values_are_found_again_and_predict_the_run(tmp_path, stamps):
 
 def test_a_load_that_a_client_measured_gives_the_launches_back(tmp_path):
     """Its TTFT counts from the arrival, with the wait for the step in which the engine sees the request."""
-    known = CostCalibration(prompt_layer_s=150e-6)
-    run = dataclasses.replace(written(tmp_path / "run", known), from_arrival=True)
-    made = predict(run, dataclasses.replace(MACHINE, calibration=known))
+    expected = CostCalibration(prompt_layer_s=150e-6)
+    run = dataclasses.replace(written(tmp_path / "run", expected), from_arrival=True)
+    made = predict(run, dataclasses.replace(MACHINE, calibration=expected))
     rows = [
         {"t0": spec.arrival_s, "prompt_tokens": len(spec.prompt_token_ids), "output_tokens": spec.max_tokens,
          "chunk_times": spec.arrival_s + first + gap * np.arange(spec.max_tokens)}
@@ -80,7 +80,7 @@ def test_a_load_that_a_client_measured_gives_the_launches_back(tmp_path):
     load = read_measured_run(tmp_path / "load")
     load = dataclasses.replace(load, settings=SETTINGS)
     assert fit_run(load, MACHINE, ["prompt_layer_s"]).prompt_layer_s == pytest.approx(150e-6, rel=0.2)
-    exact = predict(load, dataclasses.replace(MACHINE, calibration=known))
+    exact = predict(load, dataclasses.replace(MACHINE, calibration=expected))
     assert exact.ttft == pytest.approx(load.ttft) and exact.tpot == pytest.approx(load.tpot)
 
 
@@ -93,9 +93,9 @@ def test_predicted_values_are_those_after_the_last_step(tmp_path):
 
 
 def test_a_step_log_gives_the_host_time_and_launches_back(tmp_path):
-    known = CostCalibration(host_s=2e-3, prompt_layer_s=150e-6)
+    expected = CostCalibration(host_s=2e-3, prompt_layer_s=150e-6)
     config, _ = MACHINE.settle(SETTINGS)
-    timer = dataclasses.replace(MACHINE, calibration=known).step_timer(config)
+    timer = dataclasses.replace(MACHINE, calibration=expected).step_timer(config)
     rng, now, rows = np.random.default_rng(0), 5.0, []
     for step in range(120):
         prompt, decodes = (int(rng.integers(100, 1000)) if step % 4 == 0 else 0), int(rng.integers(1, 17))
@@ -106,17 +106,17 @@ def test_a_step_log_gives_the_host_time_and_launches_back(tmp_path):
         rows.append({"time_s": now, **row})
     path = tmp_path / "steps.csv"
     pd.DataFrame(rows).to_csv(path, index=False)
-    found = fit_steps(read_step_log(path), MACHINE, SETTINGS, ["host_s", "prompt_layer_s"])
-    held_out = found.provenance.held_out_last_third
-    assert found.host_s == pytest.approx(known.host_s, rel=0.1)
-    assert found.prompt_layer_s == pytest.approx(known.prompt_layer_s, rel=0.1)
+    actual = fit_steps(read_step_log(path), MACHINE, SETTINGS, ["host_s", "prompt_layer_s"])
+    held_out = actual.provenance.held_out_last_third
+    assert actual.host_s == pytest.approx(expected.host_s, rel=0.1)
+    assert actual.prompt_layer_s == pytest.approx(expected.prompt_layer_s, rel=0.1)
     assert abs(held_out["total"]) < 0.02 and held_out["median_step"] < 0.02 and held_out["steps"] == 40
 
 
 def test_a_calibration_survives_its_file(tmp_path):
-    known = CostCalibration(host_s=1e-3, prompt_layer_s=2e-4, kernels=1.1, provenance={"run": "x"})
-    write_calibration(tmp_path / "c.json", known)
-    assert read_calibration(tmp_path / "c.json") == known
+    expected = CostCalibration(host_s=1e-3, prompt_layer_s=2e-4, kernels=1.1, provenance={"run": "x"})
+    write_calibration(tmp_path / "c.json", expected)
+    assert read_calibration(tmp_path / "c.json") == expected
 
 
 @pytest.mark.parametrize(

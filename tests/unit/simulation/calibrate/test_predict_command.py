@@ -54,23 +54,23 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "known.json").write_text(json.dumps(KNOWN))
     how = ("--simulate", "--device", "this-cpu", "--calibration", folder / "known.json", "--no-report")
     assert kvbench("sweep", folder / "tiny.yaml", *how, "--output-dir", folder) == 0
-    found = next((folder / "tiny").iterdir())
-    assert kvbench("dev", "predict", found) == 2  # it is simulated itself
-    manifest = json.loads((found / "manifest.json").read_text()) | {"backend": "kvbench", "num_threads": 1}
+    actual = next((folder / "tiny").iterdir())
+    assert kvbench("dev", "predict", actual) == 2  # it is simulated itself
+    manifest = json.loads((actual / "manifest.json").read_text()) | {"backend": "kvbench", "num_threads": 1}
     del manifest["simulated"]
-    (found / "manifest.json").write_text(json.dumps(manifest))
-    return found
+    (actual / "manifest.json").write_text(json.dumps(manifest))
+    return actual
 
 
 def test_every_cell_is_predicted_from_the_others_as_it_was(run: Path) -> None:
     assert kvbench("dev", "predict", run) == 0
-    found = read_predictions(run)
-    assert found is not None and set(found.cells) == {
+    actual = read_predictions(run)
+    assert actual is not None and set(actual.cells) == {
         f"{configuration}-c{users}"
         for configuration in ("paged-p16", "paged-p16-int8_per_token_head")
         for users in (2, 12)
     }
-    for cell, figures in found.cells.items():
+    for cell, figures in actual.cells.items():
         for metric, figure in figures.items():
             assert figure.error == pytest.approx(0.0, abs=0.02), (cell, metric)
     assert "Predicted by simulation" in (run / "report.md").read_text()
@@ -84,9 +84,9 @@ def test_the_costs_are_found_and_simulate_the_same_machine_again(run: Path, tmp_
     assert len(cells) == 4 and all(
         set(figure) == {"predicted", "measured"} for figure in cells["paged-p16-c2"].values()
     )
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert found["context"] == pytest.approx(KNOWN["context"], rel=0.03)
-    assert {name: found["units"][name] for name in COSTS} == pytest.approx(COSTS, rel=0.03)
+    actual = json.loads((tmp_path / "found.json").read_text())
+    assert actual["context"] == pytest.approx(KNOWN["context"], rel=0.03)
+    assert {name: actual["units"][name] for name in COSTS} == pytest.approx(COSTS, rel=0.03)
     figures = {}
     for path in (tmp_path / "found.json", run.parents[1] / "known.json"):
         capsys.readouterr()
@@ -100,12 +100,12 @@ def test_the_costs_are_found_and_simulate_the_same_machine_again(run: Path, tmp_
 
 @pytest.mark.parametrize("damage", ["none", "of another model", "without a unit", "not JSON"])
 def test_this_cpu_without_its_unit_costs_is_bad_input(run: Path, tmp_path: Path, damage: str) -> None:
-    path, known = tmp_path / "costs.json", json.loads(json.dumps(KNOWN))
+    path, expected = tmp_path / "costs.json", json.loads(json.dumps(KNOWN))
     if damage == "of another model":
-        known["model"] = "llama-3.1-8b"
+        expected["model"] = "llama-3.1-8b"
     if damage == "without a unit":
-        del known["units"]["step"]
-    path.write_text("{" if damage == "not JSON" else json.dumps(known))
+        del expected["units"]["step"]
+    path.write_text("{" if damage == "not JSON" else json.dumps(expected))
     given = () if damage == "none" else ("--calibration", path)
     load = ("--input-len", 90, "--output-len", 30, "--concurrency", 6)
     assert kvbench("simulate", "--device", "this-cpu", "--model", "llama-32m", *given, *load) == 2
@@ -128,15 +128,15 @@ def changed(run: Path, folder: Path, **engine: Any) -> Path:
 
 def test_cells_are_predicted_only_from_cells_whose_steps_cost_the_same(run: Path, tmp_path: Path) -> None:
     assert kvbench("dev", "predict", changed(run, tmp_path / "run", num_threads=7), "--no-report") == 0
-    found = read_predictions(tmp_path / "run")
-    assert found is not None and len(found.cells) == 4
+    actual = read_predictions(tmp_path / "run")
+    assert actual is not None and len(actual.cells) == 4
     assert kvbench("dev", "calibrate-model", tmp_path / "run") == 2  # there is no one cost of a step
 
 
 def test_steps_that_overlap_are_not_predicted(run: Path, tmp_path: Path) -> None:
     assert kvbench("dev", "predict", changed(run, tmp_path / "run", async_scheduling=True), "--no-report") == 0
-    found = read_predictions(tmp_path / "run")
-    assert found is not None and set(found.cells) == {"paged-p16-c2", "paged-p16-c12"} and len(found.notes) == 2
+    actual = read_predictions(tmp_path / "run")
+    assert actual is not None and set(actual.cells) == {"paged-p16-c2", "paged-p16-c12"} and len(actual.notes) == 2
 
 
 def test_nothing_is_fitted_to_a_load_whose_server_took_other_steps(run: Path, tmp_path: Path) -> None:
@@ -147,8 +147,8 @@ def test_nothing_is_fitted_to_a_load_whose_server_took_other_steps(run: Path, tm
             repeat["server"]["steps_total"] *= 2
         summary.write_text(json.dumps(stored))
     assert kvbench("dev", "predict", folder, "--no-report") == 0
-    found = read_predictions(folder)
-    assert found is not None and len([note for note in found.notes if note.startswith("nothing is fitted to")]) == 2
+    actual = read_predictions(folder)
+    assert actual is not None and len([note for note in actual.notes if note.startswith("nothing is fitted to")]) == 2
 
 
 @pytest.mark.parametrize("error", [UsageError("no other cell"), ValueError("a mistake"), OSError("no space left")])

@@ -37,11 +37,11 @@ def measured(gpu):
 @pytest.mark.parametrize(("on", "other"), [GPUS, GPUS[::-1]])
 def test_calibrated_on_one_run_the_other_is_predicted(on, other):
     run, machine = measured(on)
-    known = fit_run(run, machine, fitted_by_default(machine, run))
+    expected = fit_run(run, machine, fitted_by_default(machine, run))
     run, machine = measured(other)
-    predicted = predict(run, dataclasses.replace(machine, calibration=known))
-    found = errors(run, predicted)
-    assert all(abs(found[name]) <= limit for name, limit in LIMITS.items()), found
+    predicted = predict(run, dataclasses.replace(machine, calibration=expected))
+    actual = errors(run, predicted)
+    assert all(abs(actual[name]) <= limit for name, limit in LIMITS.items()), actual
     near = series_errors(run, predicted)
     assert near["running"] < 3 and near.get("kv_cache_pct", 0) < 4
     plain = errors(run, predict(run, dataclasses.replace(machine, calibration=CostCalibration())))

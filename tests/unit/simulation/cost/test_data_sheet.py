@@ -86,8 +86,8 @@ def test_swaps_go_over_the_host_link_and_copies_within_the_memory():
 def test_a_calibration_adds_and_scales():
     work = StepWork(((100, 0),), 3, 3000, 1000, 4)
     plain, _ = classes("llama-3.1-8b", "H100", work, 1, CostCalibration())
-    known = CostCalibration(host_s=1e-3, host_per_sequence_s=1e-5, prompt_layer_s=1e-4, kernels=1.5)
-    taken, seconds = classes("llama-3.1-8b", "H100", work, 1, known)
+    expected = CostCalibration(host_s=1e-3, host_per_sequence_s=1e-5, prompt_layer_s=1e-4, kernels=1.5)
+    taken, seconds = classes("llama-3.1-8b", "H100", work, 1, expected)
     assert taken.schedule == pytest.approx(1.04e-3) and seconds["launches"] == pytest.approx(32e-4)
     assert taken.total == pytest.approx(1.5 * plain.total + 1.04e-3 + 32e-4)
     decode, _ = classes("llama-3.1-8b", "H100", StepWork((), 3, 3000, 1000, 3), 1, CostCalibration(prompt_layer_s=1e-4))

@@ -169,8 +169,8 @@ def test_tables_are_found_by_device_model_and_split(tmp_path, folder):
     collection = tmp_path / "ops"
     (collection / "RTXPRO6000" / "Llama-3.1-8B" / "tp2").mkdir(parents=True)
     (collection / "RTXPRO6000" / "Llama-3.1-8B" / "tp2" / "dense.csv").write_text("")
-    found = find_tables(collection, "RTX-PRO-6000", "llama-3.1-8b", 2)
-    assert found == collection / "RTXPRO6000" / "Llama-3.1-8B" / "tp2"
+    actual = find_tables(collection, "RTX-PRO-6000", "llama-3.1-8b", 2)
+    assert actual == collection / "RTXPRO6000" / "Llama-3.1-8B" / "tp2"
     assert find_tables(folder, "any", "any", 1) == folder
     with pytest.raises(UsageError, match="tp2"):
         find_tables(collection, "RTX-PRO-6000", "llama-3.1-8b", 1)

@@ -36,7 +36,7 @@ def measured(load: ReplayedLoad, noise: float = 0.0, seed: int = 0) -> MeasuredS
     """The load as an engine with the known costs computes it; ``noise``: standard deviation of a step's time."""
     real = replay(load, UnitCostModel(KNOWN, load.config.kv_cache_dtype))
     works, ends, ended = works_of(load)
-    at = step_ends(ends, ended, [each.times for each in real])
+    at = step_ends(ends, ended, [one.times for one in real])
     steps = unit_costs.measured(load.config.kv_cache_dtype, works, at, 0.0)
     rng = np.random.default_rng(seed)
     return replace(steps, seconds=steps.seconds * np.exp(rng.normal(0.0, noise, len(steps.seconds))))
@@ -51,21 +51,21 @@ def loads() -> list[ReplayedLoad]:
 
 
 def test_known_costs_are_found_from_the_times_of_the_tokens_alone(loads: list[ReplayedLoad]) -> None:
-    found = fit_unit_costs(measured(load) for load in loads)
+    actual = fit_unit_costs(measured(load) for load in loads)
     for name, seconds in COSTS.items():
-        assert found.units[name] == pytest.approx(seconds, rel=0.02), name
-    assert found.context == pytest.approx(KNOWN.context, rel=0.02)
+        assert actual.units[name] == pytest.approx(seconds, rel=0.02), name
+    assert actual.context == pytest.approx(KNOWN.context, rel=0.02)
 
 
 def test_a_load_with_memory_short_is_predicted_from_others_although_every_step_is_noisy(
     loads: list[ReplayedLoad],
 ) -> None:
-    found = fit_unit_costs(measured(load, noise=0.1, seed=i) for i, load in enumerate(loads))
+    actual = fit_unit_costs(measured(load, noise=0.1, seed=i) for i, load in enumerate(loads))
     other = load_of(9, 16, kv_budget="20MiB")
-    ours, real = predicted_metrics(other, found), predicted_metrics(other, KNOWN)
+    ours, real = predicted_metrics(other, actual), predicted_metrics(other, KNOWN)
     assert real.completed == 24
     for metric, path in (("output_throughput", None), ("ttft_ms", "p95"), ("tpot_ms", "mean"), ("itl_ms", "p95")):
-        pair = [each.value(metric if path is None else f"{metric}.{path}") for each in (ours, real)]
+        pair = [one.value(metric if path is None else f"{metric}.{path}") for one in (ours, real)]
         assert pair[0] == pytest.approx(pair[1], rel=0.04), metric
 
 
@@ -75,22 +75,22 @@ def test_interrupted_steps_do_not_become_costs_of_the_others(loads: list[Replaye
         steps = measured(load, noise=0.02)
         steps.seconds[::40] += 0.1  # another program had the core
         disturbed.append(steps)
-    found = fit_unit_costs(disturbed)
+    actual = fit_unit_costs(disturbed)
     again = 0.0
     for load in loads:
-        timer = UnitCostModel(found, load.config.kv_cache_dtype)
+        timer = UnitCostModel(actual, load.config.kv_cache_dtype)
         again += sum(timer(work).total for work in works_of(load)[0])
-    assert again == pytest.approx(sum(each.seconds.sum() for each in disturbed), rel=1e-6)  # the time is all there,
-    shares = [found.units[name] / COSTS[name] for name in ("token", "prefill pair")]
+    assert again == pytest.approx(sum(one.seconds.sum() for one in disturbed), rel=1e-6)  # the time is all there,
+    shares = [actual.units[name] / COSTS[name] for name in ("token", "prefill pair")]
     assert max(shares) / min(shares) == pytest.approx(1.0, abs=0.15)  # spread over all costs alike
 
 
 def test_a_kv_dtype_that_no_load_had_is_charged_as_auto_and_said(loads: list[ReplayedLoad]) -> None:
-    found = fit_unit_costs(measured(load) for load in loads[:3])
-    assert not UnitCostModel(found, "auto").notes() and UnitCostModel(found, "int8_per_token_head").notes()
+    actual = fit_unit_costs(measured(load) for load in loads[:3])
+    assert not UnitCostModel(actual, "auto").notes() and UnitCostModel(actual, "int8_per_token_head").notes()
     works, _, _ = works_of(loads[3])
-    assert [UnitCostModel(found, "int8_per_token_head")(w).total for w in works] == [
-        UnitCostModel(found, "auto")(w).total for w in works
+    assert [UnitCostModel(actual, "int8_per_token_head")(w).total for w in works] == [
+        UnitCostModel(actual, "auto")(w).total for w in works
     ]
 
 

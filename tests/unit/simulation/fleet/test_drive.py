@@ -37,7 +37,7 @@ def spec(index: int, prompt: int = 10, output: int = 5, arrival: float | None = 
 
 def run(specs: list, replicas: list[Replica] | None = None, **how: object) -> list[EndedRequest]:
     ended: list[EndedRequest] = []
-    conversations = [each if isinstance(each, list) else [each] for each in specs]
+    conversations = [item if isinstance(item, list) else [item] for item in specs]
     Drive(replicas or [a_replica()], conversations, ended.append, **how).run()
     return sorted(ended, key=lambda one: one.spec.index)
 
@@ -65,7 +65,7 @@ def test_an_open_loop_sends_whatever_the_engine_does_and_a_closed_one_waits_for_
     specs = [spec(i, 10, 20, arrival=i * 1.1 * STEP) for i in range(12)]
     opened = run(specs)
     closed = run(specs, users=2)
-    assert [one.sent for one in opened] == [each.arrival_s for each in specs]
+    assert [one.sent for one in opened] == [item.arrival_s for item in specs]
     assert max(one.times[-1] for one in opened) == pytest.approx((13 + 20) * STEP)  # the last comes in step 13
     assert max(one.times[-1] for one in closed) == pytest.approx(6 * 20 * STEP)
 
@@ -128,14 +128,14 @@ def test_the_engine_does_what_it_does_without_a_clock(mode: str) -> None:
     replica, other = (a_replica(budget=400_000, **settings) for _ in range(2))
     run(specs, [replica])
     bare = Engine(other.engine.config, ReplayExecutor(0, VOCAB, num_eos=0), other.engine.kv, lambda: 0.0)
-    for each in specs:
-        params = SamplingParams(each.max_tokens, temperature=0.0, ignore_eos=True)
-        bare.add_request(Request(str(each.index), each.prompt_token_ids or (), params))
+    for item in specs:
+        params = SamplingParams(item.max_tokens, temperature=0.0, ignore_eos=True)
+        bare.add_request(Request(str(item.index), item.prompt_token_ids or (), params))
     while bare.has_work():
         bare.step()
-    found, expected = ({k: v for k, v in vars(engine.stats()).items() if not k.endswith("seconds") and k != "counters"}
+    actual, expected = ({k: v for k, v in vars(engine.stats()).items() if not k.endswith("seconds") and k != "counters"}
                        for engine in (replica.engine, bare))  # fmt: skip
-    assert found == expected and found["num_preemptions"] > 0
+    assert actual == expected and actual["num_preemptions"] > 0
     assert replica.engine.stats().prefix_cache_hits == bare.stats().prefix_cache_hits > 0
 
 
@@ -190,9 +190,9 @@ def test_prefix_aware_routing_leaves_a_replica_that_is_overloaded() -> None:
 
 
 def test_of_two_replicas_that_hold_a_prefix_the_less_loaded_one_is_chosen() -> None:
-    every = shared(1, 8, gap=0.0)
+    whole = shared(1, 8, gap=0.0)
     specs = [
-        RequestSpec(r.index, "x", r.prompt_token_ids, None, 4, arrival_s=5.0 * (i > 1)) for i, r in enumerate(every)
+        RequestSpec(r.index, "x", r.prompt_token_ids, None, 4, arrival_s=5.0 * (i > 1)) for i, r in enumerate(whole)
     ]
     ended = run(specs, fleet(2, enable_prefix_caching=True), router=ROUTERS["prefix-aware"]())
     assert [one.replica for one in ended] == [0, 1] * 4 and [one.cached for one in ended] == [0, 0] + [160] * 6

@@ -49,8 +49,8 @@ def test_the_buddy_allocator_tiles_the_slab_and_joins_all_blocks_again(size, ste
         elif taken:
             slab.give(*taken.pop(number % len(taken)))
         slab.check_integrity(taken)
-    for each in taken:
-        slab.give(*each)
+    for one in taken:
+        slab.give(*one)
     slab.check_integrity([])
     assert (slab.largest_hole, slab.free) == (whole, size)
     assert whole == 2 ** (size.bit_length() - 1)

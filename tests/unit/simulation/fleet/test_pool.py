@@ -61,8 +61,8 @@ def test_no_process_outlives_an_interrupt(how: signal.Signals) -> None:
         end = time.monotonic() + 20
         workers: list[psutil.Process] = []
         while len(workers) < 2 and time.monotonic() < end:
-            found = psutil.Process(parent.pid).children(recursive=True)
-            workers = [each for each in found if "spawn_main" in " ".join(each.cmdline())]
+            actual = psutil.Process(parent.pid).children(recursive=True)
+            workers = [one for one in actual if "spawn_main" in " ".join(one.cmdline())]
             time.sleep(0.05)
         assert len(workers) == 2
         time.sleep(0.3)  # the workers have begun

@@ -42,8 +42,8 @@ def engine_hits(prompts: list[tuple[int, ...]], num_pages: int, users: int | Non
     assert replica.engine.capacity.num_pages == num_pages
     ended: dict[int, EndedRequest] = {}
     specs = [[RequestSpec(i, "all", ids, None, 1, arrival_s=0.0)] for i, ids in enumerate(prompts)]
-    Drive([replica], specs, lambda each: ended.__setitem__(each.spec.index, each), users=users).run()
-    assert all(each.error is None for each in ended.values())
+    Drive([replica], specs, lambda one: ended.__setitem__(one.spec.index, one), users=users).run()
+    assert all(one.error is None for one in ended.values())
     return [ended[i].cached // page_size for i in range(len(prompts))]
 
 

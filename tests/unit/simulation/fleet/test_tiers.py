@@ -48,7 +48,7 @@ def test_lru_tiers_hit_what_one_lru_of_their_pages_hits(prompts, dram, ssd):
     cache = TieredCache([HBM_PAGES, dram, ssd])
     tiers = [cache.serve(ids) for ids in trace.page_ids]
     for last, pages in enumerate((HBM_PAGES, HBM_PAGES + dram, HBM_PAGES + dram + ssd)):
-        hits = [sum(tier <= last for tier in found) for found in tiers]
+        hits = [sum(tier <= last for tier in actual) for actual in tiers]
         assert hits == replay(trace, pages).hits.tolist()
 
 
@@ -68,12 +68,12 @@ def plain_tiers(prompts: list[list[int]], sizes: list[int], policy: str) -> list
             del held[tier][out]
             put(tier + 1, out)
 
-    found = []
+    actual = []
     for prompt in prompts:
         uses.update(prompt)
         where = [next((t for t, pages in enumerate(held) if page in pages), None) for page in prompt]
         run = where.index(None) if None in where else len(where)
-        found.append(where[:run])
+        actual.append(where[:run])
         for page in prompt:
             for pages in held[1:]:
                 pages.pop(page, None)
@@ -85,7 +85,7 @@ def plain_tiers(prompts: list[list[int]], sizes: list[int], policy: str) -> list
                 put(1, out)
         for page in reversed(prompt):
             held[0].move_to_end(page)
-    return found
+    return actual
 
 
 @settings(max_examples=80, deadline=None)
@@ -117,13 +117,13 @@ def test_hits_never_fall_when_a_tier_grows(prompts, dram, more):
 
 def test_a_frequent_page_outlives_recent_ones_with_lfu_and_not_with_lru():
     often, once = [[0], [0], [0]], [[1], [2], [3], [4]]
-    found = {}
+    actual = {}
     for policy in ("lru", "lfu"):
         cache = TieredCache([1, 2], policy)
         for ids in often + once:
             cache.serve(ids)
-        found[policy] = cache.serve([0])
-    assert found == {"lru": [], "lfu": [1]}
+        actual[policy] = cache.serve([0])
+    assert actual == {"lru": [], "lfu": [1]}
 
 
 MACHINE = Machine(plan_model("llama-3.1-8b"), find_gpu("H100"))
@@ -228,9 +228,9 @@ def test_cache_sim_prints_the_tiers(capsys, trace_file, tmp_path):
     page = tmp_path / "tiers.html"
     asked = (trace_file, "--tiers", f"hbm={six_mib},dram={six_mib}", *ON)
     code, out, _ = run(capsys, *asked, "--json", "--html", str(page))
-    found = json.loads(out)
-    assert code == 0 and found["simulated"] and page.stat().st_size > 10_000
-    assert [(t["tier"], t["num_pages"], t["page_hits"]) for t in found["tiers"]] == [("hbm", 3, 0), ("dram", 3, 5)]
+    actual = json.loads(out)
+    assert code == 0 and actual["simulated"] and page.stat().st_size > 10_000
+    assert [(t["tier"], t["num_pages"], t["page_hits"]) for t in actual["tiers"]] == [("hbm", 3, 0), ("dram", 3, 5)]
     code, out, _ = run(capsys, *asked)
     assert code == 0 and "DRAM" in out
 
