@@ -1,4 +1,4 @@
-"""Runs of sweeps read from disk, and the series made of them: one metric of one cell on one machine over time.
+"""Reads stored runs, and makes series of them: one metric of one cell on one machine over time.
 
 A run is in results/<workload>/<run>/, or what ``kvbench history add`` kept of it: only manifest.json and
 cells/*/summary.json are read. A run that cannot be read is skipped with a note.
@@ -44,7 +44,7 @@ def trend_figures() -> list[Figure]:
     added = [metric for metric in METRICS.values() if metric.name not in SHIPPED]
     plain = [figure(name) for name in _NAMES]
     plain += [Figure(metric, statistic) for metric in added for statistic in metric.statistics or ("",)]
-    return [each for one in plain for each in ((one.of_steady(True), one) if one.metric.steady else (one,))]
+    return [window for one in plain for window in ((one.of_steady(True), one) if one.metric.steady else (one,))]
 
 
 def title_of(shown: Figure) -> str:
@@ -140,7 +140,7 @@ class Series:
 
     @property
     def change(self) -> float | None:
-        """The change between the last two counted runs: new / old - 1; None without two, or where old is 0."""
+        """The change between the last two counted runs: new / old - 1, None where old is 0."""
         last = [point.value for point in self.counted[-2:]]
         return last[1] / last[0] - 1 if len(last) == 2 and last[0] else None
 
@@ -216,7 +216,7 @@ def own_runs(paths: Sequence[Path], runs: Sequence[StoredRun]) -> tuple[list[Sto
 
 
 def read_runs(folders: Iterable[Path]) -> tuple[list[StoredRun], list[str]]:
-    """The runs of sweeps in ``folders`` in the order of their start, each once, and notes on those that are skipped."""
+    """Reads the runs of sweeps, each once and ordered by their start, with notes on those that are skipped."""
     runs: dict[tuple[str, str, datetime], StoredRun] = {}
     notes: list[str] = []
     others: Counter[str] = Counter()

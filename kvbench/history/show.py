@@ -1,4 +1,4 @@
-"""Which runs and series of a history are shown, as tables in a terminal and as JSON; the page is page.py."""
+"""Chooses what a history shows, and writes it as tables and as JSON; the page is page.py."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def view(paths: Sequence[Path], selection: Selection) -> View:
 
 
 def _compare_one_window(trends: dict[SeriesKey, Trend]) -> None:
-    """Keeps the drift of the steady window if release and newest run have one, else that of the whole run of both."""
+    """Keeps the steady window's drift where release and newest run have one, else that of the whole run."""
     for key, whole in trends.items():
         steady = trends.get(key.of_steady(), whole)
         if steady is not whole and steady.drift and whole.drift:

@@ -264,7 +264,7 @@ def _attempt_findings(state: CompareState) -> tuple[Finding, ...]:
     if given_up is None or (failing and failing[0].outcome == FAIL):
         return failing
     attempts = [attempt for attempt in state.voids if (attempt.pair, attempt.turn) == (given_up.pair, given_up.turn)]
-    attempts = [each for each in attempts if each.resume == attempts[-1].resume]  # those that it was given up after
+    attempts = [attempt for attempt in attempts if attempt.resume == attempts[-1].resume]  # only those of its last try
     turn, details = given_up.turn, tuple(map(_attempt_line, attempts))
     many = plural(len(attempts), "attempt")
     text, title = say("conclude.given_up", turn=turn, attempts=many, last=attempts[-1]), "conclude.given_up_title"

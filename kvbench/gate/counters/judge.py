@@ -208,10 +208,10 @@ def judge(
             cause=cause,
             moved=say("counters.moved", bool(most), counters=and_more(most)),
         )
-    if outcome == FAIL and not any(each.error for each in results):
+    if outcome == FAIL and not any(result.error for result in results):
         common["accept"] = commands.accept()
     facts = {"scenarios": len(present), "steps": steps, "counters": len(COUNTERS)}
-    findings = tuple(_with_commands(each, commands) for each in results)
+    findings = tuple(_with_commands(result, commands) for result in results)
     return Verdict(SUITE, outcome, sentence, findings, moved=moved, notes=tuple(notes), facts=facts, **common)
 
 

@@ -175,7 +175,7 @@ def hypotheses(table: PairTable) -> Hypotheses:
     """
     made: list[HarmHypothesis] = []
     notes: list[str] = []
-    one_sided = {(each.cell, each.metric) for each in table.one_sided}
+    one_sided = {(entry.cell, entry.metric) for entry in table.one_sided}
     for index, metric in enumerate(table.metrics):
         groups: dict[str, list[int]] = {}
         for c, name in enumerate(table.cells):

@@ -82,7 +82,7 @@ def _findings(verdict: Verdict, outcome: str, title: str, rows: int) -> list[str
         lines.append(f"- {escape(text, _SENTENCE)}")
         if i < DETAILED:
             lines += [f"  - {escape(detail, _DETAIL)}" for detail in finding.details[:8]]
-            lines += [f"  - {each}" for each in _more(len(finding.details) - 8, "lines")[1:]]
+            lines += [f"  - {line}" for line in _more(len(finding.details) - 8, "lines")[1:]]
     return [*lines, *_more(len(findings) - rows, title.lower()), ""]
 
 

@@ -87,8 +87,8 @@ def verdict_benchmarks(verdict: Verdict) -> list[Benchmark]:
         if not wording.is_number(f.candidate) or f.higher_is_better is None:
             continue
         low, high = f.interval or (None, None)
-        known = all(map(wording.is_number, (f.base, low, high)))
-        half = abs(f.base) * (high - low) / 2 if known else None
+        has_interval = all(map(wording.is_number, (f.base, low, high)))
+        half = abs(f.base) * (high - low) / 2 if has_interval else None
         extra = f"{wording.LABELS[f.outcome]}\n{wording.line(f.sentence)}"
         benchmarks.append(Benchmark(f.id, f.unit or "", f.candidate, half, extra, f.higher_is_better))
     return benchmarks

@@ -213,7 +213,7 @@ def fact(value: object, name: str = "") -> str:
     if isinstance(value, int | float):
         return str(value) if name.endswith("seed") else number(value)
     if isinstance(value, list | tuple):
-        return ", ".join(fact(each, name) for each in value)
+        return ", ".join(fact(entry, name) for entry in value)
     if isinstance(value, dict):
-        return ", ".join(f"{line(key)} {fact(each, str(key))}" for key, each in value.items())
+        return ", ".join(f"{line(key)} {fact(entry, str(key))}" for key, entry in value.items())
     return line(value) if value is not None else NONE
