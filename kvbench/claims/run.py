@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvbench.claims.catalogue import OTHERS, Claim, Finding
+from kvbench.claims.catalogue import OTHERS, Claim, ClaimFacts
 from kvbench.claims.judges import UNDECIDED, ClaimVerdict
 from kvbench.claims.measure import NARROW, WorkloadFacts, measure
 from kvbench.claims.results import FILE, ClaimResult, ClaimsResult, Engines
@@ -48,7 +48,7 @@ class ClaimsRun:
     say: Callable[[str], None]
     check: Callable[[], None]
     result: ClaimsResult | None = None
-    _measured: dict[str, Finding] = field(default_factory=dict)  # measurement -> what judges look at
+    _measured: dict[str, ClaimFacts] = field(default_factory=dict)  # measurement -> what judges look at
     _failed: dict[str, str] = field(default_factory=dict)  # measurement -> why
     _verdicts: dict[str, ClaimVerdict] = field(default_factory=dict)
 

@@ -179,7 +179,9 @@ class OtherKind(ValueError):
 
 def command_of(kind: object) -> str:
     """The command that wrote a manifest of this ``kind``, for a message; a path is a script of the repository."""
-    return f"`{kind}`" if "/" in str(kind) else f"`kvbench {kind}`"
+    if "/" in str(kind):
+        return f"`{kind}`"
+    return f"`kvbench {kind}`"
 
 
 def find_runs(paths: Sequence[Path]) -> list[Path]:
@@ -304,7 +306,7 @@ def _place(manifest: Manifest) -> tuple[tuple[str, str], ...]:
     model: Any = manifest.model or declared
     if isinstance(model, Mapping):
         model = next((model[key] for key in ("name", "config", "path") if model.get(key)), None)
-    profile = f"profile {manifest.profile}" if manifest.profile else None
+    profile = manifest.profile and f"profile {manifest.profile}"
     if manifest.simulated:  # on any machine: what counts is what it is a simulation of
         facts = {"device": manifest.device, "model": model, "profile": profile}
         facts |= {name: getattr(manifest.simulated, name) for name in ("cost_model", "ops", "calibration")}
@@ -312,7 +314,7 @@ def _place(manifest: Manifest) -> tuple[tuple[str, str], ...]:
         cpu = manifest.cpu
         facts = {
             "cpu": cpu.model,
-            "cores": f"{cpu.cores} cores" if cpu.cores else None,
+            "cores": cpu.cores and f"{cpu.cores} cores",
             "gpu": " + ".join(str(gpu.name) for gpu in manifest.gpus),
             "device": manifest.device if manifest.device != cpu.model else None,
             "backend": manifest.backend if manifest.backend != "kvbench" else None,

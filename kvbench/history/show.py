@@ -36,7 +36,7 @@ NARROWEST = 0.05  # of the middle value: a smaller spread is drawn within this r
 
 
 @dataclass(frozen=True)
-class Selection:
+class SeriesSelection:
     """A choice of series; an empty tuple selects all. ``last``: at most so many runs of a series."""
 
     workloads: tuple[str, ...] = ()
@@ -104,12 +104,14 @@ class View:
         return drift_sentence(self.drifts, any(trend.release for trend in self.trends))
 
 
-def view(paths: Sequence[Path], selection: Selection) -> View:
+def view(paths: Sequence[Path], selection: SeriesSelection) -> View:
     """Raises UsageError for paths or a release that do not exist."""
     runs, notes = read_runs(find_runs(paths))
     runs, left_out = own_runs(paths, runs)
     notes += left_out
-    releases = find_releases(runs, selection.release) if runs else Releases()
+    releases = Releases()
+    if runs:
+        releases = find_releases(runs, selection.release)
     chosen = [series for series in all_series(runs) if selection.selects(series.key)]
     definitions: dict[tuple[object, ...], set[str]] = {}
     for key in (series.key for series in chosen):
@@ -144,7 +146,7 @@ def _compare_one_window(trends: dict[SeriesKey, Trend]) -> None:
 
 
 def value_text(shown: Figure, value: float) -> str:
-    return shown.text(value) + (" tok/s" if shown.unit == "tokens/s" else "")
+    return shown.text(value) + " tok/s" * (shown.unit == "tokens/s")
 
 
 def change_text(change: float | None) -> str:

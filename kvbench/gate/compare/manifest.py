@@ -67,9 +67,11 @@ def new_comparison(
     if differences and not request.force:
         raise UsageError(say("equal.stored", differences="; ".join(differences)))
     running = any(side.choice.runs_already for workload in workloads for side in workload.sides.values())
-    doubt = say("equal.one_launch") if running else None
+    doubt = None
     if stored:
         doubt = say("equal.not_random")
+    elif running:
+        doubt = say("equal.one_launch")
     folder = CompareFolder(create_run(request.output_dir, KIND, git_state()["short_sha"]).path, stored)
     resolved = {w.name: {side: dict(w.sides[side].choice.workload.resolved) for side in SIDES} for w in workloads}
     named = {side: sides[side].facts.model_copy(update={"name": sides[side].name}) for side in SIDES}
@@ -172,7 +174,7 @@ def server_differences(left: ServerInfo, right: ServerInfo, varied: frozenset[st
     fingerprints = [server.fact("model", "weights_fingerprint") for server in (left, right)]
     if not all(fingerprints) and "model" not in varied:
         paths = [server.fact("model", "name") or server.fact("served_model", "name") for server in (left, right)]
-        compared.append(("model", *(PurePosixPath(str(path)).name if path else None for path in paths)))
+        compared.append(("model", *(path and PurePosixPath(str(path)).name for path in paths)))
     names = sorted(left.versions)
     compared += [
         (say("equal.version", name=n), *(server.fact("versions", n) for server in (left, right))) for n in names

@@ -190,7 +190,7 @@ def _begin(plan: _Plan, workloads: Sequence[PairedWorkload]) -> tuple[CompareFol
     """Makes the folder of a new comparison."""
     request, rules = plan.request, plan.policy.timing
     method, why = choose_method(request.method, workloads)
-    notes = [why] if why else []
+    notes = list(filter(None, [why]))
     if plan.subcommand == COMPARE:
         names = [workload.name for workload in workloads]
         notes = [*noise_notes(request, names, method, rules), *notes]
@@ -312,7 +312,7 @@ class ComparisonRun:
                 self.check, self.show = work.check, _Elapsed(status)
                 if self.state.method == LOCKSTEP:
                     stopped = self._measure()
-                    stopped = (self._check_served() if self.stop_early else None) or stopped
+                    stopped = (self.stop_early and self._check_served()) or stopped
                 else:
                     stopped = self._compile() or self._measure()
             return self.finish(stopped)

@@ -131,7 +131,9 @@ def first_difference(was: Mapping[str, Sequence[int]], now: Mapping[str, Sequenc
     names = sorted({*was, *now}, key=lambda name: (_CAUSES.index(name) if name in _CAUSES else len(_CAUSES), name))
 
     def at(history: Mapping[str, Sequence[int]], index: int) -> dict[str, int]:
-        return {name: history[name][index] if name in history else 0 for name in names} if index >= 0 else {}
+        if index < 0:
+            return {}
+        return {name: history[name][index] if name in history else 0 for name in names}
 
     both = min(old, new)
     for index in range(both):
@@ -139,7 +141,9 @@ def first_difference(was: Mapping[str, Sequence[int]], now: Mapping[str, Sequenc
         if left != right:
             changes = tuple(Change(name, left[name], right[name]) for name in names if left[name] != right[name])
             return FirstDifference(index + 1, changes, at(now, index - 1))
-    return None if old == new else FirstDifference(both + 1, (), at(now, both - 1), longer=new > old)
+    if old == new:
+        return None
+    return FirstDifference(both + 1, (), at(now, both - 1), longer=new > old)
 
 
 @dataclass(frozen=True)

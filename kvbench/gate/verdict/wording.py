@@ -86,12 +86,16 @@ def percent(fraction: float | None, signed: bool = True, sign: str = " %") -> st
 
 def share(fraction: float | None) -> str:
     """0.04 -> 4 %, for limits and what is compared with them; ``nothing`` for None."""
-    return "nothing" if fraction is None else f"{fraction * 100:.3g} %"
+    if fraction is None:
+        return "nothing"
+    return f"{fraction * 100:.3g} %"
 
 
 def interval(ends: tuple[float, float] | None) -> str:
     """[+9.20, +11.0] in percent; empty without one."""
-    return "" if ends is None else "[" + ", ".join(percent(end, sign="") for end in ends) + "]"
+    if ends is None:
+        return ""
+    return "[" + ", ".join(percent(end, sign="") for end in ends) + "]"
 
 
 def probability(p: float | None) -> str:
