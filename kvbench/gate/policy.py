@@ -30,6 +30,7 @@ from pydantic import (
 )
 
 from kvbench.common.errors import UsageError
+from kvbench.common.parsing import kind_of
 from kvbench.common.records import Record
 from kvbench.common.schema import StrictModel, explain
 from kvbench.common.text import parse_bytes
@@ -135,7 +136,7 @@ def load_policy(path: Path | str | None) -> Policy:
         raise UsageError(say("policy.unreadable", path=source, error=error)) from None
     data = parse_yaml(text, source)
     if not isinstance(data, dict | None):
-        raise UsageError(say("policy.no_mapping", path=source, type=type(data).__name__))
+        raise UsageError(say("policy.no_mapping", path=source, kind=kind_of(data)))
     try:
         file = _PolicyFile.model_validate(data or {})
     except ValidationError as error:

@@ -39,9 +39,9 @@ class DrivenLoad:
     locust: LocustTotals | None = None
 
 
-def most_in_flight(samples: Sequence[Sample]) -> int:
-    """The most requests that were between send and end at one moment (an end and a start at once: one of them)."""
-    moments = [(s.ts, 1) for s in samples] + [(s.end, -1) for s in samples]
+def most_in_flight(starts: Sequence[float], ends: Sequence[float]) -> int:
+    """Counts the most requests between send and end at one moment (an end and a start at once: one of them)."""
+    moments = [(start, 1) for start in starts] + [(end, -1) for end in ends]
     return int(np.cumsum([step for _, step in sorted(moments)]).max(initial=0)) if moments else 0
 
 
@@ -89,7 +89,7 @@ def _outcome_of(spec: LoadSpec, requests: RequestList, driven: DrivenLoad, ended
         completed=sum(s.completion.ok for s in samples),
         failed=sum(s.sent and not s.completion.ok for s in samples),
         incomplete=missing > 0 or not ended_well,
-        max_in_flight=most_in_flight(samples),
+        max_in_flight=most_in_flight([s.ts for s in samples], [s.end for s in samples]),
         client=client.model_copy(update=asked),
         prompt_tokens_added=(min(added), float(np.median(added)), max(added)) if added else None,
         invalid_reasons=(*validity.invalid_reasons(client, missing), *driven.reasons, *of_server),

@@ -16,11 +16,12 @@ from markupsafe import Markup
 from kvbench.common import text as words
 from kvbench.common.errors import UsageError
 from kvbench.common.files import write_text
+from kvbench.report.cells import flat_rows
 from kvbench.report.document import Document
 from kvbench.report.next_steps import NextStep
 from kvbench.report.samples import OutputSamples
 from kvbench.report.style import Drawing
-from kvbench.report.tables import Section, Value, flat_rows
+from kvbench.report.tables import Section, Value
 from kvbench.report.wording import say
 
 # The npm package plotly.js-cartesian-dist-min in the version that the pinned Python plotly has: a third of the whole

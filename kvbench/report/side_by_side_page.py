@@ -12,10 +12,10 @@ from kvbench.common import text as words
 from kvbench.common.files import write_text
 from kvbench.effects.comparison import MARGINS, Call, Comparison, contradicts
 from kvbench.metrics.definitions import SERVED, compared, figure
-from kvbench.report import kv
 from kvbench.report.answers import joined
+from kvbench.report.cells import uncertain_note
 from kvbench.report.comparisons import JUDGED, THROUGHPUT, against, is_steady, marked, median, sized
-from kvbench.report.figures import distributions, effects
+from kvbench.report.figures import distributions, effects, kv
 from kvbench.report.page import escape, render
 from kvbench.report.provenance import brief
 from kvbench.report.side_by_side import (
@@ -29,7 +29,7 @@ from kvbench.report.side_by_side import (
     ratios,
 )
 from kvbench.report.style import CONTIGUOUS, DASHES, OTHERS, PAGED, Drawing, LineStyle
-from kvbench.report.tables import MEDIANS, UNCERTAIN, UNCERTAIN_NOTE, Value, mark_of
+from kvbench.report.tables import MEDIANS, UNCERTAIN, Value, mark_of
 from kvbench.report.wording import say
 from kvbench.runs.model import MeasuredCell
 
@@ -259,7 +259,7 @@ def _difference_heads(groups: Sequence[Group]) -> tuple[str, ...]:
 
 
 def _ratio_note() -> str:
-    return say("side_by_side.ratio_note", uncertain=UNCERTAIN_NOTE)
+    return say("side_by_side.ratio_note", uncertain=uncertain_note())
 
 
 def markdown(groups: Sequence[Group]) -> str:

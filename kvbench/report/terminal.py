@@ -9,10 +9,11 @@ from rich.text import Text
 
 from kvbench.common.console import make_table
 from kvbench.effects.comparison import Call, Comparison
+from kvbench.report.cells import served_words
 from kvbench.report.comparisons import CALLS, THROUGHPUT, TTFT, WHOLE_RUN, interval, leaders
 from kvbench.report.document import Document
 from kvbench.report.provenance import on_what
-from kvbench.report.tables import MEDIANS, Value, served_words
+from kvbench.report.tables import MEDIANS, Value
 from kvbench.report.wording import say
 from kvbench.runs.model import MeasuredCell
 

@@ -15,17 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from engine.planning import window_note
 from engine.sequence import TokenOutput
-from kvbench.common.files import utc_now, write_atomically
+from kvbench.common.files import utc_now
 from kvbench.common.foreign_cpu import MachineReport
 from kvbench.common.records import write_record
-from kvbench.load.completion import Completion
 from kvbench.load.outcome import most_in_flight
-from kvbench.load.samples import SCHEMA, Sample
 from kvbench.measure.http import TargetInstrument
 from kvbench.measure.result import ServerReadings, judge
 from kvbench.metrics.definitions import SIMULATED
@@ -37,7 +33,7 @@ from kvbench.runs.results import COST_NOTES, Capacity, LoadResult, WarmUpResult
 from kvbench.runs.server_info import ServerInfo
 from kvbench.simulation.cost.machine import Machine, SettingsByName
 from kvbench.simulation.fleet.drive import TURNAROUND_S, Drive, EndedRequest, Replica, prime
-from kvbench.simulation.fleet.recorder import row_of, with_unsent
+from kvbench.simulation.fleet.recorder import row_of, row_writer, with_unsent
 from kvbench.targets.base import ModelFacts, Target
 from kvbench.targets.builtin import known_capacity
 from kvbench.targets.prometheus import MetricsSample
@@ -170,13 +166,13 @@ class SimulatedInstrument(TargetInstrument):
         before = target.metrics()
         ended, readings = self._drive(target, point, requests)
         rows = [row_of(one) for one in with_unsent(ended, requests)]
-        with write_atomically(out / "requests.parquet") as scratch:
-            pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), scratch)
-        samples = [Sample(one.spec, 0, one.due, one.sent, (one.times or [one.sent])[-1], Completion()) for one in ended]
+        with row_writer(out / "requests.parquet") as write:
+            write(rows)
+        starts, ends = [one.sent for one in ended], [one.end for one in ended]
         notes = target.replica.cost_notes
         outcome = LoadOutcome(
             clock=CLOCK,
-            duration_s=max((sample.end for sample in samples), default=0.0),
+            duration_s=max(ends, default=0.0),
             mode=point.mode,
             concurrency=point.concurrency,
             max_concurrency=server.load.max_concurrency,
@@ -185,7 +181,7 @@ class SimulatedInstrument(TargetInstrument):
             completed=sum(one.error is None for one in ended),
             failed=sum(one.error is not None for one in ended),
             incomplete=False,
-            max_in_flight=most_in_flight(samples),
+            max_in_flight=most_in_flight(starts, ends),
             client=ClientFigures(),
             notes=requests.notes | ({COST_NOTES: notes} if notes else {}),
         )

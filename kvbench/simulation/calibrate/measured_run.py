@@ -21,6 +21,7 @@ from engine.sequence import Sequence as EngineSequence
 from kvbench.common.errors import UsageError
 from kvbench.common.files import read_json
 from kvbench.common.schema import explain
+from kvbench.metrics.rows import sequence_tpots
 from kvbench.requests.request import RequestSpec
 from kvbench.simulation.cost.machine import Machine, SettingsByName
 from kvbench.simulation.cost.tables import plain_name
@@ -173,7 +174,8 @@ def _measured(folder: Path, rows: Sequence[_RequestTimes], arrivals: Sequence[fl
 
 
 def _tpot(times: Iterable[tuple[float, float, int]]) -> np.ndarray:
-    return np.array([(last - first) / (tokens - 1) if tokens > 1 else np.nan for first, last, tokens in times])
+    """Computes the time per output token [s] of requests from their first and last token and their tokens."""
+    return np.array([sequence_tpots((first, last), None, None, tokens)[0] for first, last, tokens in times])
 
 
 def _read_file(path: Path, model: type[File]) -> File:

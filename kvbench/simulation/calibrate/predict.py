@@ -54,7 +54,6 @@ class ReplayedLoad:
 
     users: of a closed loop; None: requests are sent at their arrivals, at most ``most_in_flight`` at a time
     primed: the shared prefixes were sent once before the load
-    turnaround_s: 0 in engine time
     """
 
     config: EngineConfig
@@ -64,7 +63,6 @@ class ReplayedLoad:
     users: int | None
     most_in_flight: int | None = None
     primed: bool = False
-    turnaround_s: float = TURNAROUND_S
 
     @property
     def repeats_its_steps(self) -> bool:
@@ -89,7 +87,7 @@ def replay(
         ended.append,
         users=load.users,
         most_in_flight=load.most_in_flight,
-        turnaround_s=load.turnaround_s,
+        turnaround_s=TURNAROUND_S,
         began=replica.clock.now,
         on_step=lambda replica, outputs: on_step(replica.clock.now),
     ).run()

@@ -133,6 +133,11 @@ class EndedRequest:
     unsent: int = 0
 
     @property
+    def end(self) -> float:
+        """When its last chunk came, or it was refused [s]."""
+        return self.times[-1] if self.times else self.sent
+
+    @property
     def output_tokens(self) -> int:
         return sum(self.tokens) if self.tokens else len(self.times)
 

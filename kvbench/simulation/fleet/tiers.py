@@ -35,6 +35,7 @@ from kvbench.capacity.model import plan_model
 from kvbench.capacity.weights import weights_of
 from kvbench.common.errors import UsageError, as_usage_error
 from kvbench.common.text import format_bytes, parse_bytes
+from kvbench.metrics.latency import distribution
 from kvbench.simulation.cost.machine import Machine
 from kvbench.simulation.wording import sentence
 from kvbench.trace_analysis.cache_sim import PagedPrefixes, PrefixNodes, hit_rates
@@ -324,9 +325,8 @@ def simulate_tiers(trace: Trace, times: FirstTokens, policy: str = "lru", warm_u
     """Replays ``trace`` without a cache, with HBM, and with one tier after another. ValueError as ``hit_rates``."""
     hit_rates(trace, trace.pages * 0, warm_up)  # raises at once if no request is left to count
     num_pages, pages = [times.pages_of(tier) for tier in times.tiers], int(trace.pages[warm_up:].sum())
-    alone = [times.of(int(tokens), ())[0] for tokens in trace.prompt_tokens[warm_up:]]
-    mean, p95 = _mean_and_p95(alone)
-    no_cache, values = {"mean_ttft_s": mean, "p95_ttft_s": p95}, []
+    alone = distribution([times.of(int(tokens), ())[0] for tokens in trace.prompt_tokens[warm_up:]])
+    ttft, values = alone, []
     for last, tier in enumerate(times.tiers):
         cache, seconds, hits, loaded = TieredCache(num_pages[: last + 1], policy), [], 0, 0
         for index, (tokens, page_ids) in enumerate(zip(trace.prompt_tokens.tolist(), trace.page_ids, strict=True)):
@@ -336,11 +336,11 @@ def simulate_tiers(trace: Trace, times: FirstTokens, policy: str = "lru", warm_u
                 seconds.append(took)
                 hits += tiers.count(last)
                 loaded += sum(tiers[i] == last for i in fetched) if last else tiers.count(0)
-        before, (mean, p95) = (mean, p95), _mean_and_p95(seconds)
+        before, ttft = ttft, distribution(seconds)
         speed, latency = (tier.bytes_per_s, tier.latency_s) if last else (None, None)
         counts = (num_pages[last], hits, hits / pages, loaded)
-        saved = (before[0] - mean, before[1] - p95)
-        values.append(TierValue(tier.name, tier.num_bytes, speed, latency, *counts, mean, p95, *saved))
+        saved = (before.mean - ttft.mean, before.p95 - ttft.p95)
+        values.append(TierValue(tier.name, tier.num_bytes, speed, latency, *counts, ttft.mean, ttft.p95, *saved))
     return TieredSimulation(
         simulated=True,
         model=times.machine.model.name,
@@ -355,13 +355,9 @@ def simulate_tiers(trace: Trace, times: FirstTokens, policy: str = "lru", warm_u
         warm_up_requests=warm_up,
         pages=pages,
         requests_longer_than_hbm=int((trace.pages[warm_up:] > num_pages[0]).sum()),
-        no_cache=no_cache,
+        no_cache={"mean_ttft_s": alone.mean, "p95_ttft_s": alone.p95},
         tiers=tuple(values),
     )
-
-
-def _mean_and_p95(seconds: Sequence[float]) -> tuple[float, float]:
-    return float(np.mean(seconds)), float(np.percentile(seconds, 95))
 
 
 def tiers_command(

@@ -114,9 +114,9 @@ def test_most_in_flight_is_that_of_counting_at_every_moment() -> None:
             Sample(RequestSpec(i, "c", (1,), None, 1), 0, a, a, b, Completion()) for i, (a, b) in enumerate(spans)
         ]
         brute = max(sum(a <= t < b for a, b in spans) for t in [a for a, _ in spans])
-        assert most_in_flight(samples) == brute
-    assert most_in_flight([]) == 0
-    assert most_in_flight([sample(0, 1.0, 2.0), sample(1, 2.0, 3.0)]) == 1  # one starts as the other ends
+        assert most_in_flight([s.ts for s in samples], [s.end for s in samples]) == brute
+    assert most_in_flight([], []) == 0
+    assert most_in_flight([1.0, 2.0], [2.0, 3.0]) == 1  # one starts as the other ends
 
 
 def test_cpu_is_limited_for_each_process_and_told_for_all() -> None:
