@@ -42,7 +42,6 @@ _ALWAYS = ("configuration", "load", "output_tokens_per_s", "failed")
 _LATENCIES = [Figure(metric, statistic) for metric in latencies() for statistic in metric.statistics]
 _OF_GROUPS = [figure(f"{which}_ms") for which in ("p50_ttft", "p95_ttft", "p50_tpot", "p95_tpot", "p95_e2el")]
 _TOKENS_A_CHUNK = "tokens a chunk"  # beside an ITL
-_TURNS = {"first": "first turn", "later": "later turns"}
 _WINDOWS = {True: "steady window", False: WHOLE_RUN}
 
 
@@ -193,9 +192,6 @@ def _failed(cell: MeasuredCell) -> Value:
     return Value(text or "0", failed, why, "worse" * bool(failed))
 
 
-# --- summary.csv ---
-
-
 def flat_rows(table: ReportTable, comparisons: Comparisons) -> list[dict[str, Any]]:
     """Returns plain numbers for summary.csv: the table of all cells plus what it abbreviates."""
     rows = []
@@ -223,9 +219,8 @@ def flat_rows(table: ReportTable, comparisons: Comparisons) -> list[dict[str, An
 
 def _identity(cell: MeasuredCell) -> dict[str, Any]:
     clock = {"clock": cell.clock} if cell.simulated else {}
-    sent = bool(cell.canaries.sent)
-    canaries = {f"canaries_{name}": getattr(cell.canaries, name) if sent else None
-                for name in ("sent", "answered", "wrong")}  # fmt: skip
+    counts = cell.canaries
+    canaries = {f"canaries_{name}": getattr(counts, name) for name in ("sent", "answered", "wrong")}
     return {
         "cell_id": cell.cell_id,
         "config_id": cell.config_id,
@@ -237,7 +232,7 @@ def _identity(cell: MeasuredCell) -> dict[str, Any]:
         "invalid_reasons": "; ".join(cell.invalid_reasons),
         "refused": "; ".join(cell.refused),
         "wrong_answers": "; ".join(cell.wrong_answers),
-        **canaries,
+        **(canaries if counts.sent else dict.fromkeys(canaries)),
         "repeats": len(cell.repeats),
         "invalid_repeats": len(cell.invalid_repeats),
         "completed": cell.count("completed"),
@@ -367,7 +362,8 @@ def group_parts(cells: Sequence[MeasuredCell]) -> tuple[Section, ...]:
     classes = _group_table(cells, "class", {})
     if len({row.group for row in classes.rows}) < 2:
         classes = NO_TABLE
-    turns, raw = _group_table(cells, "turn", _TURNS), say("cells.raw_samples")
+    turns = _group_table(cells, "turn", {"first": "first turn", "later": "later turns"})
+    raw = say("cells.raw_samples")
     return (
         Section("classes", "By class of request", classes, f"{raw} {uncertain_note()}"),
         Section("turns", "By turn of the conversation", turns, raw),
