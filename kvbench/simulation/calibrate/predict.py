@@ -77,6 +77,7 @@ def replay(
     replica = Replica(load.config, load.capacity, load.vocab_size, step_time)
     if load.primed:
         prime(replica, distinct_prefixes(load.requests))
+        replica.rewind()
     turns = conversations(load.requests)
     if load.users is None:
         turns.sort(key=lambda requests: requests[0].arrival_s or 0.0)
@@ -88,7 +89,6 @@ def replay(
         users=load.users,
         most_in_flight=load.most_in_flight,
         turnaround_s=TURNAROUND_S,
-        began=replica.clock.now,
         on_step=lambda replica, outputs: on_step(replica.clock.now),
     ).run()
     return sorted(ended, key=lambda end: end.spec.index)
