@@ -77,7 +77,6 @@ def replay(
     replica = Replica(load.config, load.capacity, load.vocab_size, step_time)
     if load.primed:
         prime(replica, distinct_prefixes(load.requests))
-        replica.rewind()
     turns = conversations(load.requests)
     if load.users is None:
         turns.sort(key=lambda requests: requests[0].arrival_s or 0.0)

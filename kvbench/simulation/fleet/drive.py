@@ -160,9 +160,10 @@ class _RequestInFlight:
 
 
 def prime(replica: Replica, prefixes: Iterable[tuple[int, ...]]) -> None:
-    """Computes the prompts one after another, unmeasured, so that the prefix cache holds them."""
+    """Computes the prompts one after another, so that the prefix cache holds them, and sets the clock back to 0."""
     turns = [[RequestSpec(i, "prefix", ids, None, 1)] for i, ids in enumerate(prefixes)]
     Drive([replica], turns, lambda ended: None, users=1).run()
+    replica.rewind()
 
 
 class Drive:
