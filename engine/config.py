@@ -5,6 +5,7 @@ Names are vLLM's where there are such. Every error is a ``ValueError`` of one se
 
 from __future__ import annotations
 
+import difflib
 import importlib.metadata
 import os
 from collections.abc import Mapping
@@ -188,10 +189,12 @@ class EngineConfig:
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> EngineConfig:
         """From YAML or command-line values; ``kv_budget`` and ``swap_space`` may be texts such as ``128MiB``."""
-        known = {f.name for f in fields(cls)}
+        names = sorted(f.name for f in fields(cls))
         for name in values:
-            if name not in known:
-                raise ValueError(f"{name!r} is not an engine setting: the settings are {', '.join(sorted(known))}")
+            if name not in names:
+                near = difflib.get_close_matches(name, names, 1)
+                hint = f"did you mean {near[0]!r}?" if near else f"the settings are {', '.join(names)}"
+                raise ValueError(f"{name!r} is not an engine setting: {hint}")
         settled = dict(values)
         if (given := settled.get("kv_cache_dtype")) in KV_CACHE_DTYPE_ALIASES:
             settled["kv_cache_dtype"] = KV_CACHE_DTYPE_ALIASES[given]

@@ -36,7 +36,8 @@ class TierOptions(Options, heading="Tiers"):
         "With --tiers: the GPUs, whose speed is simulated: H100, 4xA100-80GB.", metavar="[Nx]NAME"
     )
     policy: Literal["lru", "lfu"] | None = option(
-        "With --tiers: what tiers below HBM evict: the page used longest ago, or by the fewest requests (default: lru)."
+        "With --tiers: the page that tiers below HBM evict: lru, the one used longest ago (default); lfu, the one used "
+        "by the fewest requests."
     )
 
 
@@ -55,13 +56,15 @@ class CacheSimRequest(TierOptions):
         "Tokens a page of the trace (default: found from the lengths; Mooncake's is 512).", metavar="TOKENS"
     )
     warm_up: NotNegativeCount = option(
-        "The first so many requests only fill the cache and are not counted.", default=0, metavar="REQUESTS"
+        "Let the first N requests only fill the cache, without counting them.", default=0, metavar="REQUESTS"
     )
     kv_bytes_per_token: Count | None = option("Show capacities in bytes as well.", metavar="BYTES")
     model: str | None = option(
-        "The same, from a model: a folder, a config JSON or the name of one that ships.", metavar="NAME"
+        "Show capacities in bytes of this model: a folder, a config JSON or the name of one that ships.", metavar="NAME"
     )
-    kv_cache_dtype: str | None = option("With --model: auto, fp8_e4m3, int8_per_token_head, ...", metavar="DTYPE")
+    kv_cache_dtype: str | None = option(
+        "With --model: how K and V are stored: auto, fp8_e4m3, int8_per_token_head, ...", metavar="DTYPE"
+    )
     as_json: bool = switch("Print JSON instead of the table.", "--json")
     html: OutputFile | None = option("Write the curve as a page, too.", metavar="PATH")
 

@@ -15,11 +15,11 @@ from kvbench.common.options import Options, OutputFile, option, switch, takes
 class CalibrateClientRequest(Options):
     """The request of ``kvbench dev calibrate-client``."""
 
-    streams: int = option("Streams at once.", default=64, least=1, most=8192)
+    streams: int = option("Run N streams at once.", default=64, least=1, most=8192)
     itl_ms: float = option("Milliseconds between two chunks of a stream.", default=20.0, least=0.5, most=10_000)
     processes: int = option("Share the streams among N load processes.", default=1, least=1, most=256)
     seconds: float = option("Stream for N seconds in each attempt.", default=10.0, least=1, most=600)
-    attempts: int = option("Stop after N attempts; the first good one ends it.", default=3, least=1, most=100)
+    attempts: int = option("Try up to N times, until an attempt is good.", default=3, least=1, most=100)
     tls: bool = switch("Go through TLS, as a load on an https:// server does (needs the openssl program).")
     json_path: OutputFile | None = option("Write the figures into a file, too.", "--json", metavar="PATH")
 

@@ -27,14 +27,14 @@ class CalibrateModelRequest(Options):
         "Another measured run: predict it with what was fitted. Repeatable.", default=(), metavar="RUN"
     )
     ops: ExistingFolder | None = option(
-        "Measured times of operators, or a collection GPU/MODEL/tpN of them (default: the data sheet).",
+        "A folder of measured operator times, or a collection GPU/MODEL/tpN of such folders (default: the data sheet).",
         metavar="FOLDER",
     )
-    device: str | None = option("The GPUs, where a run does not state them.", metavar="[Nx]NAME")
-    model: str | None = option("The model, where a run does not state it.", metavar="NAME")
-    tensor_parallel: int | None = option("So many GPUs share the model.", least=1, most=64)
+    device: str | None = option("The GPUs, where the run does not name them.", metavar="[Nx]NAME")
+    model: str | None = option("The model, where the run does not name it.", metavar="NAME")
+    tensor_parallel: int | None = option("N GPUs share the model.", least=1, most=64)
     engine: tuple[str, ...] = option(
-        "A setting of the engine that a run does not state, as max_num_seqs=128. Repeatable.",
+        "An engine setting that the run does not name, as max_num_seqs=128. Repeatable.",
         default=(), metavar="KEY=VALUE",
     )  # fmt: skip
     fit: tuple[Literal["prompt_layer_s", "host_s", "all_reduce_s", "kernels"], ...] = option(
@@ -43,7 +43,7 @@ class CalibrateModelRequest(Options):
     calibration: ExistingFile | None = option("A calibration that was fitted before, for --check.", metavar="FILE")
     output: OutputFile | None = option("Write the calibration, for --calibration of other commands.", metavar="FILE")
     figure: OutputFile | None = option(
-        "Draw the last run's running sequences and KV use, simulated over measured, as HTML.", metavar="FILE"
+        "Draw the last run's running sequences and KV use, simulated and measured, as HTML.", metavar="FILE"
     )
     as_json: bool = switch("Print JSON instead of the table.", "--json")
 

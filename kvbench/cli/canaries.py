@@ -14,11 +14,11 @@ class CanariesRequest(Options):
 
     model: str = argument("MODEL")
     output: OutputFile = option("The file that the canaries go to (JSONL).", required=True, metavar="FILE")
-    passkeys: int = option("Draw so many passkeys.", default=64, least=0, most=1000)
-    copies: int = option("Draw so many copies.", default=32, least=0, most=1000)
+    passkeys: int = option("Draw N passkeys.", default=64, least=0, most=1000)
+    copies: int = option("Draw N copies.", default=32, least=0, most=1000)
     seed: int = option("Seed of all that is drawn.", default=0)
-    dtype: str = option("The type of weights and KV, as the engine's setting.", default="auto")
-    device: str = option("The device, as the engine's setting.", default="auto")
+    dtype: str = option("The engine's setting dtype, of weights and KV.", default="auto")
+    device: str = option("The engine's setting device.", default="auto")
 
 
 @takes(CanariesRequest)

@@ -7,6 +7,9 @@ import shutil
 
 import click
 
+_NEEDED = ("torch", "transformers", "locust", "numpy")
+_MISSING = "missing"
+_BUSY = {False: "load average {:.1f}", True: "load average {:.1f}: timings will be noisy"}
 _SHORT = ("processor", "cores", "memory", "busy now", "free disk here", "cuda", "gpu", "default profile")
 
 
@@ -40,55 +43,46 @@ def _rows() -> list[tuple[str, str]]:
 
     from kvbench.common import machine
     from kvbench.common.packages import REPOSITORY
+    from kvbench.common.text import data_size
     from kvbench.workload.file import default_profile
 
     system, memory, load = machine.machine(), psutil.virtual_memory(), psutil.getloadavg()[0]
     cpu = system["cpu"]
-    noisy = ": timings will be noisy" if load > cpu["cores"] / 2 else ""
-    cuda, bfloat16 = (_cuda(), _bfloat16()) if _has_torch() else ("torch is missing", "torch is missing")
-    rows = [
-        *((name, version or "[red]missing[/red]") for name, version in machine.versions().items()),
-        ("processor", f"{cpu['model']} ({cpu['architecture']})"),
-        ("cores", f"{cpu['cores']} usable of {cpu['cores_total']}"),
-        ("memory", f"{memory.total / 2**30:.1f} GiB, {memory.available / 2**30:.1f} GiB available"),
-        ("busy now", f"load average {load:.1f}{noisy}"),
-        ("free disk here", f"{shutil.disk_usage('.').free / 2**30:.1f} GiB"),
+    cuda, bfloat16 = (_cuda(), _bfloat16()) if _has_torch() else (_MISSING, _MISSING)
+    rows = [(name, version or _MISSING) for name, version in machine.versions().items()]
+    rows += [
+        ("processor", "{model} ({architecture})".format(**cpu)),
+        ("cores", "{cores} usable of {cores_total}".format(**cpu)),
+        ("memory", f"{data_size(memory.total)}, {data_size(memory.available)} available"),
+        ("busy now", _BUSY[load > cpu["cores"] / 2].format(load)),
+        ("free disk here", data_size(shutil.disk_usage(".").free)),
         ("operating system", system["os"]),
         ("bfloat16 on the processor", bfloat16),
         ("cuda", cuda),
-        *(("gpu", ", ".join(f"{k} {v}" for k, v in gpu.items())) for gpu in machine.gpus()),
-        ("default profile", default_profile()),
     ]
-    for name, where in _packages().items():
-        rows.append((f"package {name}", f"[red]not ours: {where}[/red]" if where else f"ours ({REPOSITORY / name})"))
+    rows += [("gpu", ", ".join(map("{0[0]} {0[1]}".format, gpu.items()))) for gpu in machine.gpus()]
+    rows.append(("default profile", default_profile()))
+    for name, elsewhere in _packages().items():
+        rows.append((f"package {name}", f"not ours: {elsewhere}" if elsewhere else f"ours ({REPOSITORY / name})"))
     return rows
 
 
 def _show(rows: list[tuple[str, str]]) -> int:
     """Prints the rows, and whether anything is missing; the exit code."""
     from rich.console import Console
-    from rich.table import Table
 
-    from kvbench.common import machine
-    from kvbench.common.console import print_table
+    from kvbench.common.console import make_table, print_table
 
-    table = Table(title="what this machine has", show_header=False)
-    table.add_column("what")
-    table.add_column("value", overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    console, versions = Console(), machine.versions()
-    print_table(console, table)
-    problems = [f"{name} is missing" for name in ("torch", "transformers", "locust", "numpy") if versions[name] is None]
-    problems += [f"the package {name!r} is not kvbench's own" for name, where in _packages().items() if where]
-    if not problems and _has_torch():
-        console.print("ready: kvbench sweep workloads/mixed.yaml", highlight=False)
-        return 0
-    what = "; ".join(problems) or "torch is missing"
-    console.print(
-        f"[red]not ready:[/red] {what}. Install kvbench in a virtual environment of its own.", highlight=False
-    )
-    return 2
+    console = Console()
+    print_table(console, make_table(("what this machine has", ""), rows, numbers_from=2))
+    problems = [f"{name} is missing" for name in _NEEDED if importlib.util.find_spec(name) is None]
+    problems += [f"the package {name!r} is not kvbench's own" for name, elsewhere in _packages().items() if elsewhere]
+    if problems:
+        what = f"[red]not ready:[/red] {'; '.join(problems)}. Install kvbench in a virtual environment of its own."
+    else:
+        what = "ready: kvbench sweep workloads/mixed.yaml"
+    console.print(what, highlight=False)
+    return 2 if problems else 0
 
 
 def _has_torch() -> bool:

@@ -45,10 +45,10 @@ class JudgeRequest(Options):
     """The request of ``kvbench gate RESULTS``."""
 
     results: Path = argument("RESULTS")
-    policy: Path | None = option("The limits and rules: ci/gates.yaml.", metavar="FILE")
+    policy: Path | None = option("A file with limits and rules, such as ci/gates.yaml.", metavar="FILE")
     output_dir: Folder | None = option(
-        "Where verdict.json, junit.xml and summary.md go (default: RESULTS; for a comparison judged by another policy "
-        "than its own RESULTS/judged-<policy's name>).",
+        "The folder for verdict.json, junit.xml and summary.md (default: RESULTS; for a comparison that another policy "
+        "judges, RESULTS/judged-<policy's name>).",
         metavar="DIR",
     )
     force: bool = switch("Judge although what is compared differs in code, versions or machine.")

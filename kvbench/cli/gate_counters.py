@@ -22,8 +22,8 @@ class CountersRequest(Options):
     """The request of ``kvbench gate counters``."""
 
     workload: Path = argument("WORKLOAD", WORKLOAD)
-    lock: Path = option("The counters that were accepted.", default=LOCK)
-    only: tuple[str, ...] = option("Only scenarios whose name matches. Repeatable.", default=(), metavar="GLOB")
+    lock: Path = option("The file of accepted counters.", default=LOCK)
+    only: tuple[str, ...] = option("Replay only scenarios whose name matches. Repeatable.", default=(), metavar="GLOB")
     output_dir: Path | None = option("Write verdict.json, junit.xml and summaries to this folder.")
 
 

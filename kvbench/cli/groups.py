@@ -25,29 +25,24 @@ class SectionedGroup(click.Group):
     ) -> None:
         super().__init__(*args, **kwargs)
         self.sections = sections
-        self.moved = moved
+        self.moved = moved or click.Group("")
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        command = super().get_command(ctx, cmd_name)
-        if command is not None or self.moved is None:
-            return command
-        return self.moved.get_command(ctx, cmd_name)
+        return super().get_command(ctx, cmd_name) or self.moved.get_command(ctx, cmd_name)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        name, moved = args[0], self.moved.commands if self.moved else {}
-        if name not in self.commands and name in moved:
-            say(f"`kvbench {name}` is now `{self._typed(name)}`")
+        name = args[0]
+        typed = {moved: f"{self.moved.name} {moved}" for moved in self.moved.commands}
+        typed |= {command: command for command in self.commands}
+        if name not in self.commands and name in typed:
+            say(f"`kvbench {name}` is now `kvbench {typed[name]}`")
         try:
             return super().resolve_command(ctx, args)
         except click.exceptions.NoSuchCommand as error:
-            names = {each: self._typed(each).removeprefix("kvbench ") for each in (*self.commands, *moved)}
-            error.possibilities = [names[near] for near in nearest(name, names, most=3)]  # type: ignore[misc]
+            error.possibilities = [typed[near] for near in nearest(name, typed, most=3)]  # type: ignore[misc]
             raise
-
-    def _typed(self, name: str) -> str:
-        return f"kvbench {name}" if name in self.commands else f"kvbench {self.moved.name} {name}"  # type: ignore
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         named = {name for names in self.sections.values() for name in names}

@@ -28,18 +28,20 @@ def history() -> None:
 class SelectionOptions(Options, heading="What is shown"):
     """The options that choose runs, cells and metrics."""
 
-    workloads: tuple[str, ...] = option("Only these workloads. Repeatable.", "--workload", default=(), metavar="GLOB")
-    cells: tuple[str, ...] = option(
-        "Only these cells, e.g. 'paged-*'. Repeatable.", "--cell", default=(), metavar="GLOB"
+    workloads: tuple[str, ...] = option(
+        "Show only these workloads. Repeatable.", "--workload", default=(), metavar="GLOB"
     )
-    metrics: tuple[str, ...] = option("Only these metrics. Repeatable.", "--metric", default=(), metavar="GLOB")
+    cells: tuple[str, ...] = option(
+        "Show only these cells, e.g. 'paged-*'. Repeatable.", "--cell", default=(), metavar="GLOB"
+    )
+    metrics: tuple[str, ...] = option("Show only these metrics. Repeatable.", "--metric", default=(), metavar="GLOB")
     machines: tuple[str, ...] = option(
-        "Only machines with this in their name.", "--machine", default=(), metavar="TEXT"
+        "Show only machines with this in their name. Repeatable.", "--machine", default=(), metavar="TEXT"
     )
     last: Count | None = option("Show the newest N runs of each series.")
     release: str | None = option(
-        "Drift since this release, tag or commit (default: the newest run marked as a release that comes before the "
-        "newest run, else the newest git tag v* that has such a run).",
+        "Compare with this release, tag or commit (default: the newest earlier run that is marked as a release, else "
+        "the newest git tag v* that has a run).",
         metavar="REF",
     )
 
@@ -49,7 +51,7 @@ class HistoryRequest(SelectionOptions):
     """The request of ``kvbench history show``."""
 
     folders: tuple[Path, ...] = argument("FOLDERS")
-    fail_on_drift: bool = switch("End with 1, 3 or 5 as the drift says.")
+    fail_on_drift: bool = switch("Exit with 1 if a metric got worse, 3 if undecided, 5 if nothing was compared.")
     html: OutputFile | None = option("Write the trends as a page, too.", metavar="OUT.html")
     as_json: bool = switch("Print JSON instead of the tables.", "--json")
 
@@ -81,9 +83,9 @@ def show(request: HistoryRequest) -> int:
     from kvbench.common.console import print_plain, print_table
     from kvbench.common.files import write_text
     from kvbench.history.drift import drift_exit_code
-    from kvbench.history.show import Selection, as_dict, legend, table, view
+    from kvbench.history.show import SeriesSelection, as_dict, legend, table, view
 
-    trends = view(request.folders, Selection(**request.part(SelectionOptions).values()))
+    trends = view(request.folders, SeriesSelection(**request.part(SelectionOptions).values()))
     for note in trends.notes:
         say(f"note: {note}")
     if not trends.groups:
@@ -112,7 +114,7 @@ class KeepRequest(Options):
     """The request of ``kvbench history add``."""
 
     runs: tuple[Path, ...] = argument("RUNS")
-    to: Folder = option("The history's folder.", required=True)
+    to: Folder = option("The folder of the history.", required=True)
     release: str | None = option("Mark the runs as those of a release, e.g. v1.2.", metavar="NAME")
     incomplete: bool = switch("Keep incomplete runs, too.")
 

@@ -41,6 +41,9 @@ def init(request: InitRequest) -> int:
     Exit codes: 0 written, 2 bad input, or FILE is there already.
     """
     from kvbench.common.files import why_unwritable
+    from kvbench.sweep.plan import preflight
+    from kvbench.targets.builtin import check_configuration
+    from kvbench.workload.design import plan_sweep
     from kvbench.workload.file import default_profile, load_workload
     from kvbench.workload.from_options import workload_text
     from kvbench.workload.settings import slug
@@ -55,7 +58,8 @@ def init(request: InitRequest) -> int:
         answers = _ask(answers)
     chosen = request.profile or default_profile()
     text = workload_text(answers, profile=chosen, name=slug(file.stem).lstrip("._-") or None)
-    load_workload(file, text=text, profile=chosen)  # refuses what no workload can have
+    workload = load_workload(file, text=text, profile=chosen)  # refuses what no workload can have
+    preflight(workload, plan_sweep(workload, (), check_configuration)[0], check_configuration)
     file.write_text(text, encoding="utf-8")
     click.echo(f"written: {file}. Next: kvbench plan {file}, then kvbench sweep {file}")
     return 0

@@ -29,16 +29,19 @@ class ScheduleOptions(Options, heading="The schedule of the answers"):
     ttft_ms: NotNegative = option("Milliseconds from a request to its first chunk.", default=50.0)
     itl_ms: NotNegative = option("Milliseconds between two chunks.", default=20.0)
     jitter: float = option(
-        "Coefficient of variation of both (gamma distributed; the means stay).", default=0.0, least=0, most=10
+        "Vary both times: their coefficient of variation (gamma distributed; the means stay).",
+        default=0.0,
+        least=0,
+        most=10,
     )
-    tokens_per_chunk: Count = option("Tokens in a chunk.", default=1)
-    events_per_write: Count = option("Chunks sent at once.", default=1)
+    tokens_per_chunk: Count = option("Put N tokens in a chunk.", default=1)
+    events_per_write: Count = option("Send N chunks at once.", default=1)
     deltas: str = option(
         "Kinds of an answer's tokens in their order, as in reasoning:8,text (see above).",
         default="text", metavar="KIND[:COUNT],...",
     )  # fmt: skip
     in_step: bool = switch("Send all streams' chunks on common ticks, as an engine's steps do.")
-    template_tokens: NotNegativeCount = option("What a chat template adds to the tokens of messages.", default=0)
+    template_tokens: NotNegativeCount = option("Tokens that a chat template adds to messages.", default=0)
     seed: NotNegativeCount = option("Seed of all that is drawn.", default=0)
 
 

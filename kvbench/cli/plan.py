@@ -40,17 +40,23 @@ class ModelOptions(Options, heading="With a MODEL"):
     gpu: str | None = option("Plan for these GPUs, as 4xA100-80GB or L4.", metavar="[Nx]NAME")
     context: TokenCount | None = option("Tokens of a sequence, 8192 or 8k (default: 4096).", metavar="N")
     kv_cache_dtype: str | None = option(
-        "auto (the model's own), fp8, fp8_e5m2, int8_per_token_head, int4_per_token_head.", metavar="DTYPE"
+        "How K and V are stored: auto (the model's own type), fp8, fp8_e5m2, int8_per_token_head or "
+        "int4_per_token_head.",
+        metavar="DTYPE",
     )
     quantization: str | None = option(
         "How the weights are stored, if not as in the checkpoint: fp8, awq, gptq or mxfp4.", metavar="NAME"
     )
     pick: bool = switch("Name the cheapest GPUs that hold it by --price; without prices the fewest and smallest.")
     price: str | None = option("Price of one GPU an hour, as L4=0.8,H100-80GB=2.9.", metavar="GPU=P[,GPU=P]")
-    vendor: Annotated[str, click.Choice(VENDORS, case_sensitive=False)] | None = option("Only GPUs of this vendor.")
+    vendor: Annotated[str, click.Choice(VENDORS, case_sensitive=False)] | None = option(
+        "Consider only GPUs of this vendor."
+    )
     as_json: bool = switch("Print the figures as JSON.", "--json")
     max_model_len: TokenCount | None = option(
-        "What a contiguous cache reserves for a sequence (default: the model's limit).", metavar="N", rare=True
+        "The tokens that a contiguous cache reserves for a sequence (default: the model's limit).",
+        metavar="N",
+        rare=True,
     )
     page_size: Count | None = option("Tokens a page (default: 16).", rare=True)
     gpu_memory_utilization: Annotated[float, FiniteRange(0, 1, min_open=True)] | None = option(

@@ -31,7 +31,9 @@ class ServedOptions(Options, heading="With --url"):
 
     served_model: str | None = option("The model's name at the server (default: the first it lists).", metavar="NAME")
     max_model_len: Count | None = option("The most tokens that the server takes.")
-    page_size: Count | None = option("Count the passkeys by their length mod N (default: 16).")
+    page_size: Count | None = option(
+        "Group the passkeys by their length modulo N, the server's page size (default: 16)."
+    )
     api_key_env: str | None = option("The environment variable that holds the server's key.", metavar="NAME")
 
 
@@ -40,7 +42,7 @@ class QualityRequest(FileOptions, ServedOptions, heading="The measurement"):
     """The request of ``kvbench quality``."""
 
     workload_or_run: Path | None = argument("WORKLOAD|RUN", None)
-    url: str | None = option("Measure the server there instead, which serves --model.", metavar="URL")
+    url: str | None = option("Measure the server at this address instead; it serves --model.", metavar="URL")
     model: str | None = option(
         "The model that answers: a folder, or the name of one that ships (default: the workload's own where its "
         "weights are real, else kvbench-tiny).",

@@ -22,7 +22,7 @@ class RecommendRequest(Options):
     """The request of ``kvbench recommend``."""
 
     results: Path = argument("RESULTS")
-    as_json: bool = switch("Print the same as one JSON object.", "--json")
+    as_json: bool = switch("Print one JSON object instead.", "--json")
 
 
 @takes(RecommendRequest)

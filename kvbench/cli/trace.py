@@ -24,14 +24,15 @@ class DescribeRequest(Options):
         "The trace's format (default: found by its content).", "--format", default="auto", metavar="NAME"
     )
     page_size: Count | None = option(
-        "Tokens a page: of the trace's page ids (default: found from the lengths), or for texts (default: 16).",
+        "Tokens a page of the trace's page ids (default: found from the lengths); for texts, tokens a page to cut them "
+        "into (default: 16).",
         metavar="TOKENS",
     )
     tokenizer: str | None = option(
-        "Count texts in tokens of this tokenizer, and find what they share.", metavar="FOLDER"
+        "Count texts in tokens of this tokenizer, and find the beginnings that they share.", metavar="FOLDER"
     )
     pages: tuple[str, ...] = option(
-        "Capacities of the prefix cache in pages (default: a ladder).", default=(), metavar="N[,N...]"
+        "Sizes of the prefix cache in pages (default: 1, 2, 5, 10 ...).", default=(), metavar="N[,N...]"
     )
     kv_bytes_per_token: Count | None = option("Show capacities in bytes as well.", metavar="BYTES")
     as_json: bool = switch("Print JSON instead of the tables.", "--json")

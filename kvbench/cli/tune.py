@@ -30,19 +30,22 @@ class TuneRequest(Options):
         "Tune only this kernel (default: both).", default=("decode", "prefill")
     )
     kv_cache_dtype: tuple[str, ...] = option(
-        "auto, fp8_e4m3, fp8_e5m2, int8_per_token_head or int4_per_token_head. Repeatable.",
+        "How K and V are stored: auto, fp8_e4m3, fp8_e5m2, int8_per_token_head or int4_per_token_head. Repeatable.",
         default=("auto", "fp8_e4m3", "int8_per_token_head"), metavar="DTYPE",
     )  # fmt: skip
     head_dim: tuple[str, ...] = option(
-        "Head dim, or those of K and V. Repeatable.", default=("128", "64"), metavar="D[/DV]"
+        "The head dimension; 192/128: that of K and that of V. Repeatable.", default=("128", "64"), metavar="D[/DV]"
     )
     group: tuple[int, ...] = option(
-        "Query heads of a KV head; up to 16 are alike to the kernels. Repeatable.", default=(4,), least=1, most=64
+        "Query heads that share a KV head; the kernels treat up to 16 alike. Repeatable.",
+        default=(4,),
+        least=1,
+        most=64,
     )
     page_size: tuple[int, ...] = option(
-        "Tokens a page; others take the nearest. Repeatable.", default=(16, 1, 256), least=1, most=1 << 20
+        "Tokens a page; other sizes use the nearest of these. Repeatable.", default=(16, 1, 256), least=1, most=1 << 20
     )
-    dtype: Literal["bfloat16", "float32"] = option("What the kernels compute in.", default="bfloat16")
+    dtype: Literal["bfloat16", "float32"] = option("The type that the kernels compute in.", default="bfloat16")
     max_minutes: Positive = option("Stop after about N minutes; what was measured by then is written.", default=30.0)
     output_dir: Path | None = option("The folder that the table goes to (default: where kernels look for it).")
 

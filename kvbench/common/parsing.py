@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Hashable
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,24 @@ def parse_json(data: str | bytes) -> Any:
     if text.count("[") + text.count("{") > MOST_DEPTH:
         _check_depth(value)
     return value
+
+
+_KINDS = {str: "a text", bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "a mapping"}
+
+
+def kind_of(value: Any) -> str:
+    """Names the kind of a value in a YAML file: a list, a text, empty."""
+    return "empty" if value is None else _KINDS.get(type(value), "a date" if isinstance(value, date) else "a value")
+
+
+def as_yaml(value: Any) -> str:
+    """Writes a value as a YAML file has it, on one line: null, true, [8, 'x']."""
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {as_yaml(part)}' for key, part in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(as_yaml, value))}]"
+    words = {None: "null", True: "true", False: "false"}
+    return words[value] if value is None or isinstance(value, bool) else repr(value)
 
 
 def json_at(value: Any, *path: str) -> Any:
@@ -115,7 +134,7 @@ class _Loader(yaml.SafeLoader):
                 continue
             key = self.construct_object(key_node, deep=True)
             if not isinstance(key, Hashable):
-                raise _refused(f"a key is a {type(key).__name__}, and can only be a word or a number", key_node)
+                raise _refused(f"a key is {kind_of(key)}, and can only be a word or a number", key_node)
             if key in seen:
                 raise _refused(f"the key {key!r} stands twice in one mapping", key_node)
             seen.add(key)

@@ -6,6 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
+from kvbench.common.parsing import as_yaml
 from kvbench.common.text import nearest, shorten
 
 _UNION_TAGS = ("synthetic", "text", "trace")
@@ -15,11 +16,23 @@ _WANTED = {
     "int_from_float": "a whole number",
     "float_type": "a number",
     "bool_type": "true or false",
-    "string_type": "a string",
+    "string_type": "a text",
     "list_type": "a list",
     "dict_type": "a mapping",
     "model_type": "a mapping",
     "model_attributes_type": "a mapping",
+}
+_LIMITS = {
+    "greater_than_equal": "give at least {ge}",
+    "greater_than": "give more than {gt}",
+    "less_than_equal": "give at most {le}",
+    "less_than": "give less than {lt}",
+    "too_short": "give at least {min_length} of them",
+    "too_long": "give at most {max_length} of them",
+    "string_too_short": "give at least {min_length} characters",
+    "string_too_long": "give at most {max_length} characters",
+    "literal_error": "give {expected}",
+    "finite_number": "give a finite number",
 }
 
 
@@ -61,7 +74,7 @@ def explain(error: ValidationError, prefix: str = "load") -> list[str]:
 
 def _sentence(item: Any, lead: str) -> str:
     """One pydantic error dict as a sentence."""
-    kind, context, given = item["type"], item.get("ctx") or {}, shorten(repr(item["input"]), _LONGEST_SHOWN)
+    kind, context, given = item["type"], item.get("ctx") or {}, shorten(as_yaml(item["input"]), _LONGEST_SHOWN)
     if kind == "value_error":
         return lead + item["msg"].removeprefix("Value error, ")
     if kind == "missing":
@@ -72,4 +85,7 @@ def _sentence(item: Any, lead: str) -> str:
         return f"{lead}the key {context['discriminator']} is missing; give one of {', '.join(_UNION_TAGS)}."
     if kind in _WANTED:
         return f"{lead}{given} is not {_WANTED[kind]}; write {_WANTED[kind]} here."
+    if kind in _LIMITS:
+        limits = {name: as_yaml(limit).removesuffix(".0") for name, limit in context.items() if name != "expected"}
+        return f"{lead}{given} is not allowed; {_LIMITS[kind].format(**context | limits)}."
     return f"{lead}{given} is not allowed. {item['msg']}."

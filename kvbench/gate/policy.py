@@ -30,6 +30,7 @@ from pydantic import (
 )
 
 from kvbench.common.errors import UsageError
+from kvbench.common.parsing import kind_of
 from kvbench.common.records import Record
 from kvbench.common.schema import StrictModel, explain
 from kvbench.common.text import parse_bytes
@@ -74,9 +75,12 @@ class GateLimit:
 
     def excess(self, value: float) -> float:
         """Returns by how much ``value`` is beyond the limit; 0 or less within it."""
-        over = -math.inf if self.high is None else value - self.high
-        under = -math.inf if self.low is None else self.low - value
-        return max(over, under)
+        beyond = [-math.inf]
+        if self.high is not None:
+            beyond.append(value - self.high)
+        if self.low is not None:
+            beyond.append(self.low - value)
+        return max(beyond)
 
 
 def matches(name: str, globs: Iterable[str]) -> bool:
@@ -111,7 +115,7 @@ class Policy:
 
     def stored(self) -> StoredPolicy:
         """The policy for the manifest of a comparison, without the limits."""
-        return StoredPolicy(file=str(self.source) if self.source else None, digest=self.digest, rules=self.timing)
+        return StoredPolicy(file=self.source and str(self.source), digest=self.digest, rules=self.timing)
 
     @classmethod
     def of(cls, stored: StoredPolicy | None) -> Policy:
@@ -132,7 +136,7 @@ def load_policy(path: Path | str | None) -> Policy:
         raise UsageError(say("policy.unreadable", path=source, error=error)) from None
     data = parse_yaml(text, source)
     if not isinstance(data, dict | None):
-        raise UsageError(say("policy.no_mapping", path=source, type=type(data).__name__))
+        raise UsageError(say("policy.no_mapping", path=source, kind=kind_of(data)))
     try:
         file = _PolicyFile.model_validate(data or {})
     except ValidationError as error:
@@ -194,7 +198,7 @@ class _MetricEntry(StrictModel):
 
     def rule(self, usual: MetricRule) -> MetricRule:
         margins = {**usual.margins, **self.margins.model_dump(exclude_none=True)}
-        return replace(usual, floor=usual.floor if self.floor is None else self.floor, margins=margins)
+        return replace(usual, floor=self.floor or usual.floor, margins=margins)
 
 
 _Metric = Annotated[_MetricEntry | None, BeforeValidator(_metric_entry)]

@@ -7,112 +7,85 @@ from collections.abc import Iterable, Sequence
 from kvbench.common import text as words
 from kvbench.report.tables import (
     NO_TABLE,
+    NONE,
     Column,
     Render,
     ReportTable,
     Section,
     Value,
     cell_table,
+    column,
+    entry,
     identity_columns,
     number_column,
 )
+from kvbench.report.wording import say
 from kvbench.runs.model import MeasuredCell, Run, number
 
-QUALITY_NOTE = (
-    "The worst repeat of each cell. Lag: of a chunk's timestamp, against the source below it. Slip: how late requests "
-    "were sent (open loop). Coalesced: chunks read with the one before though sent apart. Other processes: neither "
-    "client nor server. Steal: CPU time that a virtual machine's host kept."
+_MACHINE = (  # figure of the machine, heading, how it is written
+    ("server_cpu_cores", "server cores", words.significant),
+    ("foreign_cpu_cores", "other processes, cores", words.significant),
+    ("steal_share", "steal", words.percent),
+    ("load_average", "load average", words.significant),
+    ("cores", "cores there are", words.count),
 )
+_WORST = {  # figure of the client or the machine -> how it is written; the phrase: ``client_quality.worst``
+    "lag_p99_ms": words.ms,
+    "schedule_slip_p99_ms": words.ms,
+    "cpu_fraction": words.percent,
+    "cpu_s_per_1000_output_tokens": words.significant,
+    "foreign_cpu_cores": words.significant,
+}
 
 
 def section(run: Run, cells: Sequence[MeasuredCell]) -> Section:
     """The table with its sentences; without rows of a simulated run, which has no client."""
     table = NO_TABLE if run.simulated else quality_table(cells)
     sentences = (*calibrations(run), *worst_of_all(cells))
-    return Section("quality", "How good the measurement was", table, QUALITY_NOTE, sentences)
+    return Section("quality", "How good the measurement was", table, say("client_quality.note"), sentences)
 
 
 def quality_table(cells: Sequence[MeasuredCell]) -> ReportTable:
     """One row a cell; configuration, load and validity always, the rest where there are numbers for it."""
 
-    def fine_percent(value: float | None) -> str:
-        return "–" if value is None else f"{value * 100:.2f} %"
+    def client(key: str, title: str, render: Render) -> Column:
+        return number_column(f"client_{key}", title, lambda cell: _worst(cell.client(key)), render)
 
-    def valid(cell: MeasuredCell) -> Value:
-        if cell.doubt == "invalid":
-            return Value("no", 0, words.plural(len(cell.invalid_reasons), "reason"), "worse")
-        return Value("yes", 1, "wrong answers" if cell.wrong_answers else "requests refused" if cell.refused else "")
+    def machine(key: str, title: str, render: Render) -> Column:
+        return number_column(f"machine_{key}", title, lambda cell: _of_machine(cell, key), render)
 
-    def client_cpu(cell: MeasuredCell) -> Value:
-        worst, cost = _worst(cell.client("cpu_fraction")), _worst(cell.client("cpu_s_per_1000_output_tokens"))
-        return Value(words.percent(worst), worst, "" if cost is None else f"{words.significant(cost)} s/1,000")
-
-    def processes(cell: MeasuredCell) -> Value:
-        most = max((len(p) for p in cell.client("processes")), default=0)
-        return Value(str(most), most) if most else Value("–")
-
-    every = [
+    columns = [
         *identity_columns(),
-        Column("valid", "valid", "whether all repeats pass their checks", valid),
-        Column("client_lag_p99_ms", "lag p99 ms", "of the client's timestamps, worst repeat", _lag),
-        _client("schedule_slip_p99_ms", "slip p99 ms", "open loop, worst repeat", words.milliseconds),
-        _client("coalesced_share", "coalesced", "share of the chunks, worst repeat", fine_percent),
-        Column("client_cpu", "client CPU", "share of one core, worst repeat", client_cpu),
-        Column("client_processes", "load processes", "that shared the load", processes),
-        _machine("server_cpu_cores", "server cores", words.significant),
-        _machine("foreign_cpu_cores", "other processes, cores", words.significant),
-        _machine("steal_share", "steal", words.percent),
-        _machine("load_average", "load average", words.significant),
-        _machine("cores", "cores there are", words.count),
+        column("valid", "valid", _valid),
+        column("client_lag_p99_ms", "lag p99 ms", _lag),
+        client("schedule_slip_p99_ms", "slip p99 ms", words.milliseconds),
+        client("coalesced_share", "coalesced", _fine_percent),
+        column("client_cpu", "client CPU", _client_cpu),
+        column("client_processes", "load processes", _processes),
+        *(machine(*row) for row in _MACHINE),
     ]
-    return cell_table(every, cells, {"configuration", "load", "valid"}, numbers_from=3)
+    return cell_table(columns, cells, ("configuration", "load", "valid"), numbers_from=3)
 
 
-def worst_of_all(cells: Sequence[MeasuredCell]) -> list[str]:
-    """A sentence on the worst of all cells; none where nothing is known."""
-    worst = []
-    for key, render, phrase in (
-        ("lag_p99_ms", words.ms, "p99 timestamp lag {}"),
-        ("schedule_slip_p99_ms", words.ms, "p99 schedule slip {}"),
-        ("cpu_fraction", words.percent, "client at {} of a core"),
-        ("cpu_s_per_1000_output_tokens", words.significant, "{} s of client CPU per 1,000 output tokens"),
-        ("foreign_cpu_cores", words.significant, "{} cores taken by other processes"),
-    ):
-        machine = (getattr(r.machine, key, None) for cell in cells for r in cell.repeats)
-        value = _worst([*machine, *(v for cell in cells for v in cell.client(key))])
-        if value is not None:
-            worst.append(phrase.format(render(value)))
-    return [f"The worst of all loads: {', '.join(worst)}."] if worst else []
+def _fine_percent(value: float | None) -> str:
+    return "–" if value is None else f"{value * 100:.2f} %"
 
 
-def calibrations(run: Run) -> list[str]:
-    """One sentence for each calibration of the load client, or that there was none."""
-    stored = run.manifest.calibration or {}
-    if stored.get("left_out"):
-        return ["The load client was not calibrated (--no-calibration): how well it measures here is not known."]
-    found = []
-    for each in stored.get("measured") or ():
-        if "figures" in each:
-            over = f" Over the limits: {' '.join(each['reasons'])}" if each.get("reasons") else ""
-            measured = words.calibration_words(each["settings"], each["figures"])
-            found.append(f"The load client was calibrated against the mock server at {measured}.{over}")
-    return found
+def _valid(cell: MeasuredCell) -> Value:
+    if cell.doubt == "invalid":
+        return Value("no", 0, words.plural(len(cell.invalid_reasons), "reason"), "worse")
+    return Value("yes", 1, say("client_quality.doubt", cell.doubt))
 
 
-def _worst(values: Iterable[object]) -> float | None:
-    return max((v for value in values if (v := number(value)) is not None), default=None)
+def _client_cpu(cell: MeasuredCell) -> Value:
+    worst, cost = (_worst(cell.client(name)) for name in ("cpu_fraction", "cpu_s_per_1000_output_tokens"))
+    note = "" if cost is None else say("client_quality.cpu_cost", seconds=words.significant(cost))
+    return entry(worst, words.percent(worst), note)
 
 
-def _client(key: str, title: str, hint: str, render: Render) -> Column:
-    return number_column(f"client_{key}", title, hint, lambda cell: _worst(cell.client(key)), render)
-
-
-def _machine(key: str, title: str, render: Render) -> Column:
-    def worst(cell: MeasuredCell) -> float | None:
-        values = [getattr(r.machine, key) for r in cell.repeats]
-        return _worst(v[0] if isinstance(v, list) else v for v in values)  # of getloadavg(3): the last minute
-
-    return number_column(f"machine_{key}", title, "worst repeat", worst, render)
+def _processes(cell: MeasuredCell) -> Value:
+    most = max((len(processes) for processes in cell.client("processes")), default=0)
+    return entry(most or None, str(most))
 
 
 def _lag(cell: MeasuredCell) -> Value:
@@ -122,4 +95,39 @@ def _lag(cell: MeasuredCell) -> Value:
         worst, sources = _worst(cell.client("loop_lag_p99_ms")), ["of the loop; kernel stamps"]
     elif False in cell.client("lag_judged"):
         sources.append("not judged: too few chunks")
-    return Value(words.milliseconds(worst), worst, words.listing(sources) if worst is not None else "")
+    return entry(worst, words.milliseconds(worst), words.listing(sources)) if worst is not None else NONE
+
+
+def _of_machine(cell: MeasuredCell, key: str) -> float | None:
+    """The worst repeat; of getloadavg(3) the last minute."""
+    values = [getattr(repeat.machine, key, None) for repeat in cell.repeats]
+    return _worst(value[0] if isinstance(value, list) else value for value in values)
+
+
+def _worst(values: Iterable[object]) -> float | None:
+    return max((size for value in values if (size := number(value)) is not None), default=None)
+
+
+def worst_of_all(cells: Sequence[MeasuredCell]) -> list[str]:
+    """Says what was the worst of all cells; nothing where nothing is known."""
+    worst = []
+    for key, render in _WORST.items():
+        values = [_of_machine(cell, key) for cell in cells] + [v for cell in cells for v in cell.client(key)]
+        if (value := _worst(values)) is not None:
+            worst.append(say("client_quality.worst", key, value=render(value)))
+    return [say("client_quality.worst_of_all", worst=", ".join(worst))] if worst else []
+
+
+def calibrations(run: Run) -> list[str]:
+    """Returns one sentence for each calibration of the load client, or that there was none."""
+    stored = run.manifest.calibration or {}
+    if stored.get("left_out"):
+        return [say("client_quality.not_calibrated")]
+    sentences = []
+    for measured in stored.get("measured") or ():
+        if "figures" in measured:
+            reasons = " ".join(measured.get("reasons") or ())
+            over = say("client_quality.over", reasons=reasons) if reasons else ""
+            what = words.calibration_words(measured["settings"], measured["figures"])
+            sentences.append(say("client_quality.calibrated", measured=what, over=over))
+    return sentences

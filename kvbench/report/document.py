@@ -1,4 +1,4 @@
-"""What the report says, in its order: the first screen, chapters of figures and tables, where it came from."""
+"""The parts of a report in their order: the first screen, chapters of figures and tables, where it came from."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from kvbench.common.files import read_json
 from kvbench.effects.comparison import FEWEST
 from kvbench.metrics.definitions import ENGINE
 from kvbench.report import (
+    cells,
     client_quality,
     engine_time,
     hits,
@@ -23,11 +24,10 @@ from kvbench.report import (
     provenance,
     quality,
     samples,
-    tables,
 )
 from kvbench.report.answers import ReportAnswer, report_answers
 from kvbench.report.decision import Decision, wins
-from kvbench.report.figures import distributions, effects, frontier, heat_map, slowest, step_time
+from kvbench.report.figures import effects, frontier, registry, slowest, step_time
 from kvbench.report.headline import headline
 from kvbench.report.meaning import meaning
 from kvbench.report.next_steps import NextStep, next_steps
@@ -76,7 +76,7 @@ class Document:
 
     @property
     def drawings(self) -> list[Drawing]:
-        """Every figure, in the order of the page."""
+        """The figures, in the order of the page."""
         return [*self.first, *(drawing for chapter in self.chapters for drawing in chapter.drawings)]
 
 
@@ -89,17 +89,17 @@ def document(run: Run, price_per_hour: float | None = None) -> Document:
     banner = say("document.banner", state.status)
     outputs = None if run.simulated else samples.output_samples(comparisons, provenance.random_weights(run))
     slo = words.slo_words(run.load_section.get("slo"))
-    cells = tables.main_table(comparisons, slo, run.cache_state if run.load_section else "")
+    table = cells.main_table(comparisons, slo, run.cache_state if run.load_section else "")
     points, look = frontier.frontier_frame(comparisons, price_per_hour), looks(run.cells)
     coloured = {name: look[name] for name in best_few(decision)}
     first = (effects.drawing(comparisons, run.engine_time), frontier.drawing(points, comparisons, coloured))
     in_turns = engine_time.engine_time_table(comparisons, run.engine_time)
-    chapters = _chapters(decision, cells, in_turns, outputs, points, look, slo)
+    chapters = _chapters(decision, table, in_turns, outputs, points, slo)
     limit_lines = limits.limit_lines(decision.limits, comparisons.names)
     stored = run.folder / MANIFEST
     return Document(
         decision,
-        cells,
+        table,
         in_turns,
         counted=_counted(run),
         baseline=_baseline(decision),
@@ -130,39 +130,36 @@ def document(run: Run, price_per_hour: float | None = None) -> Document:
 
 def _chapters(
     decision: Decision,
-    cells: ReportTable,
+    table: ReportTable,
     in_turns: ReportTable,
     outputs: samples.OutputSamples | None,
     points: pd.DataFrame,
-    look: Mapping[str, LineStyle],
     slo: str,
 ) -> list[Chapter]:
-    """Every chapter; ``points``: as of ``frontier_frame``."""
+    """Makes every chapter. ``points``: the rows of ``frontier_frame``."""
     run, comparisons = decision.run, decision.comparisons
     by_load, missing = comparisons.by_load, () if run.not_kept else run.missing
     every = {
         "As the load grows": limits.growth_parts(decision.breaks, limits.sized_loads(comparisons)),
-        "Quality of the answers": quality.quality_parts(run, comparisons, decision.qualities, look),
-        "Where the KV bytes went": kv.kv_parts(decision),
-        "Latencies": (
-            distributions.drawing(comparisons, look),
-            *slowest.slowest_parts(comparisons),
-            *tables.group_parts(by_load),
-        ),
-        "Prefix cache: hits": hits.hit_parts(run, by_load, look),
-        "Inside the engine": (*step_time.engine_parts(by_load), heat_map.drawing(run, comparisons)),
+        "Quality of the answers": quality.quality_parts(run, comparisons, decision.qualities),
+        "Where the KV bytes went": kv.kv_parts(comparisons, run.manifest),
+        "Latencies": (slowest.section(comparisons), *cells.group_parts(by_load)),
+        "Prefix cache: hits": hits.hit_parts(run, by_load),
+        "Inside the engine": step_time.engine_parts(by_load),
         "Predicted by simulation": predictions.prediction_parts(run.predictions, by_load),
         "Outputs side by side": (samples.section(outputs),),
         "All cells": (
-            *tables.cell_parts(cells, comparisons, slo, missing, run.problems),
+            *cells.cell_parts(table, comparisons, slo, missing, run.problems),
             limits.limit_section(decision.limits),
             frontier.section(points),
             engine_time.section(in_turns, run.engine_time),
-            *tables.setting_parts(comparisons),
+            *cells.setting_parts(comparisons),
             client_quality.section(run, by_load),
         ),
     }
-    return [Chapter.of(title, parts) for title, parts in every.items()]
+    added = dict.fromkeys(figure.chapter for figure in registry.FIGURES.values() if figure.chapter not in every)
+    chapters = dict.fromkeys(added, ()) | every
+    return [Chapter.of(title, (*registry.drawings(decision, title), *parts)) for title, parts in chapters.items()]
 
 
 def best_few(decision: Decision) -> list[str]:
@@ -190,7 +187,7 @@ def _baseline(decision: Decision) -> str:
 
 
 def _counted(run: Run) -> str:
-    """16 of 16 cells valid, 1 to 3 repeats each; 9 requests failed; client and engine shared 2 cores.
+    """Writes ``16 of 16 cells valid, 1 to 3 repeats each; 9 requests failed; client and engine shared 2 cores``.
 
     Says where no cell has the repeats that a verdict on served figures needs.
     """
@@ -198,13 +195,13 @@ def _counted(run: Run) -> str:
         return ""
     repeats = [len(cell.repeats) for cell in run.cells]
     low, high = min(repeats), max(repeats)
-    each = say("document.repeats", low == high, low=low, high=words.plural(high, "repeat"))
+    repeats_words = say("document.repeats", low == high, low=low, high=words.plural(high, "repeat"))
     valid, cells, cores = (
         sum(cell.valid for cell in run.cells),
         len(run.cells) + len(run.missing),
         run.manifest.cpu.cores,
     )
-    counted = say("document.counted", valid=valid, cells=cells, each=each)
+    counted = say("document.counted", valid=valid, cells=cells, repeats=repeats_words)
     parts = [
         counted + say("document.too_few", high < FEWEST, clock=run.clock, fewest=FEWEST),
         say("document.failed", n=sum(cell.count("failed") for cell in run.cells)),

@@ -16,7 +16,8 @@ from kvbench.common import text as words
 from kvbench.effects.comparison import Call
 from kvbench.metrics.definitions import SIMULATED
 from kvbench.report.comparisons import THROUGHPUT, Comparisons, differing, median
-from kvbench.report.tables import UNCERTAIN, Part, Row, Section, Value, listed_table, texts
+from kvbench.report.tables import NONE, UNCERTAIN, Part, Row, Section, Value, listed_table, texts
+from kvbench.report.wording import say
 from kvbench.runs.kv_ledger import step_seconds
 from kvbench.runs.model import SERVED, MeasuredCell, MeasuredLoad, all_steady_latency
 from kvbench.workload.settings import effective
@@ -32,15 +33,14 @@ SUBLINEAR = 0.5  # log growth of tokens/s over that of running sequences: 4x the
 CLIENT_BUSY = 0.5  # of a core: from here on its own time shows in the figures; from 0.7 on a load is invalid
 QUEUED = 0.5  # of the mean TTFT spent before admission
 STALLED = 4.0  # p95 ITL over median ITL: prompts stop the others' tokens
+GROWN = 1.0  # requests that more wait in the last third of the arrivals of an open load than in their first
+FULL_BATCH = 0.95  # of max_num_seqs
+HEADROOM = 1.2  # times the tokens/s, by another configuration
+MORE_RAN = 1.2  # times the running sequences of the load below: less says nothing of how tokens/s grow
+WAITS = 0.5  # requests, mean
 DOUBLES = 2.0
-GROWTH_NOTE = (
-    "p95 TTFT of the raw samples: of the steady window where all loads of a configuration have one, else of the whole "
-    "run. It breaks at the lowest load with more than twice the p95 TTFT of the lightest load; "
-    "beside it what limited the configuration there."
-)
 _MOST_EVIDENCE = 2  # pieces on a line of the first screen
 _KV_LAYOUT = {"layout", "page_size", "reservation"}  # settings of where the KV lies, not of what is computed
-GROWN = 1.0  # requests that more wait in the last third of the arrivals of an open load than in their first
 
 
 @dataclass(frozen=True)
@@ -68,19 +68,86 @@ class LoadFacts:
     @property
     def scaling(self) -> float | None:
         """1: tokens/s grow as the sequences do; 0: not at all. None where not clearly more sequences ran."""
-        if not self.rate_growth or not self.running_growth or self.running_growth <= 1.2:
+        if not self.rate_growth or not self.running_growth or self.running_growth <= MORE_RAN:
             return None
         return math.log(self.rate_growth) / math.log(self.running_growth)
+
+    @property
+    def waits(self) -> bool:
+        return self.reaches("waiting", WAITS)
+
+    @property
+    def has_headroom(self) -> bool:
+        """Concurrency failed before compute was full: another configuration did more on the same machine."""
+        return self.reaches("kv_wait", OFTEN) and self.reaches("headroom", HEADROOM)
+
+    @property
+    def computes_all_it_can(self) -> bool:
+        if self.has_headroom or (self.busy is not None and self.busy < BUSY):
+            return False
+        if self.scaling is not None:
+            return self.scaling < SUBLINEAR
+        # Where nobody waits, or for KV only, more requests at once may well raise the throughput.
+        return self.busy is not None and self.waits and not self.reaches("kv_wait", OFTEN)
+
+    def reaches(self, name: str, least: float) -> bool:
+        """Tests whether a figure is known and at least so large."""
+        value = getattr(self, name)
+        return value is not None and value >= least
 
 
 @dataclass(frozen=True)
 class Rule:
-    """``limit``: what it names, empty for a rule that only adds evidence; ``holds``, and then the ``evidence``."""
+    """A rule that may name the limit of a load; what it says is under its name in the file of sentences.
+
+    limit: what it names; empty for a rule that only adds evidence
+    """
 
     name: str
     limit: str
     holds: Callable[[LoadFacts], bool]
-    evidence: Callable[[LoadFacts], str]
+
+    def evidence(self, facts: LoadFacts) -> str:
+        """Says what it saw in ``facts``, for which it holds."""
+        asked = f" of {facts.asked:g}" if facts.asked else ""
+        running = words.decimal(facts.running)
+        ran = "" if facts.running is None else say("limits.ran", running=running, asked=asked)
+        busy = "" if facts.busy is None else say("limits.busy", busy=words.percent(facts.busy))
+        scaled = ""
+        if facts.scaling is not None:
+            more, rate = words.ratio(facts.running_growth), words.ratio(facts.rate_growth)
+            scaled = say("limits.scaled", more=more, below=facts.below, rate=rate)
+        peak = "" if facts.kv_peak is None else say("limits.peak", peak=words.percent(facts.kv_peak))
+        return say(
+            "limits.rule", self.name, ran=ran, compute=", ".join(filter(None, (busy, scaled))), peak=peak,
+            kv_wait=words.percent(facts.kv_wait), preemptions=words.significant(facts.preemptions, 2),
+            headroom=words.ratio(facts.headroom), clock=facts.headroom_in, running=running,
+            seats=words.count(facts.seats), grown=words.decimal(facts.grown), client=words.percent(facts.client_cpu),
+            queued=words.percent(facts.queued), stall=words.significant(facts.stall, 2),
+        )  # fmt: skip
+
+
+def _batch_is_full(facts: LoadFacts) -> bool:
+    return facts.waits and bool(facts.seats) and facts.reaches("running", FULL_BATCH * facts.seats)
+
+
+def _waits_often(facts: LoadFacts) -> bool:
+    return facts.reaches("kv_wait", OFTEN) and not facts.reaches("kv_wait", MOSTLY)
+
+
+RULES = (
+    Rule("requests mostly waited for KV", KV, lambda facts: facts.reaches("kv_wait", MOSTLY)),
+    Rule("preemption storm", KV, lambda facts: facts.reaches("preemptions", STORM)),
+    Rule("concurrency failed before compute was full", "", lambda facts: facts.has_headroom),
+    Rule("the batch was full", SEATS, _batch_is_full),
+    Rule("the engine was full", COMPUTE, lambda facts: facts.computes_all_it_can),
+    Rule("requests often waited for KV", KV, _waits_often),
+    Rule("the queue grew", QUEUE, lambda facts: facts.reaches("grown", GROWN)),
+    Rule("the client was busy", CLIENT, lambda facts: facts.reaches("client_cpu", CLIENT_BUSY)),
+    Rule("admission dominates TTFT", "", lambda facts: facts.reaches("queued", QUEUED)),
+    Rule("long prompts slow everyone", "", lambda facts: facts.reaches("stall", STALLED)),
+    Rule("nothing was full", NOTHING, lambda facts: None not in (facts.kv_wait, facts.waiting) and not facts.waits),
+)
 
 
 @dataclass(frozen=True)
@@ -93,109 +160,6 @@ class CellLimit:
     evidence: tuple[str, ...]
 
 
-def _at_least(value: float | None, least: float) -> bool:
-    return value is not None and value >= least
-
-
-def _kv_wait(f: LoadFacts) -> str:
-    asked = f" of {f.asked:g}" if f.asked else ""
-    ran = "" if f.running is None else f", {words.decimal(f.running)}{asked} ran"
-    return f"requests waited for room {words.percent(f.kv_wait)} of the time{ran}"
-
-
-def _waits(f: LoadFacts) -> bool:
-    return _at_least(f.waiting, 0.5)
-
-
-def _has_headroom(f: LoadFacts) -> bool:
-    """Concurrency failed before compute was full: another configuration did more on the same machine."""
-    return _at_least(f.kv_wait, OFTEN) and _at_least(f.headroom, 1.2)
-
-
-def _compute_is_full(f: LoadFacts) -> bool:
-    if _has_headroom(f) or (f.busy is not None and f.busy < BUSY):
-        return False
-    if f.scaling is not None:
-        return f.scaling < SUBLINEAR
-    # Where nobody waits, or for KV only, more requests at once may well raise the throughput.
-    return f.busy is not None and _waits(f) and not _at_least(f.kv_wait, OFTEN)
-
-
-def _compute(f: LoadFacts) -> str:
-    seen = [] if f.busy is None else [f"steps fill {words.percent(f.busy)} of the time"]
-    if f.scaling is not None:
-        more = words.ratio(f.running_growth)
-        seen.append(f"{more} the running sequences of {f.below} made {words.ratio(f.rate_growth)} the tokens/s")
-    return ", ".join(seen)
-
-
-def _nothing(f: LoadFacts) -> str:
-    peak = "" if f.kv_peak is None else f", KV at its peak {words.percent(f.kv_peak)} used"
-    return f"nothing waited long for memory or a seat{peak}"
-
-
-RULES = (
-    Rule("requests mostly waited for KV", KV, lambda f: _at_least(f.kv_wait, MOSTLY), _kv_wait),
-    Rule(
-        "preemption storm",
-        KV,
-        lambda f: _at_least(f.preemptions, STORM),
-        lambda f: f"preemption storm: {words.significant(f.preemptions, 2)} preemptions a request",
-    ),
-    Rule(
-        "concurrency failed before compute was full",
-        "",
-        _has_headroom,
-        lambda f: (
-            f"compute was not full: another configuration made {words.ratio(f.headroom)} the tokens/s ({f.headroom_in})"
-        ),
-    ),
-    Rule(
-        "the batch was full",
-        SEATS,
-        lambda f: f.running is not None and f.seats is not None and f.running >= 0.95 * f.seats and _waits(f),
-        lambda f: f"{words.decimal(f.running)} of {f.seats:g} seats of the batch taken while requests waited",
-    ),
-    Rule("the engine was full", COMPUTE, _compute_is_full, _compute),
-    Rule(
-        "requests often waited for KV",
-        KV,
-        lambda f: _at_least(f.kv_wait, OFTEN) and not _at_least(f.kv_wait, MOSTLY),
-        _kv_wait,
-    ),
-    Rule(
-        "the queue grew",
-        QUEUE,
-        lambda f: _at_least(f.grown, GROWN),
-        lambda f: f"the queue grew by {words.decimal(f.grown)} requests between the load's first and last third",
-    ),
-    Rule(
-        "the client was busy",
-        CLIENT,
-        lambda f: _at_least(f.client_cpu, CLIENT_BUSY),
-        lambda f: f"client at {words.percent(f.client_cpu)} of a core",
-    ),
-    Rule(
-        "admission dominates TTFT",
-        "",
-        lambda f: _at_least(f.queued, QUEUED),
-        lambda f: f"{words.percent(f.queued)} of TTFT passes before admission",
-    ),
-    Rule(
-        "long prompts slow everyone",
-        "",
-        lambda f: _at_least(f.stall, STALLED),
-        lambda f: f"p95 ITL is {words.significant(f.stall, 2)} times the median: prompts may hold up running sequences",
-    ),
-    Rule(
-        "nothing was full",
-        NOTHING,
-        lambda f: f.kv_wait is not None and f.waiting is not None and not _waits(f),
-        _nothing,
-    ),
-)
-
-
 def judge(facts: LoadFacts) -> tuple[str, tuple[str, ...]]:
     """The limit, and the evidence of every rule that holds; "nothing was full" speaks only where no limit is named."""
     seen = [(rule.limit, rule.evidence(facts)) for rule in RULES if rule.holds(facts)]
@@ -203,24 +167,24 @@ def judge(facts: LoadFacts) -> tuple[str, tuple[str, ...]]:
     if named:
         return named, tuple(text for limit, text in seen if limit != NOTHING)
     nothing = [text for limit, text in seen if limit == NOTHING]
-    return (NOTHING if nothing else UNKNOWN), tuple(nothing + [text for limit, text in seen if not limit])
+    return NOTHING if nothing else UNKNOWN, tuple(nothing + [text for limit, text in seen if not limit])
 
 
 def limits(comparisons: Comparisons) -> list[CellLimit]:
-    """The limit of every valid cell, the highest load first."""
+    """Returns the limit of every valid cell, the highest load first."""
     valid = [cell for cell in comparisons.by_load if cell.valid]
     facts = [facts_of(cell, comparisons) for cell in valid]
-    return [CellLimit(cell, each, *judge(each)) for cell, each in zip(valid, facts, strict=True)]
+    return [CellLimit(cell, seen, *judge(seen)) for cell, seen in zip(valid, facts, strict=True)]
 
 
 def facts_of(cell: MeasuredCell, comparisons: Comparisons) -> LoadFacts:
-    """The stored gauges, counters and latencies of a cell and of its neighbours in the run, as the rules read them."""
+    """Reads the stored gauges, counters and latencies of a cell and of its neighbours in the run."""
     requests, preempted = cell.count("completed"), cell.counter("num_preemptions_total")
     itl, p95 = (cell.percentile("itl_ms", which)[0] for which in ("p50", "p95"))
     queue, ttft = cell.counter("request_queue_time_seconds_sum"), cell.counter("time_to_first_token_seconds_sum")
     knows_defaults = cell.layout is not None  # those of the built-in engine
     seats = effective(cell.settings, "max_num_seqs") if knows_defaults else cell.settings.get("max_num_seqs")
-    spent, lasted = step_seconds(cell), sum(cell.per_repeat("duration_s").values())
+    busy = _over(step_seconds(cell), sum(cell.per_repeat("duration_s").values()))
     facts = LoadFacts(
         asked=cell.load.value if cell.load.mode == "closed" else None,
         running=cell.observed_mean("running_mean"),
@@ -228,14 +192,18 @@ def facts_of(cell: MeasuredCell, comparisons: Comparisons) -> LoadFacts:
         seats=seats,
         kv_wait=cell.observed_mean("kv_full"),
         kv_peak=median(cell.observed("usage_max")),
-        preemptions=preempted / requests if preempted is not None and requests else None,
+        preemptions=_over(preempted, requests),
         grown=_queue_growth(cell),
-        busy=min(1.0, spent / lasted) if spent is not None and lasted else None,
-        stall=p95 / itl if p95 and itl else None,
-        queued=queue / ttft if queue is not None and ttft else None,
+        busy=None if busy is None else min(1.0, busy),
+        stall=_over(p95 or None, itl),
+        queued=_over(queue, ttft),
         client_cpu=max(map(float, cell.client("cpu_fraction")), default=None),
     )
     return _with_headroom(_with_growth(facts, cell, comparisons), cell, comparisons)
+
+
+def _over(part: float | None, whole: float | None) -> float | None:
+    return part / whole if part is not None and whole else None
 
 
 def _with_growth(facts: LoadFacts, cell: MeasuredCell, comparisons: Comparisons) -> LoadFacts:
@@ -244,12 +212,11 @@ def _with_growth(facts: LoadFacts, cell: MeasuredCell, comparisons: Comparisons)
     other = comparisons.cell(cell.name, below[-1]) if below else None
     if other is None or not other.valid or cell.has_steady != other.has_steady:
         return facts
-    rate, rate_below = (median(each.throughput()) for each in (cell, other))
-    ran_below = other.observed_mean("running_mean")
-    if not rate or not rate_below or not facts.running or not ran_below:
+    rate = _over(median(cell.throughput()) or None, median(other.throughput()))
+    ran = _over(facts.running or None, other.observed_mean("running_mean"))
+    if rate is None or ran is None:
         return facts
-    growth = facts.running / ran_below
-    return replace(facts, rate_growth=rate / rate_below, running_growth=growth, below=other.load.short)
+    return replace(facts, rate_growth=rate, running_growth=ran, below=other.load.short)
 
 
 def _with_headroom(facts: LoadFacts, cell: MeasuredCell, comparisons: Comparisons) -> LoadFacts:
@@ -266,11 +233,11 @@ def _with_headroom(facts: LoadFacts, cell: MeasuredCell, comparisons: Comparison
 
 
 def _queue_growth(cell: MeasuredCell) -> float | None:
-    """Waiting requests, last third of an open load's arrivals minus first third, mean over the repeats.
+    """Counts waiting requests, last third of an open load's arrivals minus first third, mean over the repeats.
 
     None for a load of which every repeat settled: its queue swings, and does not grow.
     """
-    repeats = [each.repeat for each in cell.repeats if each.metrics.steady_end_s is None]
+    repeats = [repeat.repeat for repeat in cell.repeats if repeat.metrics.steady_end_s is None]
     if cell.load.mode != "open" or not repeats:
         return None
     gauges, requests = cell.gauges(), cell.requests()
@@ -299,33 +266,35 @@ class LimitLine:
     evidence: str
 
 
-def limit_lines(known: Sequence[CellLimit], names: Mapping[str, str]) -> list[LimitLine]:
-    """The limits by load, the highest first, configurations with the same limit together.
+def limit_lines(every: Sequence[CellLimit], names: Mapping[str, str]) -> list[LimitLine]:
+    """Groups the limits by load, the highest first, configurations with the same limit together.
 
     A line has the evidence of the baseline, else of the configuration that waited longest for KV, or of which the rules
     saw most. ``names``: cell id -> its short name.
     """
     groups: dict[tuple[str, str], list[CellLimit]] = {}
-    for each in known:
-        groups.setdefault((each.cell.load.short, each.limit), []).append(each)
+    for limit in every:
+        groups.setdefault((limit.cell.load.short, limit.limit), []).append(limit)
     lines = []
     for (load, limit), members in groups.items():
-        speaker = max(members, key=lambda each: (each.cell.is_baseline, each.facts.kv_wait or 0.0, len(each.evidence)))
+        speaker = max(members, key=lambda one: (one.cell.is_baseline, one.facts.kv_wait or 0.0, len(one.evidence)))
         evidence = "; ".join(speaker.evidence[:_MOST_EVIDENCE])
         if len(members) > 1 and evidence:
             evidence = f"{names[speaker.cell.cell_id]}: {evidence}"
-        everywhere = len(members) > 2 and sum(key[0] == load for key in groups) == 1
-        listed = words.listing([names[each.cell.cell_id] for each in members])
-        lines.append(LimitLine(load, limit, f"all {len(members)}" if everywhere else listed, evidence))
+        listed = words.listing([names[member.cell.cell_id] for member in members])
+        if len(members) > 2 and sum(key[0] == load for key in groups) == 1:
+            listed = f"all {len(members)}"
+        lines.append(LimitLine(load, limit, listed, evidence))
     return lines
 
 
-def limit_section(known: Sequence[CellLimit]) -> Section:
-    """The limit of each valid cell with everything that the rules saw."""
+def limit_section(every: Sequence[CellLimit]) -> Section:
+    """The limit of each valid cell with everything that the rules saw; without cells of which nothing is known."""
     rows = []
-    for each in known:
-        seen = "; ".join(each.evidence) or "–"
-        rows.append(Row(each.cell, texts(each.cell.name, each.cell.load.short, each.limit, seen), each.cell.load))
+    for limit in every:
+        if limit.limit != UNKNOWN or limit.evidence:
+            shown = texts(limit.cell.name, limit.cell.load.short, limit.limit, "; ".join(limit.evidence))
+            rows.append(Row(limit.cell, shown, limit.cell.load))
     table = listed_table(("configuration", "load", "limit", "seen"), rows, numbers_from=4)
     return Section("limits", "What limited each cell", table)
 
@@ -354,14 +323,14 @@ class Break:
     def words(self) -> str:
         """at 3/s (KV memory); at 5/s where no limit was seen; not up to 5/s"""
         if self.at is None:
-            return f"not up to {self.cells[-1].load.short}"
+            return say("limits.not_up_to", load=self.cells[-1].load.short)
         return self.at.load.where + (f" ({self.limit})" if self.limit not in (NOTHING, UNKNOWN) else "")
 
 
-def breaks(comparisons: Comparisons, known: Sequence[CellLimit]) -> list[Break]:
-    """The break of each configuration with valid cells at two or more loads of one kind, in display order."""
-    limit_of = {each.cell.cell_id: each.limit for each in known}
-    found = []
+def breaks(comparisons: Comparisons, every: Sequence[CellLimit]) -> list[Break]:
+    """Finds the break of each configuration with valid cells at two or more loads of one kind, in display order."""
+    limit_of = {limit.cell.cell_id: limit.limit for limit in every}
+    listed = []
     for name in dict.fromkeys(cell.name for cell in comparisons.cells):
         cells = [cell for load in sized_loads(comparisons) if (cell := comparisons.cell(name, load)) and cell.valid]
         steady = all_steady_latency(cells)
@@ -369,12 +338,12 @@ def breaks(comparisons: Comparisons, known: Sequence[CellLimit]) -> list[Break]:
         if len(measured) > 1:
             at = next((cell for cell, ttft in measured if ttft > DOUBLES * measured[0][1]), None)
             limit = limit_of[at.cell_id] if at else UNKNOWN
-            found.append(Break(tuple(cell for cell, _ in measured), at, limit, steady))
-    return found
+            listed.append(Break(tuple(cell for cell, _ in measured), at, limit, steady))
+    return listed
 
 
 def sized_loads(comparisons: Comparisons) -> list[MeasuredLoad]:
-    """The loads of the most frequent kind (closed, or open at a rate), ascending."""
+    """Returns the loads of the most frequent kind (closed, or open at a rate), ascending."""
     # In a closed loop more users always wait longer; measured, that says nothing of a break.
     closed_too = comparisons.clock == SIMULATED
     sized = [load for load in comparisons.loads if load.value and (closed_too or load.mode == "open")]
@@ -382,29 +351,29 @@ def sized_loads(comparisons: Comparisons) -> list[MeasuredLoad]:
     return [load for load in sized if load.mode == max(modes, key=modes.count, default="")]
 
 
-def growth_parts(known: Sequence[Break], loads: Sequence[MeasuredLoad]) -> Iterator[Part]:
+def growth_parts(every: Sequence[Break], loads: Sequence[MeasuredLoad]) -> Iterator[Part]:
     """The chapter on growing loads: which configurations break first, and p95 TTFT at each of ``loads``."""
-    if any(each.at for each in known):
-        told = words.listing([f"{each.name} {each.words}" for each in known])
-        yield f"p95 TTFT is over twice its own {known[0].cells[0].load.where}: {told}."
+    if any(one.at for one in every):
+        listed = words.listing([f"{one.name} {one.words}" for one in every])
+        yield say("limits.broken", lightest=every[0].cells[0].load.where, breaks=listed)
     rows = []
-    for each in known:
-        at = {cell.load: cell for cell in each.cells}
-        entries = [_p95(at[load], each.steady) if load in at else Value("–") for load in loads]
-        entries.append(Value(each.words, each.at.load.value if each.at else None, "", "worse" * bool(each.at)))
-        rows.append(Row(each.cells[-1], (*texts(each.name), *entries)))
+    for one in every:
+        at = {cell.load: cell for cell in one.cells}
+        entries = [_p95(at[load], one.steady) if load in at else NONE for load in loads]
+        entries.append(Value(one.words, one.at.load.value if one.at else None, "", "worse" * bool(one.at)))
+        rows.append(Row(one.cells[-1], (*texts(one.name), *entries)))
     table = listed_table(("configuration", *(load.short for load in loads), "breaks"), rows, numbers_from=1)
-    yield Section("growth", "p95 TTFT by load", table, GROWTH_NOTE, folded=False)
+    yield Section("growth", "p95 TTFT by load", table, say("limits.growth_note"), folded=False)
 
 
-def growth_brief(known: Sequence[Break]) -> str:
+def growth_brief(every: Sequence[Break]) -> str:
     """contiguous breaks at 3/s, paged (page 16) at 4/s: the first to break, and the baseline; empty where none does."""
-    broken = sorted(((each, each.at.load) for each in known if each.at), key=lambda pair: pair[1])
+    broken = sorted(((one, one.at.load) for one in every if one.at), key=lambda pair: pair[1])
     if not broken:
         return ""
     (first, load), *others = broken
-    base = [f"{each.name} {at.where}" for each, at in others if each.cells[0].is_baseline]
-    return ", ".join([f"{first.name} breaks {load.where}", *base])
+    base = [f"{one.name} {at.where}" for one, at in others if one.cells[0].is_baseline]
+    return ", ".join([say("limits.first_broken", name=first.name, where=load.where), *base])
 
 
 def _p95(cell: MeasuredCell, steady: bool) -> Value:

@@ -16,11 +16,12 @@ from markupsafe import Markup
 from kvbench.common import text as words
 from kvbench.common.errors import UsageError
 from kvbench.common.files import write_text
+from kvbench.report.cells import flat_rows
 from kvbench.report.document import Document
 from kvbench.report.next_steps import NextStep
 from kvbench.report.samples import OutputSamples
 from kvbench.report.style import Drawing
-from kvbench.report.tables import Section, Value, flat_rows
+from kvbench.report.tables import Section, Value
 from kvbench.report.wording import say
 
 # The npm package plotly.js-cartesian-dist-min in the version that the pinned Python plotly has: a third of the whole
@@ -120,7 +121,7 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def _step(step: NextStep) -> list[str]:
-    """What it would decide, and the command as a block."""
+    """Writes what a step would decide, and its command as a block."""
     why = escape(words.upper_first(step.why))
     if not step.command:
         return [f"- {why}", ""]
@@ -166,7 +167,7 @@ def _samples(samples: OutputSamples) -> list[str]:
 
 
 def escape(text: Any) -> str:
-    """Text from outside as plain text: no HTML, no table breaks, no links, no emphasis, no soft hyphens."""
+    """Makes text from outside plain: no HTML, no table breaks, no links, no emphasis, no soft hyphens."""
     flat = re.sub(r"\s+", " ", str(text)).strip().replace("\u00ad", "")
     flat = flat.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return re.sub(r"([\\`*_\[\]|])", r"\\\1", flat)

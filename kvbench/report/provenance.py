@@ -18,6 +18,7 @@ from kvbench.measure.words import repeat_notes
 from kvbench.metrics.canaries import WRONG_ANSWERS
 from kvbench.metrics.model import failed_words
 from kvbench.report.comparisons import NOT_TOLD, SCATTER, scatters
+from kvbench.report.wording import say
 from kvbench.requests.prefix_hits import hit_notes
 from kvbench.runs.manifest import resumed_differences
 from kvbench.runs.model import MeasuredCell, Run, number
@@ -27,44 +28,29 @@ from kvbench.targets.cores import core_words
 from kvbench.targets.launch_plan import is_template, placeholders
 from kvbench.targets.presets import GENERIC
 
-CODE_PATHS = (
-    "The layouts differ in two code paths besides the page table: on the CPU a prefill chunk reads contiguous KV in "
-    "place, where paged KV is gathered first; and paged admission keeps some pages spare for the sequences that run."
-)
-_SIMULATED_CODE_PATHS = (
-    "The layouts differ besides the page table: paged admission keeps some pages spare for sequences that run."
-)
-_REPEATS = {  # whether the server ran before -> what one repeat is
-    True: (
-        "The server was running before and was the same throughout: one repeat is every load once more, with requests "
-        "of its own. Repeats on one server are not independent, and their spread says less than that of freshly "
-        "launched ones."
-    ),
-    False: (
-        "One repeat is a freshly launched server of each configuration under identical requests; ratios are formed "
-        "within a repeat. Requests of one server are not independent and never pooled for a comparison."
-    ),
-}
-_SIMULATED_REPEATS = (
-    "One repeat is the same simulated engines anew under other requests, drawn from the seed, identical for all "
-    "configurations; ratios are formed within a repeat. Nothing else varies between repeats."
-)
+SKIPPED = "skipped "  # how the note on a configuration that was not run begins
 _SHOWN = (
     "started", "ended", "status", "model", "profile", "device", "cpu", "gpus", "dtype", "seeds", "git", "versions",
 )  # fmt: skip
 _OF_THIS_MACHINE = ("cpu", "gpus")  # of which nothing depends in a simulation
-SKIPPED = "skipped "  # how the note on a configuration that was not run begins
-
+_WORDS = (  # of the glossary, in the order of the page; {clock}: the one that is not served over HTTP
+    "pays", "at a risk; costs", "not decided", "safe", "{clock}", "ttft", "ttfo", "reasoning", "tpot", "itl, e2el",
+    "client queue", "goodput", "steady window", "prefix hits", "waste", "free, scattered", "failed", "repeat",
+    "verdict",
+)  # fmt: skip
+_MOST_CHARACTERS = 80  # of a launch command on the first screen
 
 _Lenient = Annotated[float | None, BeforeValidator(number)]  # None where it is no finite number
+
+
+def _tuple(value: Any) -> Any:
+    return value if isinstance(value, list | tuple) else (value,)
 
 
 class RequestNotes(Record):
     """The notes of a cell on how its requests were made, and on the part of a trace; None where there are none."""
 
-    length_scale: Annotated[
-        tuple[_Lenient, ...], BeforeValidator(lambda value: value if isinstance(value, list | tuple) else (value,))
-    ] = ()
+    length_scale: Annotated[tuple[_Lenient, ...], BeforeValidator(_tuple)] = ()
     duration_s: _Lenient = None
     rate_scale: _Lenient = None
     trace: Any = None
@@ -77,6 +63,9 @@ class RequestNotes(Record):
     cost_model: Any = None
 
 
+# --- Validity, and what limits the numbers ---
+
+
 @dataclass(frozen=True)
 class Validity:
     """The ``status`` of a run (valid | wrong | invalid | incomplete | empty) and the reasons for it."""
@@ -86,29 +75,30 @@ class Validity:
 
 
 def validity(run: Run) -> Validity:
-    """Wrong answers outrank invalid cells, and these an incomplete run; failed requests are named in any case."""
-    wrong = [
-        f"WRONG ANSWERS in {c.name} at {c.load.short}: {words.and_more(c.wrong_answers, 1, '; ')}, all of them in "
-        f"cells/{c.cell_id}/{WRONG_ANSWERS}"
-        for c in run.cells
-        if c.wrong_answers
-    ]
-    invalid = _grouped_reasons(run.cells)
-    failed = []
+    """Judges a run: wrong answers outrank invalid cells, and these an incomplete run; failed requests are named too."""
+    wrong, failed = [], []
     for cell in run.cells:
+        if cell.wrong_answers:
+            first = words.and_more(cell.wrong_answers, 1, "; ")
+            file = f"cells/{cell.cell_id}/{WRONG_ANSWERS}"
+            wrong.append(say("provenance.wrong", cell=_named(cell), first=first, file=file))
         if count := cell.count("failed"):
             why = failed_words(cell.failure_messages, count, cell.sent)
-            less = "; the server did less work, so the cell is compared with no other" * (cell.doubt == "refused")
-            failed.append(f"{cell.name} at {cell.load.short}: {why}{less}")
-    incomplete = [f"planned but not measured: {', '.join(run.missing)}"] if run.missing else []
+            failed.append(say("provenance.failed", cell.doubt, cell=_named(cell), why=why))
+    invalid = _grouped_reasons(run.cells)
+    incomplete = [say("provenance.missing", cells=", ".join(run.missing))] if run.missing else []
     if run.not_kept:
-        cells = words.plural(len(run.missing), "cell")
-        incomplete = [f"the files of its {cells} are not kept here, so nothing that was served is shown"]
+        incomplete = [say("provenance.not_kept", cells=words.plural(len(run.missing), "cell"))]
     incomplete += [*run.short, *run.problems]
     if run.cells and not (wrong or invalid or incomplete) and run.status != "complete":
-        incomplete = [f"the run's status is {run.status!r}"]
-    status = "wrong" if wrong else "invalid" if invalid else "incomplete" if incomplete else "valid"
-    return Validity(status if run.cells else "empty", tuple(wrong + invalid + incomplete + failed))
+        incomplete = [say("provenance.status", status=repr(run.status))]
+    problems = {"wrong": wrong, "invalid": invalid, "incomplete": incomplete}
+    status = next((name for name, reasons in problems.items() if reasons), "valid")
+    return Validity(status if run.cells else "empty", (*wrong, *invalid, *incomplete, *failed))
+
+
+def _named(cell: MeasuredCell) -> str:
+    return f"{cell.name} at {cell.load.short}"
 
 
 def _grouped_reasons(cells: Sequence[MeasuredCell]) -> list[str]:
@@ -120,54 +110,44 @@ def _grouped_reasons(cells: Sequence[MeasuredCell]) -> list[str]:
     for cell in cells:
         for reason in (cell.invalid_reasons or ("no reason recorded",)) if cell.doubt == "invalid" else ():
             plain = re.sub(r"^repeat \d+: ", "", reason)
-            where = f"{cell.name} at {cell.load.short}"
-            kinds.setdefault(re.sub(r"\d[\d.,]*", "#", plain), []).append((plain, where))
+            kinds.setdefault(re.sub(r"\d[\d.,]*", "#", plain), []).append((plain, _named(cell)))
     lines = []
     for (reason, where), *others in kinds.values():
-        line = f"{where}: {reason.rstrip('.')}"
-        if others:
-            line += f" (and {len(others)} more like it: {', '.join(dict.fromkeys(each for _, each in others))})"
-        lines.append(line)
+        names = ", ".join(dict.fromkeys(name for _, name in others))
+        more = say("provenance.more_like_it", count=len(others), names=names) if others else ""
+        lines.append(f"{where}: {reason.rstrip('.')}{more}")
     return lines
 
 
 def warnings(run: Run) -> list[str]:
-    """Limits of what the numbers say, also of a valid run."""
+    """Lists limits of what the numbers say, also of a valid run."""
     fewest = min((len(cell.repeats) for cell in run.cells), default=3)
-    scattered = [
-        f"{c.name} at {c.load.short} ({words.tokens_per_s(s.low)}–{words.tokens_per_s(s.high)})"
-        for c in run.cells
-        if (s := scatters(c))
-    ]
-    loads = [repeat for cell in run.cells for repeat in cell.repeats]
-    unverified = [load.prefix_cache.unverified for load in loads if load.prefix_cache.unverified]
-    hits = [notes for load in loads if (notes := hit_notes(load.prefix_cache))]
-    hits_differ = list(dict.fromkeys(note for notes in hits for note in notes))
+    scattered = []
+    for cell in run.cells:
+        if rates := scatters(cell):
+            scattered.append(f"{_named(cell)} ({words.tokens_per_s(rates.low)}–{words.tokens_per_s(rates.high)})")
+    loads = [repeat.prefix_cache for cell in run.cells for repeat in cell.repeats]
+    unverified = [cache.unverified for cache in loads if cache.unverified]
+    hits = [notes for cache in loads if (notes := hit_notes(cache))]
+    hits_differ = words.and_more(list(dict.fromkeys(note for notes in hits for note in notes)), 2, "; ")
     resumed = resumed_differences(run.manifest)
-    found = {
-        "Load generator and engine shared this machine and competed for its cores.": run.manifest.shared_machine,
-        f"Some cells have {words.plural(fewest, 'repeat')} only: under 3 there is no interval, and with one there is "
-        "no spread at all.": fewest < 3,
-        f"The repeats scatter: output tokens/s of one cell differ by more than {SCATTER:g}x between repeats in "
-        f"{words.listing(scattered)}. Other work on the machine is a common cause.": scattered,
-        **{
-            f"{words.upper_first(note)}.": True
-            for note in (*repeat_notes(run.manifest, run.cells), *run.manifest.notes)
-            if not note.startswith(SKIPPED)
-        },
-        f"The run was resumed in another environment; different: {words.listing(resumed)}. "
-        "What was measured before and after is not comparable as it stands.": resumed,
-        f"That the prefix cache was {run.cache_state}, as declared, is not verified in {len(unverified)} of "
-        f"{len(loads)} loads: {'; '.join(dict.fromkeys(unverified))}.": unverified,
-        f"Prefix-cache hits in {len(hits)} of {len(loads)} loads: {words.and_more(hits_differ, 2, '; ')}.": hits,
-        "The working tree had uncommitted changes: the commit alone does not reproduce this run.": (
-            run.manifest.git.dirty
-        ),
-        "Some cells have no server metrics (a server without kvbench's /metrics): running sequences, KV usage, waste "
-        "and preemptions are unknown there.": any(cell.gauges().empty for cell in run.cells),
-        "The model has random weights: speeds and memory are real, the text is not.": random_weights(run),
+    notes = [*repeat_notes(run.manifest, run.cells), *run.manifest.notes]
+    why = "; ".join(dict.fromkeys(unverified))
+    cells = words.listing(scattered)
+    state = run.cache_state
+    sentences = {
+        say("provenance.shared_machine"): run.manifest.shared_machine,
+        say("provenance.few_repeats", repeats=words.plural(fewest, "repeat")): fewest < 3,
+        say("provenance.scatter", times=SCATTER, cells=cells): scattered,
+        **{f"{words.upper_first(note)}.": not note.startswith(SKIPPED) for note in notes},
+        say("provenance.resumed", differences=words.listing(resumed)): resumed,
+        say("provenance.unverified", state=state, some=len(unverified), every=len(loads), why=why): unverified,
+        say("provenance.hits", some=len(hits), every=len(loads), notes=hits_differ): hits,
+        say("provenance.dirty"): run.manifest.git.dirty,
+        say("provenance.no_gauges"): any(cell.gauges().empty for cell in run.cells),
+        say("provenance.random_weights"): random_weights(run),
     }
-    return [text for text, holds in found.items() if holds]
+    return [text for text, holds in sentences.items() if holds]
 
 
 def random_weights(run: Run) -> bool:
@@ -176,45 +156,54 @@ def random_weights(run: Run) -> bool:
 
 
 def code_paths(run: Run) -> list[str]:
-    """A sentence on what besides the page table distinguishes the built-in engine's layouts, in a run of both."""
+    """Says what besides the page table distinguishes the built-in engine's layouts, in a run of both."""
     both = any(cell.is_contiguous for cell in run.cells) and any(cell.is_paged for cell in run.cells)
-    return [_SIMULATED_CODE_PATHS if run.simulated else CODE_PATHS] if both and run.is_built_in else []
+    return [say("provenance.code_paths", "simulated" if run.simulated else "")] if both and run.is_built_in else []
 
 
 def repeats_are(run: Run) -> str:
-    """A sentence on what one repeat is: a freshly launched server, or the one that ran throughout."""
-    return _SIMULATED_REPEATS if run.simulated else _REPEATS["://" in str(run.manifest.target)]
+    """Says what one repeat is: a freshly launched server, or the one that ran throughout."""
+    form = "simulated" if run.simulated else "running" if "://" in str(run.manifest.target) else "launched"
+    return say("provenance.repeat", form)
+
+
+# --- Where it came from ---
 
 
 def reproduce(run: Run) -> str:
-    """The command line that made the run; empty when the manifest has none."""
+    """Returns the command line that made the run; empty when the manifest has none."""
     return shlex.join(run.manifest.command)
 
 
+def title(run: Run) -> str:
+    """Returns the workload, marked where the run is simulated."""
+    return f"{run.workload} (simulated)" if run.simulated else run.workload
+
+
 def brief(run: Run) -> list[str]:
-    """When, which server, which model, on what: the line under the headline."""
+    """Returns when, which server, which model, on what: the line under the headline."""
     started = re.sub(r"^(\d{4}-\d\d-\d\d)T(\d\d:\d\d).*\+00:00$", r"\1 \2 UTC", run.manifest.started or "")
     return [str(fact) for fact in (started, target(run), model_name(run), run.manifest.device) if fact]
 
 
 def model_name(run: Run) -> str:
-    """The name of the model that was served; empty where nobody told."""
+    """Returns the name of the model that was served; empty where nobody told."""
     return model_of(run.manifest.model or _workload_model(run))
 
 
 def model_of(model: Mapping[str, Any]) -> str:
-    """A model's name, else its configuration or its path."""
+    """Returns a model's name, else its configuration or its path."""
     return str(next((model[key] for key in ("name", "config", "path") if model.get(key)), ""))
 
 
 def target(run: Run) -> str:
-    """The server that was measured, with its version: "vLLM 0.32.0"; empty for the built-in one."""
+    """Names the server that was measured, with its version: "vLLM 0.32.0"; empty for the built-in one."""
     shown = []
     for info in run.manifest.servers.values():
-        server, title = info.server, info.server.title
+        server, name = info.server, info.server.title
         if server.kind == GENERIC.name:  # known by its command only
-            title = textwrap.shorten(shlex.join(server.command), 80, placeholder=" ...") or title
-        shown.append(" ".join(filter(None, (title, info.versions.get(server.kind)))))
+            name = textwrap.shorten(shlex.join(server.command), _MOST_CHARACTERS, placeholder=" ...") or name
+        shown.append(" ".join(filter(None, (name, info.versions.get(server.kind)))))
     return words.listing(list(dict.fromkeys(filter(None, shown)))) or str(run.manifest.target or "")
 
 
@@ -233,21 +222,22 @@ def _workload_model(run: Run) -> Mapping[str, Any]:
 
 
 def environment(run: Run) -> list[tuple[str, str]]:
-    """Facts about the run as (name, text)."""
+    """Returns facts about the run as (name, text)."""
     stored = {"model": _workload_model(run), **run.manifest.to_json()}
     shown = [name for name in _SHOWN if name in stored and not (run.simulated and name in _OF_THIS_MACHINE)]
-    budgets = sorted({c.capacity.kv_budget_bytes for c in run.cells} - {None})
-    capacities = [f"{kv_capacity(c.capacity)} ({c.name})" for c in run.cells if c.capacity.capacity_tokens]
-    servers, known = run.manifest.servers.values(), run.simulated
-    simulated = known and {
-        "simulated": f"{known.model} on {on_what(run)}", "step times": known.cost_model, "ops": known.ops,
-        "calibration": known.calibration,
-    }  # fmt: skip
+    budgets = sorted({cell.capacity.kv_budget_bytes for cell in run.cells} - {None})
+    capacities = (f"{kv_capacity(c.capacity)} ({c.name})" for c in run.cells if c.capacity.capacity_tokens)
+    servers, simulated = run.manifest.servers.values(), []
+    if engine := run.simulated:
+        simulated = [
+            ("simulated", f"{engine.model} on {on_what(run)}"), ("step times", engine.cost_model), ("ops", engine.ops),
+            ("calibration", engine.calibration),
+        ]  # fmt: skip
     facts = [
         ("target", target(run)),
-        *(simulated.items() if known else ()),
+        *simulated,
         *((name, stored[name]) for name in shown),
-        ("KV budget", words.listing([words.data_size(b) for b in budgets])),
+        ("KV budget", words.listing([words.data_size(size) for size in budgets])),
         ("KV capacity", _once(capacities)),
         *_launches(run),
         ("CPU threads", _once(map(_threads, servers))),
@@ -270,17 +260,27 @@ def _threads(info: ServerInfo) -> str:
 
 def _launches(run: Run) -> list[tuple[str, str]]:
     """The launch commands, each with the configurations that it was for where there are several; baseline first."""
-    names = {c.config_id: c.name for c in sorted(run.cells, key=lambda c: not c.is_baseline)}
+    names = {cell.config_id: cell.name for cell in sorted(run.cells, key=lambda cell: not cell.is_baseline)}
     servers, commands = run.manifest.servers, {}
     for config_id in dict.fromkeys([*names, *servers]):
         if config_id in servers and (command := shlex.join(servers[config_id].server.command)):
             commands.setdefault(command, []).append(names.get(config_id, config_id))
-    several = len(commands) > 1
-    return [(f"launched as ({words.listing(of)})" if several else "launched as", text) for text, of in commands.items()]
+    if len(commands) < 2:
+        return [("launched as", command) for command in commands]
+    return [(f"launched as ({words.listing(configurations)})", command) for command, configurations in commands.items()]
+
+
+def kv_capacity(capacity: Capacity) -> str:
+    """6,144 tokens, 96 MiB of f32: what a KV cache holds, as far as it is known; empty where nothing is."""
+    if not (tokens := capacity.capacity_tokens):
+        return ""
+    size = capacity.kv_bytes or tokens * (capacity.bytes_per_token or 0)
+    kind = f" of {capacity.kv_type}" if capacity.kv_type else ""
+    return f"{words.count(tokens)} tokens" + (f", {words.data_size(size)}{kind}" if size else "")
 
 
 def made_from(run: Run) -> str:
-    """A phrase on how requests came about: scaled lengths, a trace; empty elsewhere."""
+    """Says how requests came about: scaled lengths, a trace; empty elsewhere."""
     ways: dict[str, list[str]] = {}
     prompts = run.load_section.get("prompts") or {}
     for cell in run.cells:
@@ -296,20 +296,20 @@ def _made_from(cell: MeasuredCell, duration_s: Any) -> str:
     if scales := [scale for scale in notes.length_scale if scale]:
         parts.append("lengths x " + words.listing([f"{scale:.3g}" for scale in scales]))
     if notes.trace is not None:
-        speed = notes.rate_scale
-        pace = "" if speed is None else " at its own speed" if speed == 1 else f" at {speed:g} of its speed"
-        parts.append((f"{notes.duration_s:g} s of the trace" if notes.duration_s else "the trace") + pace)
+        part = say("provenance.part_of_trace", seconds=notes.duration_s) if notes.duration_s else "the trace"
+        if notes.rate_scale is not None:
+            part += say("provenance.speed", "own" if notes.rate_scale == 1 else "other", speed=notes.rate_scale)
+        parts.append(part)
         if notes.trace_requests:
             parts.append(words.plural(notes.trace_requests, "request"))
         if notes.page_size_of_prompts and notes.trace_page_size:
-            sizes = f"{notes.trace_page_size:g} tokens made {notes.page_size_of_prompts:g}"
-            parts.append(f"prompts share its pages, {sizes}")
+            parts.append(say("provenance.pages", of=notes.trace_page_size, made=notes.page_size_of_prompts))
     if notes.text is not None:
         parts.append(f"text of {notes.text}")
     if notes.endpoint:
-        tokens = notes.template_tokens
-        adds = "" if tokens is None else f", whose chat template adds {words.plural(int(tokens), 'token')}"
-        parts.append(f"sent to {notes.endpoint}{adds}")
+        parts.append(f"sent to {notes.endpoint}")
+        if notes.template_tokens is not None:
+            parts[-1] += say("provenance.template", tokens=words.plural(int(notes.template_tokens), "token"))
     return ", ".join(parts)
 
 
@@ -327,112 +327,41 @@ def _text(value: Any) -> str:
 
 def on_what(run: Run) -> str:
     """4xA100-80GB; empty for a measured run."""
-    count = (run.simulated.tensor_parallel or 1) if run.simulated else 1
-    return f"{f'{count}x' if count > 1 else ''}{(run.simulated.device or '') if run.simulated else ''}"
-
-
-def title(run: Run) -> str:
-    """The workload, marked where the run is simulated."""
-    return f"{run.workload} (simulated)" if run.simulated else run.workload
+    if run.simulated is None:
+        return ""
+    count = run.simulated.tensor_parallel or 1
+    return f"{count}x" * (count > 1) + (run.simulated.device or "")
 
 
 def simulated_details(run: Run) -> list[str]:
-    """Sentences on what limits the numbers of a simulated run, the most important first."""
-    if not (known := run.simulated):
+    """Says what limits the numbers of a simulated run, the most important first."""
+    if not (engine := run.simulated):
         return []
-    source = f"{known.cost_model}{f' by {known.calibration}' if known.calibration else ', not calibrated'}"
+    source = engine.cost_model + (f" by {engine.calibration}" if engine.calibration else ", not calibrated")
     kinds: dict[str, str] = {}  # of sentences that differ in their numbers only the one of the highest load
     for cell in run.by_load:
         for part in RequestNotes.model_validate(cell.notes).cost_model or ():
             for note in part if isinstance(part, list) else [part]:
                 kinds.setdefault(re.sub(r"[\d.,]+", "#", note), note)
     return [
-        f"Nothing was measured: kvbench's own scheduler, pages and prefix cache ran on a virtual clock as "
-        f"{known.model} on {on_what(run)}, with step times from a cost model ({source}).",
-        *(f"Of the step times: {note}." for note in kinds.values()),
-        "There is no client and no network: TTFT begins when a request reaches the engine, and no request times out.",
-        "A simulation computes no answers: what a quantised KV, or any other change, does to them is for "
-        "`kvbench quality`.",
+        say("provenance.simulated", model=engine.model, device=on_what(run), source=source),
+        *(say("provenance.step_times", note=note) for note in kinds.values()),
+        say("provenance.no_client"),
+        say("provenance.no_answers"),
     ]
 
 
 # --- The words of the report ---
 
-_SIMULATED = (
-    "simulated",
-    "On a virtual clock: scheduler, pages, prefix cache and swap are the built-in engine's own, and a cost model says "
-    "how long each step takes on the device.",
-)
-_ENGINE_TIME = (
-    "engine time",
-    "The engine's own time, without HTTP and load client, of configurations in turns step by step. Served: as the load "
-    "client saw it over HTTP.",
-)
-
 
 def glossary(run: Run) -> list[tuple[str, str]]:
-    """(word, meaning) in the order of the page."""
-    return [
-        (
-            "pays",
-            "Output tokens/s ahead of the baseline, and neither p95 TTFT nor p95 ITL behind. Little: the gain may be "
-            "smaller than what is called level.",
-        ),
-        ("at a risk; costs", "At a risk: ahead, and a p95 or another load behind. Costs: output tokens/s behind."),
-        (
-            "not decided",
-            "The interval holds both a gain and a loss: the run shows neither a difference nor that there is none.",
-        ),
-        (
-            "safe",
-            "`kvbench quality` found the answers within the limits, each the noise of two equal runs and a margin; or, "
-            "in full precision, all of 20 or more canaries under load were right. Not safe: outside a limit.",
-        ),
-        _SIMULATED if run.simulated else _ENGINE_TIME,
-        ("ttft", "Time to first token of any kind, from the send (closed loop) or the intended start (open loop)."),
-        ("ttfo", "Time to first output (text or tool call), shown where it is not ttft: reasoning comes before it."),
-        (
-            "reasoning",
-            "From a request's first chunk of reasoning to its first output. Output tok/s without reasoning counts the "
-            "output tokens that the usage does not call reasoning, in the chunks from the first output on.",
-        ),
-        ("tpot", "Time per output token of one request: (last chunk − first chunk) / (output tokens − 1)."),
-        ("itl, e2el", "Each gap between two chunks, pooled over requests; and from the start to the last chunk."),
-        ("client queue", "Where a cap limits the requests in flight: the wait in the client, which is part of ttft."),
-        ("goodput", "Requests/s that met every limit of the workload's SLO; failed requests meet none."),
-        (
-            "steady window",
-            "Closed loop: while the asked-for concurrency was reached. Open loop: from the end of the climb to the "
-            "last arrival. Latencies are of the requests due in it, if they are 60 % of all, else of the whole run.",
-        ),
-        (
-            "prefix hits",
-            'Share of prompt tokens that the prefix cache served; "of a–b": what these prompts allow in the declared '
-            "state of the cache. A share outside makes the load invalid.",
-        ),
-        ("waste", "Token slots reserved by a sequence and holding nothing yet, as a share of what is reserved."),
-        ("free, scattered", "Contiguous layout: free slots that would hold a waiting request, but in no single hole."),
-        (
-            "failed",
-            "A request without a finish reason, the end of its stream, or a usage that matches what was streamed. It "
-            "is in no latency and no throughput.",
-        ),
-        ("repeat", repeats_are(run)),
-        (
-            f"verdict, {run.clock}",
-            f"From 3 repeats on. Level: every repeat's ratio within {MARGINS[run.clock] * 100:g} % of 1. Ahead or "
-            f"behind: not level, and the 95 % t interval of the mean log ratio excludes 1. All else is {NOT_TOLD}. "
-            f"Repeats scatter when the largest throughput of a cell is over {SCATTER:g} times its smallest.",
-        ),
-        *(("layouts", text) for text in code_paths(run)),
-    ]
-
-
-def kv_capacity(capacity: Capacity) -> str:
-    """6,144 tokens, 96 MiB of f32: what a KV cache holds, as far as it is known; empty where nothing is."""
-    if not (tokens := capacity.capacity_tokens):
-        return ""
-    a_token, kind = capacity.bytes_per_token, capacity.kv_type
-    held = capacity.kv_bytes or (tokens * a_token if a_token else None)
-    size = f", {words.data_size(held)}" if held else ""
-    return f"{words.count(tokens)} tokens{size}{f' of {kind}' if held and kind else ''}"
+    """Returns (word, meaning) in the order of the page."""
+    clock = "simulated" if run.simulated else "engine time"
+    entries = []
+    for word in (name.format(clock=clock) for name in _WORDS):
+        meaning = say(
+            "provenance.word", word, repeat=repeats_are(run), margin=MARGINS[run.clock] * 100, not_told=NOT_TOLD,
+            scatter=SCATTER,
+        )  # fmt: skip
+        entries.append((f"verdict, {run.clock}" if word == "verdict" else word, meaning))
+    return entries + [("layouts", text) for text in code_paths(run)]

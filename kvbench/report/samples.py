@@ -14,6 +14,7 @@ import pandas as pd
 
 from kvbench.report.comparisons import Comparisons
 from kvbench.report.tables import Row, Section, Value, listed_table, texts
+from kvbench.report.wording import say
 from kvbench.runs.model import MeasuredLoad
 
 MOST_REQUESTS = 3
@@ -32,7 +33,7 @@ class Agreement:
 
     def __str__(self) -> str:
         """47 of 48 equal in all tokens"""
-        return f"{self.equal:,} of {self.both:,} equal in {'all tokens' if self.by_tokens else 'text'}"
+        return say("samples.equal", "tokens" if self.by_tokens else "text", equal=self.equal, both=self.both)
 
 
 @dataclass(frozen=True)
@@ -78,20 +79,17 @@ class _Output:
     ids: tuple[int, ...]
     text: str
 
-    def differs(self, other: _Output) -> bool:
-        """Tests whether they differ: by token ids where both servers told them, else by text."""
-        return self.ids != other.ids if self.ids and other.ids else self.text != other.text
-
     def differs_at(self, other: _Output) -> str:
-        """The first token or character in which they differ."""
+        """The first token in which they differ, or character where a server told no tokens; empty where none does."""
+        kind, mine, theirs = "character", self.text, other.text
         if self.ids and other.ids:
-            return f"token {_first_difference(self.ids, other.ids) + 1}"
-        return f"character {_first_difference(self.text, other.text) + 1}"
+            kind, mine, theirs = "token", self.ids, other.ids
+        return f"{kind} {_first_difference(mine, theirs) + 1}" if mine != theirs else ""
 
     def shown(self, start: int) -> str:
         """The text from ``start`` on, as far as there is room for it."""
         end = start + MOST_CHARACTERS
-        return f"{'…' if start else ''}{self.text[start:end]}{'…' if len(self.text) > end else ''}"
+        return "…" * (start > 0) + self.text[start:end] + "…" * (len(self.text) > end)
 
 
 def _first_difference(a: Sequence[object], b: Sequence[object]) -> int:
@@ -115,14 +113,11 @@ def output_samples(comparisons: Comparisons, random_weights: bool = False) -> Ou
             continue
         others = {cell.name: _outputs(cell.requests()) for cell in comparisons.at(load) if cell is not base}
         agreements = tuple(_agreement(name, mine, o) for name, o in others.items() if mine.keys() & o.keys())
-        differing = {key: sum(key in o and mine[key].differs(o[key]) for o in others.values()) for key in mine}
-        chosen = sorted(mine, key=lambda key: (-differing[key], key))[:MOST_REQUESTS]
+        unequal = {key: sum(bool(mine[key].differs_at(o[key])) for o in others.values() if key in o) for key in mine}
+        chosen = sorted(mine, key=lambda key: (-unequal[key], key))[:MOST_REQUESTS]
         facts = rows.set_index(["repeat", "index"]).sort_index()
-        shown = []
-        for key in chosen:
-            texts_of = {name: outputs[key] for name, outputs in others.items() if key in outputs}
-            shown.append(_request(facts.loc[key], key, mine[key], texts_of))
-        return OutputSamples(base.name, load, agreements, tuple(shown), random_weights)
+        requests = tuple(_request(facts.loc[key], key, mine[key], others) for key in chosen)
+        return OutputSamples(base.name, load, agreements, requests, random_weights)
     return None
 
 
@@ -138,18 +133,19 @@ def _outputs(rows: pd.DataFrame) -> Outputs:
 
 def _agreement(name: str, mine: Outputs, theirs: Outputs) -> Agreement:
     both = mine.keys() & theirs.keys()
-    equal = sum(not mine[key].differs(theirs[key]) for key in both)
+    equal = sum(not mine[key].differs_at(theirs[key]) for key in both)
     return Agreement(name, equal, len(both), all(mine[key].ids and theirs[key].ids for key in both))
 
 
-def _request(facts: pd.Series, key: tuple[int, int], mine: _Output, others: Mapping[str, _Output]) -> SampledRequest:
+def _request(facts: pd.Series, key: tuple[int, int], mine: _Output, others: Mapping[str, Outputs]) -> SampledRequest:
     """One request; the texts begin where the earliest difference can still be seen."""
-    changed = {name: output for name, output in others.items() if mine.differs(output)}
-    first = min((_first_difference(mine.text, output.text) for output in changed.values()), default=0)
+    outputs = {name: theirs[key] for name, theirs in others.items() if key in theirs}
+    differs_at = {name: mine.differs_at(output) for name, output in outputs.items()}
+    first = min((_first_difference(mine.text, outputs[n].text) for n, where in differs_at.items() if where), default=0)
     start = 0 if first < MOST_CHARACTERS - _BEFORE else first - _BEFORE
     variants = tuple(
-        OtherOutput(name, output.shown(start), mine.differs_at(output)) if name in changed else OtherOutput(name)
-        for name, output in others.items()
+        OtherOutput(name, outputs[name].shown(start), where) if where else OtherOutput(name)
+        for name, where in differs_at.items()
     )
     numbers = (int(facts[name]) for name in ("prompt_tokens", "output_tokens"))
     return SampledRequest(*key, str(facts["class"]), *numbers, mine.shown(start), variants)
@@ -157,10 +153,7 @@ def _request(facts: pd.Series, key: tuple[int, int], mine: _Output, others: Mapp
 
 def section(samples: OutputSamples | None) -> Section:
     """A row a configuration: outputs that are the baseline's; no rows where no outputs are stored."""
-    rows = [
-        Row(None, (*texts(one.configuration), Value(str(one), one.equal / one.both)))
-        for one in (samples.agreements if samples else ())
-    ]
-    random = "Random weights: a difference says nothing of quality."
-    note = random if samples and samples.random_weights else ""
+    agreements = samples.agreements if samples else ()
+    rows = [Row(None, (*texts(one.configuration), Value(str(one), one.equal / one.both))) for one in agreements]
+    note = say("samples.random") if samples and samples.random_weights else ""
     return Section("outputs", "Equal to the baseline", listed_table(("configuration", "outputs"), rows), note)

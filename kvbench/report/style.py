@@ -1,4 +1,4 @@
-"""What all figures share: colours and dashes of the configurations, axes that suit light and dark, labels, legends."""
+"""The style that all figures share: colours and dashes, axes that suit light and dark, labels, legends."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DASHES = ("dot", "dashdot", "longdash", "longdashdot", "5px,2px", "2px,4px")
 GRID = "rgba(128,128,128,0.22)"
 MAX_POINTS = 400  # of a curve
 _MOST_TICKS = 4  # of a log axis
-_PHONE = 372  # px that a page leaves to a figure there
+_PHONE, _LAPTOP = 372, 620  # px that a page leaves to a figure there; on a laptop to one of two
 FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif'
 
 
@@ -50,7 +50,7 @@ class Drawing:
 
 
 def looks(cells: Sequence[MeasuredCell]) -> dict[str, LineStyle]:
-    """Configuration name -> look, the same in all figures of a run."""
+    """Gives each configuration, by name, a look that is the same in all figures of a run."""
     paged = [c.name for c in cells if c.is_baseline and c.is_paged]
     paged += [c.name for c in cells if not c.is_contiguous]
     contiguous = [c.name for c in cells if c.is_contiguous]
@@ -63,7 +63,7 @@ def looks(cells: Sequence[MeasuredCell]) -> dict[str, LineStyle]:
 
 
 def safe(text: object) -> str:
-    """Text from outside for a figure: plotly reads some HTML in names and hovers."""
+    """Escapes text from outside for a figure: plotly reads some HTML in names and hovers."""
     return html.escape(str(text), quote=False)
 
 
@@ -87,29 +87,26 @@ def finish(figure: go.Figure, height: int, legend: bool = True) -> go.Figure:
     return figure
 
 
-def below_each_other(figure: go.Figure, legend_lines: int) -> go.Figure:
-    """Lets the page put two panels below each other where they have no room side by side, with the legend below.
+def below_each_other(
+    figure: go.Figure, legend_lines: int, panel: int = 220, gap: int = 64, left: int = 60
+) -> go.Figure:
+    """Lets a narrow page put panels below each other, with the legend below them.
 
-    The script of the page takes the changes from ``layout.meta.narrow``.
+    The script of the page takes the changes from ``layout.meta.narrow``. panel, gap, left: px a panel, between two
+    panels, where the titles of panels stand too, and beside them.
     """
-    legend = 24 + 20 * legend_lines
-    height = 560 + legend
-    gap = 0.5 * 64 / (height - legend)  # half of the ticks and the title between the panels
-    figure.update_layout(
-        meta={
-            "narrow": {
-                "height": height,
-                "xaxis.domain": [0, 1],
-                "xaxis2.domain": [0, 1],
-                "yaxis.domain": [0.5 + gap, 1],
-                "yaxis2.domain": [0, 0.5 - gap],
-                "margin": {"l": 60, "r": 14, "t": 16, "b": 40 + legend},
-                "legend.y": 0,
-                "legend.yanchor": "bottom",
-            }
-        }
-    )
-    return figure
+    count, titled = len(list(figure.select_xaxes())), len(figure.layout.annotations) > 0
+    top, bottom = 16 + (gap - 40) * titled, 64 + 20 * legend_lines
+    whole = count * panel + (count - 1) * gap
+    narrow: dict[str, Any] = {"height": whole + top + bottom, "margin": {"l": left, "r": 14, "t": top, "b": bottom}}
+    narrow |= {"legend.y": 0, "legend.yref": "container", "legend.yanchor": "bottom"}
+    for i in range(count):
+        axis, end = str(i + 1) if i else "", 1 - i * (panel + gap) / whole
+        narrow[f"xaxis{axis}.domain"] = [0, 1]
+        narrow |= {f"yaxis{axis}.domain": [max(0.0, end - panel / whole), end], f"yaxis{axis}.showticklabels": True}
+        if titled:
+            narrow |= {f"annotations[{i}].x": 0.5, f"annotations[{i}].y": end}
+    return figure.update_layout(meta={"narrow": narrow})
 
 
 def hatch(shape: object, solidity: float | None = None) -> dict[str, object]:
@@ -118,7 +115,7 @@ def hatch(shape: object, solidity: float | None = None) -> dict[str, object]:
 
 
 def ecdf(samples: np.ndarray, points: int = MAX_POINTS) -> tuple[np.ndarray, np.ndarray]:
-    """x [n], y [n] of the empirical distribution with n <= points; the smallest and largest sample stay.
+    """Returns x [n], y [n] of the empirical distribution, n <= points; the smallest and largest sample stay.
 
     Samples are picked, not interpolated: every (x, y) is a point of the full curve.
     """
@@ -127,7 +124,7 @@ def ecdf(samples: np.ndarray, points: int = MAX_POINTS) -> tuple[np.ndarray, np.
 
 
 def thin(frame: pd.DataFrame, points: int = MAX_POINTS) -> pd.DataFrame:
-    """At most ``points`` rows of a time series, evenly, first and last kept."""
+    """Keeps at most ``points`` rows of a time series, evenly, with the first and the last."""
     if len(frame) <= points:
         return frame
     return frame.iloc[np.unique(np.linspace(0, len(frame) - 1, points).round().astype(int))]
@@ -139,7 +136,7 @@ def compact(values: Any, decimals: int = 2) -> np.ndarray:
 
 
 def log_axis(values: np.ndarray) -> dict[str, Any]:
-    """Settings of a log axis: ticks at 1, 2 and 5 of each decade or fewer, outliers at the low end cut off.
+    """Sets up a log axis: ticks at 1, 2 and 5 of each decade or fewer, low outliers cut off.
 
     A gap of microseconds (two tokens read from the socket at once) would otherwise take up half the axis.
     """
@@ -165,7 +162,7 @@ def log_axis(values: np.ndarray) -> dict[str, Any]:
 
 
 def label_above(figure: go.Figure, y: float, text: str, bold: bool = False) -> None:
-    """A line of text from outside at the left end of the bar at ``y``, above it: it needs no room beside the plot."""
+    """Writes a line of text from outside above the left end of the bar at ``y``, needing no room beside the plot."""
     place = {"x": 0, "xref": "paper", "xanchor": "left", "y": y, "yanchor": "bottom", "yshift": 9, "align": "left"}
     look = {"text": safe(text), "font": {"size": 12}}
     if bold:
@@ -190,3 +187,15 @@ def legend_outside(figure: go.Figure, y: float, above: bool = True) -> None:
     """Puts the legend above (or below) the panels at ``y`` of their height; a legend of more lines shrinks them."""
     place = {"y": y, "yref": "paper", "yanchor": "bottom" if above else "top", "traceorder": "normal"}
     figure.update_layout(legend=place)
+
+
+def legend_below(figure: go.Figure, panels: float, titles: Sequence[str], margin: dict[str, int]) -> go.Figure:
+    """Puts the legend below axes that end at ``panels`` px, in as many lines as it needs, on a phone too."""
+
+    def layout(width: int) -> dict[str, Any]:
+        columns = max(1, width // (45 + round(6.8 * max(map(len, titles), default=1))))
+        bottom = 52 + 20 * math.ceil(len(titles) / columns)
+        return {"height": panels + margin["t"] + bottom, "margin": margin | {"b": bottom}}
+
+    figure.update_layout(layout(_LAPTOP), meta={"narrow": layout(_PHONE - margin["l"] - margin["r"])})
+    return figure.update_layout(legend={"y": 0, "yref": "container", "yanchor": "bottom", "traceorder": "normal"})

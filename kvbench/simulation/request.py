@@ -26,7 +26,7 @@ class SimulatedLoad(Options, heading=_LOAD):
     """The options that change the load; several rates or numbers of users are several simulations."""
 
     at: str | None = option(
-        "Which of the WORKLOAD's loads: c32 is that of 32 users, r4 that of 4 requests/s (default: the first).",
+        "The load of WORKLOAD to send: c32 has 32 users, r4 has 4 requests/s (default: the first).",
         metavar="LOAD",
     )
     max_concurrency: Integers = option(
@@ -52,11 +52,11 @@ class FleetOptions(Options, heading="A fleet"):
     """The options of several engines behind a router."""
 
     replicas: Integers = option(
-        "So many engines, each with GPUs and a prefix cache of its own.", default=(1,), metavar="N[,N]"
+        "Simulate N engines, each with GPUs and a prefix cache of its own.", default=(1,), metavar="N[,N]"
     )
     router: tuple[Literal["round-robin", "least-loaded", "prefix-aware"], ...] = option(
-        "Which replica gets a request (default: round-robin). Given several times: each is simulated, and they are "
-        "compared.",
+        "How requests are shared among replicas (default: round-robin). Given several times: each is simulated, and "
+        "they are compared.",
         default=(),
     )
 
@@ -70,11 +70,9 @@ class SimulatedSearch(Options, heading="With --find-max-rate"):
         "goodput>=95%, as `kvbench load` has them.",
         metavar="SLO",
     )
-    run_seconds: Positive = option(
-        "Requests arrive for at least so many seconds in each run.", default=120.0, rare=True
-    )
+    run_seconds: Positive = option("Let requests arrive for at least N seconds in each run.", default=120.0, rare=True)
     tolerance: float = option(
-        "Stop once the next rate that missed is this near, relative to the rate.",
+        "Stop once the best rate and the next that missed are this close (0.02: within 2 %).",
         default=0.02, least=0.001, most=0.5, rare=True,
     )  # fmt: skip
 
@@ -91,4 +89,4 @@ class SimulateRequest(
     output_dir: Folder | None = option(
         "Keep figures and requests there; it must be new or empty (default: keep nothing).", metavar="DIR"
     )
-    processes: Count | None = option("Run so many simulations at once (default: one a core).", rare=True)
+    processes: Count | None = option("Run N simulations at once (default: one a core).", rare=True)

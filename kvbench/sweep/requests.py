@@ -37,12 +37,14 @@ class MachineOptions(Options, heading="A simulated machine"):
         "The GPUs, as H200 or 4xA100-80GB (default: the workload's simulate.device).", metavar="[Nx]NAME"
     )
     tensor_parallel: int | None = option(
-        "So many GPUs share the model (default: N of --device).", least=1, most=64, rare=True
+        "N GPUs share the model (default: the number in --device).", least=1, most=64, rare=True
     )
     ops: ExistingFolder | None = option(
-        "Measured times of operators, in place of the device's data sheet.", metavar="FOLDER", rare=True
+        "A folder of measured operator times, in place of the device's data sheet.", metavar="FOLDER", rare=True
     )
-    calibration: ExistingFile | None = option("What `kvbench dev calibrate-model` fitted.", metavar="FILE", rare=True)
+    calibration: ExistingFile | None = option(
+        "The file that `kvbench dev calibrate-model` wrote.", metavar="FILE", rare=True
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,24 +78,24 @@ class SweepRequest(Answers, TargetOptions, FormOptions, MachineOptions, ClusterO
     """The request of ``kvbench sweep``."""
 
     workload: str | None = argument("WORKLOAD", None)
-    repeats: int | None = option("Repeats of every cell, each on a fresh server.", least=1, most=1000)
+    repeats: int | None = option("Measure every cell N times, each time on a fresh server.", least=1, most=1000)
     max_minutes: Positive | None = option(
         "Stop after about N minutes. Every cell's first repeat is measured in any case, further ones where they decide "
         "most (default: the workload's max_minutes, else all repeats).",
     )
     only: tuple[str, ...] = option(
-        "Only cells whose id matches ('paged-*-c32'); with --resume, of that run. Repeatable.",
+        "Measure only cells whose id matches ('paged-*-c32'); with --resume, cells of that run. Repeatable.",
         default=(), metavar="GLOB",
     )  # fmt: skip
     resume: str | None = option(
-        "Go on with an interrupted run: the folder, or the latest incomplete run of WORKLOAD.",
+        "Go on with an interrupted run: that in RUN_DIR, or the latest incomplete run of WORKLOAD.",
         is_flag=False, flag_value="latest", metavar="[RUN_DIR]",
     )  # fmt: skip
     dry_run: bool = switch("Check everything, print cells left, order and time; launch nothing.")
-    output_dir: Path = option("The folder that runs go to.", default=Path("results"))
+    output_dir: Path = option("The folder for results.", default=Path("results"))
     simulate: bool = switch(
-        "Measure nothing: run the same engine on a virtual clock, on a machine that need not be here. The results are "
-        "marked as simulated."
+        "Measure nothing: simulate the built-in engine on --device, which need not be here. The results are marked as "
+        "simulated."
     )
     force: bool = switch(
         "With --resume: go on though code, versions or machine differ from the run's start.", rare=True
@@ -128,7 +130,7 @@ class LoadOptions(Options, heading="The load"):
     """The options that change the load; None: as the workload has it. ``request_rate`` [1/s] may be infinite."""
 
     at: str | None = option(
-        "Which of the WORKLOAD's loads: c32 is that of 32 users, r4 that of 4 requests/s (default: the first).",
+        "The load of WORKLOAD to send: c32 has 32 users, r4 has 4 requests/s (default: the first).",
         metavar="LOAD",
     )
     max_concurrency: Count | None = option(
@@ -180,18 +182,16 @@ class SearchOptions(Options, heading=_SEARCH):
         "Stop the search after N minutes: a run that cannot end by then is not begun, or is cut.", default=60.0
     )
     tolerance: float = option(
-        "Stop once the 95 % interval is this narrow, relative to the rate.",
+        "Stop once the 95 % interval is this narrow, as a share of the rate.",
         default=0.1, least=0.01, most=0.5, rare=True,
     )  # fmt: skip
     min_rate: Positive | None = option("The lowest rate tried (default: 1/64 of the first).", metavar="R", rare=True)
     max_rate: Positive | None = option(
         "The highest rate tried (default: 1024 times the first).", metavar="R", rare=True
     )
-    max_runs: int = option(
-        "Stop after so many runs, disturbed ones included.", default=40, least=1, most=1000, rare=True
-    )
+    max_runs: int = option("Stop after N runs, disturbed ones included.", default=40, least=1, most=1000, rare=True)
     run_seconds: NotNegative = option(
-        "Requests arrive for at least so many seconds in each run. Without --num-prompts a run also lasts until an "
+        "Let requests arrive for at least N seconds in each run. Without --num-prompts a run also lasts until an "
         "overload of half the --tolerance would show: for the limit on TTFT or E2EL over that, or for 3 / that^2 "
         "arrivals.",
         default=20.0, rare=True,

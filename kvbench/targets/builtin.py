@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from kvbench.common import processes
 from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.common.ports import free_port
-from kvbench.common.text import nearest
 from kvbench.runs.results import Capacity
 from kvbench.targets.base import ModelFacts, Target, reason_of
 from kvbench.targets.launch_plan import HOST
@@ -137,10 +136,6 @@ def check_configuration(settings: Settings) -> Capacity:
     from engine.config import EngineConfig
     from engine.planning import plan_engine, window_note
 
-    names = [f.name for f in dataclasses.fields(EngineConfig)]
-    for name in settings:
-        if name not in names and (near := nearest(name, names)):
-            raise ValueError(f"{name!r} is not an engine setting: did you mean {near[0]!r}?")
     config = EngineConfig.from_mapping(settings)
     plan = plan_engine(config, on_cpu=runs_on_cpu(config.device))
     length, vocab_size = plan.config.max_model_len, plan.spec.text_config.get("vocab_size")

@@ -20,7 +20,7 @@ from kvbench.common.packages import REPOSITORY
 from kvbench.common.schema import StrictModel, explain
 from kvbench.common.text import nearest, shorten
 from kvbench.workload.load_section import LoadConfig, LoadPoint
-from kvbench.workload.settings import Settings, canonical
+from kvbench.workload.settings import Settings, canonical, named_twice
 
 PROFILES = ("cpu", "gpu")
 MODEL_SECTION = frozenset({"model", "load_format", "seed", "dtype", "tokenizer"})  # engine settings below ``model:``
@@ -43,8 +43,9 @@ def read_yaml(path: Path) -> Data:
     except ValueError as error:
         raise UsageError(f"{path}: not valid YAML: {error}") from None
     if not isinstance(data, dict):
-        kind = "empty" if data is None else f"a {type(data).__name__}"
-        raise UsageError(f"{path}: a workload is a mapping of name, model, engine, load ...; this file is {kind}")
+        raise UsageError(
+            f"{path}: a workload has the keys name, model, engine, load ...; this file is {parsing.kind_of(data)}"
+        )
     return data
 
 
@@ -207,7 +208,8 @@ class WorkloadFile(StrictModel):
         swept = [(f"sweep.{key}", value) for key, values in self.sweep.items() for value in values]
         for key, value in [*((f"engine.{key}", value) for key, value in self.engine.items()), *swept]:
             if isinstance(value, dict | list):
-                raise ValueError(f"{key} is {value!r}; give one number, text, true or false (lists: sweep).")
+                shown = parsing.as_yaml(value)
+                raise ValueError(f"{key} is {shown}; give one number, text, true or false (lists: sweep).")
         for key, values in self.sweep.items():
             if not values:
                 raise ValueError(f"sweep.{key} is an empty list; give at least one value or remove the line.")
@@ -271,7 +273,11 @@ def load_workload(
         data["seed"] = seed
     if repeats is not None:
         apply_override(data, f"load.repeats={repeats}")
-    return resolve(data, profile=chosen, source=source if text is None else None, where=str(source))
+    workload = resolve(data, profile=chosen, source=source if text is None else None, where=str(source))
+    for key, values in workload.sweep.items():
+        if twice := named_twice(key, values, workload.engine):
+            raise UsageError(f"{source}: sweep.{key} {twice}")
+    return workload
 
 
 def resolve(data: Data, *, profile: str, source: Path | None, where: str = "the stored workload") -> Workload:

@@ -20,7 +20,7 @@ from kvbench.common.option_rules import flag
 from kvbench.common.parsing import parse_yaml
 from kvbench.workload.file import Workload, default_profile, load_workload
 from kvbench.workload.options import Answers
-from kvbench.workload.settings import canonical, slug
+from kvbench.workload.settings import canonical, named_twice, slug
 
 _LENGTH = re.compile(r"(\d+)(?:[:-](\d+))?")
 _LONGEST_OF_A_FILE = 2048  # tokens
@@ -128,6 +128,8 @@ def parse_vary(words: Sequence[str]) -> dict[str, list[Any]]:
             raise UsageError(f"--vary {word!r} names no values: write for example --vary page_size=16,32")
         if key in swept:
             raise UsageError(f"--vary {key} is given twice: write all its values in one, as --vary {key}=A,B")
+        if twice := named_twice(key, values, {}):
+            raise UsageError(f"--vary {key} {twice}")
         swept[key] = values
     return swept
 

@@ -12,8 +12,8 @@ from kvbench.common.options import Count, Integers, Numbers, Options, Seed, opti
 from kvbench.common.parsing import parse_json
 from kvbench.workload.request_form import EndpointName
 
-_FILE = "The workload"
-_NO_FILE = "Without a WORKLOAD file"
+_FILE = "Changes of the workload"
+_NO_FILE = "A workload from options, without a file"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,6 +73,18 @@ _VALUES: Mapping[tuple[str, Any], str] = {
 def canonical(name: str, value: Any) -> Any:
     """The value under the name that kvbench writes: ``fp8`` is ``fp8_e4m3``, as in vLLM."""
     return "fp8_e4m3" if (name, value) == ("kv_cache_dtype", "fp8") else value
+
+
+def named_twice(name: str, values: Iterable[Any], engine: Settings) -> str | None:
+    """Says which value of a setting stands twice in ``values``, beside the settings of ``engine``; None: none does."""
+    seen: set[tuple[type, Any]] = set()
+    for value in values:
+        settled = effective({**engine, name: value}, name)
+        if (type(settled), settled) in seen:
+            meaning = "" if value is not None else f" (null is the default, {settled})"
+            return f"names {settled} twice{meaning}: leave one out"
+        seen.add((type(settled), settled))
+    return None
 
 
 def defaults_beside(settings: Settings) -> dict[str, Any]:

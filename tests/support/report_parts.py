@@ -8,24 +8,23 @@ import pandas as pd
 
 from kvbench.effects.comparison import Comparison
 from kvbench.report import (
+    cells,
     document,
     engine_time,
     hits,
-    kv,
     limits,
     quality,
     samples,
     style,
-    tables,
     terminal,
 )
+from kvbench.report import kv as kv_chapter
 from kvbench.report.comparisons import Comparisons
 from kvbench.report.decision import Candidate, Decision
-from kvbench.report.figures import distributions, effects, frontier, heat_map
+from kvbench.report.figures import distributions, effects, frontier, heat_map, kv, price
 from kvbench.report.provenance import random_weights
 from kvbench.report.style import Drawing
-from kvbench.report.tables import ReportTable, Section
-from kvbench.runs.kv_ledger import ledger
+from kvbench.report.tables import NO_TABLE, ReportTable, Section
 from kvbench.runs.model import MeasuredCell, MeasuredLoad, Run
 
 
@@ -42,15 +41,15 @@ def main_table(run: Run) -> ReportTable:
 
 
 def flat_rows(run: Run) -> list[dict]:
-    return tables.flat_rows(main_table(run), Comparisons.of(run))
+    return cells.flat_rows(main_table(run), Comparisons.of(run))
 
 
 def class_table(run: Run) -> ReportTable:
-    return tables.group_parts(run.by_load)[0].table
+    return cells.group_parts(run.by_load)[0].table
 
 
 def turn_table(run: Run) -> ReportTable:
-    return tables.group_parts(run.by_load)[1].table
+    return cells.group_parts(run.by_load)[1].table
 
 
 def engine_time_console(run: Run) -> object:
@@ -95,34 +94,34 @@ def prices(run: Run) -> list[str]:
 
 def price_frame(run: Run) -> pd.DataFrame:
     made = Decision.of(run)
-    return quality.price_frame(made.comparisons, made.qualities)
+    return price.price_frame(made.comparisons, made.qualities)
 
 
 def price_drawing(run: Run) -> Drawing | None:
     made = Decision.of(run)
     look = style.looks(run.cells)
-    return quality.price_drawing(run.quality, made.comparisons, made.qualities, look) if run.quality else None
+    return price.price_drawing(run.quality, made.comparisons, made.qualities, look) if run.quality else None
 
 
 def answer_quality_table(run: Run) -> ReportTable:
-    return quality.answer_quality_table(run.quality, Comparisons.of(run)) if run.quality else tables.NO_TABLE
+    return quality.answer_quality_table(run.quality, Comparisons.of(run)) if run.quality else NO_TABLE
 
 
 def passkey_table(run: Run) -> ReportTable:
     names = {cell.config_id: cell.name for cell in run.cells}
-    return quality.passkey_table(run.quality, names) if run.quality else tables.NO_TABLE
+    return quality.passkey_table(run.quality, names) if run.quality else NO_TABLE
 
 
 def shown_cells(run: Run, load: MeasuredLoad) -> list[MeasuredCell]:
-    return kv.shown_cells(Decision.of(run), load, _ledgers(run))[0]
+    return kv.shown_cells(Decision.of(run), load, ledgers(run))[0]
 
 
 def timeline_drawing(run: Run, load: MeasuredLoad) -> Drawing | None:
-    return kv.timeline_drawing(Decision.of(run), load, _ledgers(run))
+    return kv.timeline_drawing(Decision.of(run), load, ledgers(run))
 
 
 def memory_table(run: Run) -> ReportTable:
-    return kv.memory_table(run.cells, run.manifest)
+    return kv_chapter.memory_table(run.cells, run.manifest)
 
 
 def output_samples(run: Run) -> samples.OutputSamples | None:
@@ -157,13 +156,25 @@ def frontier_table(frame: pd.DataFrame) -> ReportTable:
     return frontier.section(frame).table
 
 
-def _ledgers(run: Run) -> kv.Ledgers:
-    return {cell.cell_id: one for cell, one in ledgers(run)}
+def _ledgers(run: Run) -> kv_chapter.Ledgers:
+    return kv_chapter.ledgers_of(run.by_load)
 
 
-def ledgers(run: Run) -> kv.Bars:
-    return [(cell, one) for cell in run.by_load if (one := ledger(cell)) is not None]
+def ledgers(run: Run) -> kv_chapter.Ledgers:
+    return kv_chapter.ledgers_of(run.by_load)
+
+
+def ledger_table(run: Run) -> ReportTable:
+    return kv_chapter.ledger_table(run.by_load, ledgers(run))
+
+
+def ledger_drawing(run: Run) -> Drawing | None:
+    return kv.ledger_drawing(run.by_load, ledgers(run))
 
 
 def ledger_section(run: Run) -> Section:
-    return next(part for part in kv.kv_parts(Decision.of(run)) if isinstance(part, Section) and part.key == "ledger")
+    return next(
+        part
+        for part in kv_chapter.kv_parts(Comparisons.of(run), run.manifest)
+        if isinstance(part, Section) and part.key == "ledger"
+    )

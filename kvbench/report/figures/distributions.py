@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -14,14 +15,31 @@ from kvbench.metrics.definitions import METRICS
 from kvbench.metrics.latency import request_latencies
 from kvbench.metrics.rows import inter_token_latencies, times_per_output_token
 from kvbench.report.comparisons import Comparisons
-from kvbench.report.style import Drawing, LineStyle, compact, ecdf, finish, legend_outside, log_axis, safe, under
+from kvbench.report.style import (
+    Drawing,
+    LineStyle,
+    below_each_other,
+    compact,
+    ecdf,
+    finish,
+    legend_outside,
+    log_axis,
+    safe,
+    under,
+)
 from kvbench.report.tables import UNCERTAIN
+from kvbench.report.wording import say
 from kvbench.runs.model import MeasuredCell, all_steady_latency
 
 LATENCIES = {METRICS[name].path: METRICS[name].short for name in ("ttft", "tpot", "itl", "e2el")}
 EVERY = ""  # the group of all requests
 _POINTS = {True: 60, False: 30}  # of a curve: of all requests, of a class
-_WIDTH, _PANEL, _GAP, _LEGEND = 500, 210, 64, 110  # px: narrowest figure; a panel, between two, legend and menu
+_WIDTH, _PANEL, _GAP, _LEGEND = 372, 210, 64, 110  # px: narrowest figure; a panel, between two, legend and menu
+_MENU = {
+    "direction": "down", "x": 1, "xanchor": "right", "y": 1, "yanchor": "bottom",
+    "pad": {"b": 8, "t": 0, "r": 0, "l": 0}, "bgcolor": "rgba(128,128,128,0.12)",
+    "bordercolor": "rgba(128,128,128,0.5)", "font": {"size": 12},
+}  # fmt: skip
 
 
 def distributions(cells: Sequence[MeasuredCell]) -> pd.DataFrame:
@@ -37,51 +55,50 @@ def distributions(cells: Sequence[MeasuredCell]) -> pd.DataFrame:
     ms: a sample; at most 60 of a curve, picked, the smallest and the largest among them
     share: of the samples that are not larger, 0 to 100 %
     """
-    steady = all_steady_latency(cells)
-    frames = [
-        pd.DataFrame({
-            "configuration": cell.name, "group": group, "requests": len(rows), "metric": metric,
-            "samples": len(samples), "ms": x, "share": y * 100,
-        })
-        for cell in cells
-        if len(requests := cell.requests(steady))
-        for group, rows in _groups(requests)
-        for metric, samples in _samples(rows).items()
-        if len(samples)
-        for x, y in [ecdf(samples, _POINTS[group == EVERY])]
-    ]  # fmt: skip
+    steady, frames = all_steady_latency(cells), []
+    for cell in cells:
+        for group, rows in _groups(cell.requests(steady)):
+            for metric, samples in _samples(rows).items():
+                if len(samples):
+                    x, y = ecdf(samples, _POINTS[group == EVERY])
+                    named = {"configuration": cell.name, "group": group, "requests": len(rows), "metric": metric}
+                    frames.append(pd.DataFrame({**named, "samples": len(samples), "ms": x, "share": y * 100}))
     columns = ["configuration", "group", "requests", "metric", "samples", "ms", "share"]
     return pd.concat(frames or [pd.DataFrame(columns=columns)], ignore_index=True)
 
 
 def _groups(requests: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
     """All requests, then those of each class where there are several."""
-    yield EVERY, requests
-    if requests["class"].nunique() > 1:
-        for name, rows in requests.groupby("class", sort=True):
-            yield str(name), rows
+    if len(requests):
+        yield EVERY, requests
+        if requests["class"].nunique() > 1:
+            yield from ((str(name), rows) for name, rows in requests.groupby("class", sort=True))
 
 
 def _samples(requests: pd.DataFrame) -> dict[str, np.ndarray]:
     """The samples [ms] of each of LATENCIES. float64 [samples]"""
-    known = request_latencies(requests)
+    by_request = request_latencies(requests)
     pooled = {"tpot_ms": times_per_output_token(requests), "itl_ms": inter_token_latencies(requests)}
-    return {metric: pooled[metric] if metric in pooled else known[metric].dropna().to_numpy() for metric in LATENCIES}
+    return {path: pooled[path] if path in pooled else by_request[path].dropna().to_numpy() for path in LATENCIES}
 
 
 def distributions_figure(frame: pd.DataFrame, look: Mapping[str, LineStyle]) -> go.Figure:
     """A panel a latency, a line a configuration; a menu shows one class of requests instead of all."""
-    groups = list(dict.fromkeys(frame["group"]))
-    figure = make_subplots(
-        rows=2, cols=2, vertical_spacing=_GAP / (2 * _PANEL + _GAP), horizontal_spacing=0.06, shared_yaxes=True
-    )
+    spacing = {"vertical_spacing": _GAP / (2 * _PANEL + _GAP), "horizontal_spacing": 0.06}
+    figure = make_subplots(rows=2, cols=2, shared_yaxes=True, **spacing)
     places = {metric: (i // 2 + 1, i % 2 + 1) for i, metric in enumerate(LATENCIES)}
-    shown: list[str] = []  # the group of each trace
+    groups: list[str] = []  # the group of each trace
     for (group, name), curves in frame.groupby(["group", "configuration"], sort=False):
         for i, (metric, points) in enumerate(curves.groupby("metric", sort=False)):
             row, column = places[metric]
-            figure.add_trace(_curve(points, look[name], first=i == 0, visible=group == EVERY), row=row, col=column)
-            shown.append(group)
+            values = {"group": safe(group or "all requests"), "samples": points["samples"].iloc[0]}
+            figure.add_scatter(
+                x=compact(points["ms"]), y=compact(points["share"]), mode="lines", name=safe(name),
+                legendgroup=safe(name), showlegend=i == 0, visible=group == EVERY,
+                line={"color": look[name].colour, "dash": look[name].dash, "width": 2, "shape": "hv"},
+                hovertemplate=say("distributions.hover", **values), row=row, col=column,
+            )  # fmt: skip
+            groups.append(group)
     for metric, (row, column) in places.items():
         axis = log_axis(frame.loc[(frame["metric"] == metric) & (frame["group"] == EVERY), "ms"].to_numpy())
         figure.update_xaxes(title_text=f"{LATENCIES[metric]}, ms", tickangle=0, row=row, col=column, **axis)
@@ -89,50 +106,20 @@ def distributions_figure(frame: pd.DataFrame, look: Mapping[str, LineStyle]) -> 
     finish(figure, 2 * _PANEL + _GAP + _LEGEND + 56)
     legend_outside(figure, -0.13, above=False)
     figure.update_layout(margin={"t": 20, "b": 56})
-    if len(groups) > 1:
-        figure.update_layout(updatemenus=[_menu(frame, groups, shown)])
-    return figure
+    if len(set(groups)) > 1:
+        figure.update_layout(updatemenus=[_menu(frame, groups)])
+    return below_each_other(figure, legend_lines=frame["configuration"].nunique(), panel=170)
 
 
-def _curve(points: pd.DataFrame, look: LineStyle, first: bool, visible: bool) -> go.Scatter:
-    row = points.iloc[0]
-    name, group = safe(row["configuration"]), safe(row["group"] or "all requests")
-    return go.Scatter(
-        x=compact(points["ms"]),
-        y=compact(points["share"]),
-        mode="lines",
-        name=name,
-        legendgroup=name,
-        showlegend=first,
-        visible=visible,
-        line={"color": look.colour, "dash": look.dash, "width": 2, "shape": "hv"},
-        hovertemplate=f"%{{y:.1f}} % within %{{x:,.1f}} ms<br>{group}, {row['samples']:,} samples",
-    )
-
-
-def _menu(frame: pd.DataFrame, groups: list[str], shown: list[str]) -> dict:
+def _menu(frame: pd.DataFrame, groups: list[str]) -> dict[str, Any]:
     """A menu of what is drawn: all requests or one class, with the number of requests of a configuration."""
-
-    def label(group: str) -> str:
-        counts = frame.loc[frame["group"] == group, "requests"]
-        low, high = int(counts.min()), int(counts.max())
-        return f"{safe(group or 'all requests')} ({low:,}{'' if low == high else f' to {high:,}'})"
-
-    return {
-        "buttons": [
-            {"label": label(group), "method": "restyle", "args": [{"visible": [each == group for each in shown]}]}
-            for group in groups
-        ],
-        "direction": "down",
-        "x": 1,
-        "xanchor": "right",
-        "y": 1,
-        "yanchor": "bottom",
-        "pad": {"b": 8, "t": 0, "r": 0, "l": 0},
-        "bgcolor": "rgba(128,128,128,0.12)",
-        "bordercolor": "rgba(128,128,128,0.5)",
-        "font": {"size": 12},
-    }
+    buttons = []
+    for group, rows in frame.groupby("group", sort=False):
+        counts = dict.fromkeys(f"{count:,}" for count in (rows["requests"].min(), rows["requests"].max()))
+        label = f"{safe(group or 'all requests')} ({' to '.join(counts)})"
+        visible = [shown == group for shown in groups]
+        buttons.append({"label": label, "method": "restyle", "args": [{"visible": visible}]})
+    return {"buttons": buttons, **_MENU}
 
 
 def drawing(comparisons: Comparisons, look: Mapping[str, LineStyle]) -> Drawing | None:
@@ -141,29 +128,22 @@ def drawing(comparisons: Comparisons, look: Mapping[str, LineStyle]) -> Drawing 
         cells = [cell for cell in comparisons.at(load) if cell.valid]
         frame = distributions(cells)
         if len(frame):
+            window = "steady" if all_steady_latency(cells) else "whole"
             left = len(comparisons.at(load)) - frame["configuration"].nunique()
-            clock = words.upper_first(comparisons.clock)
-            caption = f"{clock}. Further left is faster, steeper is steadier; log axes, raw samples of all repeats, "
-            caption += "steady window." if all_steady_latency(cells) else "whole run."
-            if left:
-                caption += f" Left out: {words.plural(left, 'configuration')} invalid or without samples."
+            caption = say("distributions.caption", window, clock=words.upper_first(comparisons.clock))
+            caption += say("distributions.left_out", n=left)
             return Drawing("distributions", _title(cells), caption, distributions_figure(frame, look), _WIDTH)
     return None
 
 
 def _title(cells: Sequence[MeasuredCell]) -> str:
-    """The title: how far the configurations' p95 TTFT spreads, and where the baseline stands."""
-    load = cells[0].load
+    """Says how far the configurations' p95 TTFT spreads, and where the baseline stands."""
     steady = all_steady_latency(cells)
-    every = {cell.name: cell.percentile("ttft_ms", "p95", steady) for cell in cells}
-    known = {name: value for name, (value, _) in every.items() if value is not None}
-    few = UNCERTAIN * any(few for _, few in every.values())
-    if not known:
-        return f"Latencies {under(load)}"
-    low, high = (words.ms(pick(known.values())) for pick in (min, max))
-    if low == high:
-        return f"p95 TTFT {under(load)}: {low}{few}"
-    base = next((known[cell.name] for cell in cells if cell.is_baseline and cell.name in known), None)
-    return f"p95 TTFT {under(load)}: {low} to {high}{few}" + (
-        f"; baseline {words.ms(base)}" if base is not None else ""
-    )
+    measured = [(cell, *cell.percentile("ttft_ms", "p95", steady)) for cell in cells]
+    values = [value for _, value, _ in measured if value is not None]
+    ends = list(dict.fromkeys(words.ms(end) for end in (min(values), max(values)))) if values else []
+    base = [words.ms(value) for cell, value, _ in measured if cell.is_baseline and value is not None and len(ends) > 1]
+    few = UNCERTAIN * any(few for _, _, few in measured)
+    form = "baseline" if base else "p95" if ends else "none"
+    load, spread = under(cells[0].load), " to ".join(ends) + few
+    return say("distributions.title", form, load=load, spread=spread, baseline="".join(base))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Sequence
 from textwrap import wrap
 from typing import Any
 
@@ -17,6 +17,7 @@ from kvbench.effects.comparison import Call, Comparison
 from kvbench.metrics.definitions import SERVED, SIMULATED
 from kvbench.report.comparisons import THROUGHPUT, Comparisons, interval, marked
 from kvbench.report.style import CONTIGUOUS, PAGED, Drawing, finish, safe
+from kvbench.report.wording import say
 from kvbench.runs.model import MeasuredCell, MeasuredLoad, Run
 from kvbench.workload.settings import applies, effective, setting_title, value_words
 
@@ -53,37 +54,31 @@ def heat_map(run: Run, comparisons: Comparisons, load: MeasuredLoad) -> pd.DataF
     rows = []
     for combination in itertools.product(*(listed.items() for listed in values.values())):
         chosen = {key: text for key, (text, _) in zip(values, combination, strict=True)}
-        cell = measured.get(tuple(chosen.values()))
         settings = {**base.settings, **{key: raw for key, (_, raw) in zip(values, combination, strict=True)}}
         possible = all(applies(key, settings) == (text != _NONE) for key, text in chosen.items())
-        if cell is None:
-            rows.append(chosen | _NO_ENTRY | {"text": "missing" if possible else ""})
-        elif cell is base:
-            rows.append(chosen | _NO_ENTRY | {"configuration": cell.name, "ratio": 1.0, "text": "baseline"})
-        else:
+        if cell := measured.get(tuple(chosen.values())):
             rows.append(chosen | _entry(cell, base, ratios[cell.cell_id].get(THROUGHPUT)))
+        else:
+            rows.append(chosen | _NO_ENTRY | {"text": "missing" * possible})
     return pd.DataFrame(rows).assign(time=run.clock if engine is None else engine.label)
 
 
-def _values(cells: list[MeasuredCell], order: list[str]) -> dict[str, dict[str, Any]]:
+def _values(cells: Sequence[MeasuredCell], order: list[str]) -> dict[str, dict[str, Any]]:
     """Setting -> its values, in words and as they are, numbers ascending; the setting with most values last.
 
     ``order``: of the settings in the workload.
     """
-    varied = list(dict.fromkeys(key for cell in cells for key in cell.varied))
-    varied.sort(key=lambda key: order.index(key) if key in order else len(order))
-    found = {}
 
     def rank(value: tuple[str, Any]) -> tuple[bool, float]:
         """Numbers by size, other values as they come, "–" last."""
         text, raw = value
         return text == _NONE, float(raw) if isinstance(raw, int | float) else 0.0
 
-    for key in varied:
-        values = {_value(cell, key): effective(cell.settings, key) for cell in cells}
-        if len(values) > 1:
-            found[key] = dict(sorted(values.items(), key=rank))
-    return dict(sorted(found.items(), key=lambda pair: len(pair[1])))
+    varied = list(dict.fromkeys(key for cell in cells for key in cell.varied))
+    varied.sort(key=lambda key: order.index(key) if key in order else len(order))
+    values = {key: {_value(cell, key): effective(cell.settings, key) for cell in cells} for key in varied}
+    several = {key: dict(sorted(listed.items(), key=rank)) for key, listed in values.items() if len(listed) > 1}
+    return dict(sorted(several.items(), key=lambda pair: len(pair[1])))
 
 
 def _value(cell: MeasuredCell, key: str) -> str:
@@ -93,11 +88,13 @@ def _value(cell: MeasuredCell, key: str) -> str:
 def _entry(cell: MeasuredCell, base: MeasuredCell, ratio: Comparison | None) -> dict[str, Any]:
     """The frame's entries of a measured combination beside its settings."""
     entry = _NO_ENTRY | {"configuration": cell.name}
+    if cell is base:
+        return entry | {"ratio": 1.0, "text": "baseline"}
     if ratio is None:
         return entry | {"text": cell.doubt or base.doubt or "no value"}
     low, high = ratio.spread if ratio.values else (ratio.low, ratio.high)
-    known = ratio.n > 1 if ratio.values else bool(interval(ratio))
-    bounds = f"{low:.2f}–{high:.2f}" if known else ""
+    several = ratio.n > 1 if ratio.values else bool(interval(ratio))
+    bounds = f"{low:.2f}–{high:.2f}" if several else ""
     decided = ratio.call in (Call.BETTER, Call.WORSE)
     return entry | {"ratio": ratio.ratio, "decided": decided, "text": marked(ratio), "interval": bounds}
 
@@ -114,72 +111,37 @@ def heat_map_figure(frame: pd.DataFrame) -> go.Figure:
     columns, rows = frame[across].drop_duplicates().tolist(), frame[down].drop_duplicates().tolist()
     height = len(panels) * _BAND * len(rows) + _HEAD * (len(panels) - 1)
     figure = make_subplots(
-        rows=len(panels),
-        cols=1,
-        shared_xaxes=True,
-        vertical_spacing=_HEAD / height if len(panels) > 1 else 0.0,
-        subplot_titles=[_panel_title(others, values) for values, _ in panels] if others else None,
-    )
+        rows=len(panels), cols=1, shared_xaxes=True, vertical_spacing=_HEAD * (len(panels) > 1) / height,
+        subplot_titles=[_panel_title(others, values) for values, _ in panels],
+    )  # fmt: skip
     figure.update_annotations(font={"size": 13})
-    known = frame.loc[frame["decided"], "ratio"]
-    most = max([_LEAST, *(abs(math.log(ratio)) for ratio in known)])
+    most = max([_LEAST, *(abs(math.log(ratio)) for ratio in frame.loc[frame["decided"], "ratio"])])
     for position, (_, tiles) in enumerate(panels, start=1):
-        strength = {
-            (tile[across], tile[down]): math.log(tile["ratio"]) * bool(tile["decided"]) / most
-            for tile in tiles.to_dict("records")
-        }
-        figure.add_heatmap(
-            x=list(range(len(columns))),
-            y=list(range(len(rows))),
-            z=[[strength[column, row] for column in columns] for row in rows],
-            zmin=-1,
-            zmax=1,
-            colorscale=_SCALE,
-            showscale=False,
-            xgap=3,
-            ygap=3,
-            hoverinfo="skip",
-            row=position,
-            col=1,
-        )
+        strengths = [[math.nan] * len(columns) for _ in rows]
         for tile in tiles.to_dict("records"):
-            place = columns.index(tile[across]), rows.index(tile[down])
-            _write(figure, tile, place, strength[tile[across], tile[down]], position)
-    figure.update_xaxes(
-        showgrid=False, tickangle=0, tickvals=list(range(len(columns))), ticktext=[_label(v) for v in columns]
-    )
-    figure.update_yaxes(showgrid=False, tickvals=list(range(len(rows))), ticktext=[_label(v) for v in rows])
+            x, y = columns.index(tile[across]), rows.index(tile[down])
+            strengths[y][x] = strength = math.log(tile["ratio"]) * bool(tile["decided"]) / most
+            text = f"<b>{safe(tile['text'])}</b>" + "<br>" * bool(tile["interval"]) + tile["interval"]
+            font = {"size": 12}
+            if not math.isnan(strength):  # a missing one is on nothing
+                font["color"] = "#fff" if strength > 0.75 else _INK
+            figure.add_annotation(x=x, y=y, text=text, showarrow=False, font=font, row=position, col=1)
+        figure.add_heatmap(
+            x=list(range(len(columns))), y=list(range(len(rows))), z=strengths, zmin=-1, zmax=1, colorscale=_SCALE,
+            showscale=False, xgap=3, ygap=3, hoverinfo="skip", row=position, col=1,
+        )  # fmt: skip
+    for update, labels in ((figure.update_xaxes, columns), (figure.update_yaxes, rows)):
+        names = ["<br>".join(map(safe, wrap(label, _LINE))) or safe(label) for label in labels]
+        update(showgrid=False, tickangle=0, tickvals=list(range(len(labels))), ticktext=names)
     figure.update_xaxes(title_text=setting_title(across), row=len(panels))
     figure.update_yaxes(autorange="reversed", title_text=setting_title(down))
     top = _HEAD if others else 12
     finish(figure, height + top + 84, legend=False)
-    figure.update_layout(margin={"t": top, "b": 84})
-    return figure
+    return figure.update_layout(margin={"t": top, "b": 84})
 
 
-def _panel_title(settings: list[str], values: Any) -> str:
-    values = values if isinstance(values, tuple) else (values,)
+def _panel_title(settings: list[str], values: tuple[Any, ...]) -> str:
     return safe(", ".join(f"{setting_title(key)}: {value}" for key, value in zip(settings, values, strict=True)))
-
-
-def _label(value: str) -> str:
-    """A value from outside as a label of an axis, in lines of a few words."""
-    return "<br>".join(safe(line) for line in wrap(value, _LINE)) or safe(value)
-
-
-def _write(figure: go.Figure, tile: Mapping[str, Any], place: tuple[int, int], strength: float, row: int) -> None:
-    """The ratio in a tile at ``place`` (column, row), its interval below; a missing one is on nothing."""
-    interval = f"<br>{tile['interval']}" if tile["interval"] else ""
-    ink = {} if math.isnan(strength) else {"color": "#fff" if strength > 0.75 else _INK}
-    figure.add_annotation(
-        x=place[0],
-        y=place[1],
-        text=f"<b>{safe(tile['text'])}</b>{interval}",
-        showarrow=False,
-        font={"size": 12} | ink,
-        row=row,
-        col=1,
-    )
 
 
 def drawing(run: Run, comparisons: Comparisons) -> Drawing | None:
@@ -188,23 +150,20 @@ def drawing(run: Run, comparisons: Comparisons) -> Drawing | None:
         frame = heat_map(run, comparisons, load)
         if len(frame):
             time = str(frame["time"].iloc[0])
-            empty = " Without a colour: invalid, refused or missing." if frame["ratio"].isna().any() else ""
-            caption = (
-                f"Output tokens/s relative to the baseline at {load.label}, {time}; below it the "
-                f"{'lowest and highest repeat' if time in (SERVED, SIMULATED) else '95 % interval'}. Grey: level (≈) "
-                f"or not told apart (?).{empty}"
-            )
+            spread = "repeats" if time in (SERVED, SIMULATED) else "interval"
+            caption = say("heat_map.caption", spread, load=load.label, time=time)
+            caption += say("heat_map.uncoloured") * bool(frame["ratio"].isna().any())
             width = 130 + 90 * frame[_settings(frame)[-2]].nunique()
             return Drawing("heat-map", _title(frame), caption, heat_map_figure(frame), width)
     return None
 
 
 def _title(frame: pd.DataFrame) -> str:
-    """The best combination that is told apart from the baseline."""
-    settings = _settings(frame)
+    """Names the best combination that is told apart from the baseline."""
     better = frame[frame["decided"] & (frame["ratio"] > 1)]
     if better.empty:
-        said = "ahead of" if frame["decided"].any() else "told apart from"
-        return f"No combination of {words.listing([setting_title(key) for key in settings])} is {said} the baseline"
+        settings = words.listing([setting_title(key) for key in _settings(frame)])
+        return say("heat_map.none_ahead", "decided" if frame["decided"].any() else "open", settings=settings)
     top = better.loc[better["ratio"].idxmax()]
-    return f"Furthest ahead of {frame['ratio'].notna().sum()}: {top['configuration']}, {top['text']} the baseline"
+    values = {"name": top["configuration"], "ratio": top["text"]}
+    return say("heat_map.furthest", measured=frame["ratio"].notna().sum(), **values)

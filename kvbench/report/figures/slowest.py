@@ -2,37 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from itertools import pairwise
 from textwrap import shorten
 
 import numpy as np
 import pandas as pd
-import plotly.graph_objects as go
 
 from kvbench.common import text as words
 from kvbench.metrics.rows import MS, inter_token_latencies, times_to_end
 from kvbench.report.comparisons import Comparisons, best
-from kvbench.report.style import Drawing, compact, finish, hatch, label_above, legend_outside, room_for_labels
-from kvbench.report.tables import Part, ReportTable, Row, Section, Value, listed_table, texts
+from kvbench.report.figures.bars import COLUMNS, BarPart, bars
+from kvbench.report.style import Drawing, room_for_labels
+from kvbench.report.tables import Row, Section, Value, entry, listed_table, texts
+from kvbench.report.wording import say
 from kvbench.runs.model import MeasuredCell
 
 MOST = 10  # requests
 LONG_GAP = 5.0  # times the median ITL
 CLIENT, FIRST, DECODE, GAP = "client", "first token", "decode", "gap"
-_PARTS: Mapping[str, tuple[str, str, str]] = {  # part -> title, colour, pattern
-    CLIENT: ("waiting in the client", "#8A8A8A", "x"),
-    FIRST: ("waiting for the first token", "#56B4E9", "/"),
-    DECODE: ("decoding", "#0072B2", ""),
-    GAP: (f"gap over {LONG_GAP:g}x the median ITL", "#D55E00", "\\"),
+_PARTS = {
+    CLIENT: BarPart("waiting in the client", "#8A8A8A", "x"),
+    FIRST: BarPart("waiting for the first token", "#56B4E9", "/"),
+    DECODE: BarPart("decoding", "#0072B2"),
+    GAP: BarPart(f"gap over {LONG_GAP:g}x the median ITL", "#D55E00", "\\"),
 }
-_SAID = {GAP: "in long gaps"}  # in a title
-_COLUMNS = ("request", "index", "repeat", "class", "prompt_tokens", "output_tokens", "part", "start_ms", "ms")
-_ROW = 42  # px
+_HEADS = {CLIENT: "in the client ms", FIRST: "first token ms", DECODE: "decode ms", GAP: "long gaps ms"}
+_FACTS = ("index", "repeat", "class", "prompt_tokens", "output_tokens")
 
 
 def slowest_of(comparisons: Comparisons) -> MeasuredCell | None:
-    """The cell whose requests are shown: the baseline at the highest load, else the best one there; valid only."""
+    """Finds the valid cell whose requests are shown: the baseline at the highest load, else the best one there."""
     for load in reversed(comparisons.loads):
         for cell in (comparisons.baselines[load], best(comparisons.at(load))):
             if cell is not None and cell.valid and len(cell.requests()):
@@ -55,9 +54,9 @@ def slowest(requests: pd.DataFrame) -> pd.DataFrame:
     limit = LONG_GAP * float(np.median(gaps)) if len(gaps) else np.inf
     rows = []
     for place, (_, request) in enumerate(top.iterrows(), start=1):
-        of = {"request": place, **{name: request.get(name) for name in _COLUMNS[1:6]}}
-        rows += [of | {"part": part, "start_ms": at, "ms": ms} for part, at, ms in _parts(request, limit)]
-    return pd.DataFrame(rows, columns=list(_COLUMNS))
+        facts = [request.get(name) for name in _FACTS]
+        rows += [(place, *facts, *part) for part in _parts(request, limit)]
+    return pd.DataFrame(rows, columns=["request", *_FACTS, "part", "start_ms", "ms"])
 
 
 def _parts(request: pd.Series, limit: float) -> list[tuple[str, float, float]]:
@@ -77,83 +76,49 @@ def _parts(request: pd.Series, limit: float) -> list[tuple[str, float, float]]:
     return [(part, start, end - start) for part, start, end in edges if end > start]
 
 
-def slowest_figure(frame: pd.DataFrame) -> go.Figure:
-    """A bar a request, the slowest on top, its parts after one another; above it who it is and how long it took."""
-    figure, count = go.Figure(), int(frame["request"].max())
-    for part, (title, colour, pattern) in _PARTS.items():
-        rows = frame[frame["part"] == part]
-        if len(rows):
-            figure.add_bar(
-                y=rows["request"].astype("int8"),
-                x=compact(rows["ms"], 1),
-                base=compact(rows["start_ms"], 1),
-                width=0.4,
-                orientation="h",
-                name=title,
-                marker={"color": colour, "line": {"width": 0}, "pattern": hatch(pattern, 0.2)},
-                hovertemplate=f"{title}: %{{x:,.0f}} ms, from %{{base:,.0f}} ms on<extra></extra>",
-            )
-    for place, rows in frame.groupby("request"):
-        label_above(figure, place, _label(rows))
-    figure.update_xaxes(title_text="ms since the intended start", rangemode="tozero", tickformat=",")
-    figure.update_yaxes(range=[count + 0.5, 0.3], showticklabels=False, showgrid=False)
-    finish(figure, _ROW * count + 130)
-    legend_outside(figure, 1.0)
-    figure.update_layout(barmode="overlay", margin={"t": 24, "b": 52, "l": 16, "r": 40})
-    return figure
-
-
-def _label(parts: pd.DataFrame) -> str:
-    """A request's time, class, prompt and output tokens, and its number."""
-    one = parts.iloc[0]
-    kind, tokens = shorten(str(one["class"]), 24), f"{one['prompt_tokens']:,} → {one['output_tokens']:,}"
-    return f"{words.ms(parts['ms'].sum())} · {kind} · {tokens} · #{one['index']} r{one['repeat']}"
-
-
-def slowest_parts(comparisons: Comparisons) -> tuple[Part, ...]:
-    """The figure and the table; empty without raw samples of a valid baseline or best configuration."""
+def drawing(comparisons: Comparisons) -> Drawing | None:
+    """A bar a request, the slowest on top; None without raw samples of a valid baseline or best configuration."""
     cell = slowest_of(comparisons)
     if cell is None:
-        return ()
-    requests = cell.requests()
+        return None
+    requests, rows = cell.requests(), []
     frame = slowest(requests)
-    table = slowest_table(cell, frame)
-    return (_drawing(cell, frame, len(requests)), Section("slowest", "The slowest requests", table))
-
-
-def _drawing(cell: MeasuredCell, frame: pd.DataFrame, requests: int) -> Drawing:
-    caption = (
-        f"{cell.name} at {cell.load.label}, {cell.clock}, all repeats. Above each bar: class, prompt → output tokens, "
-        "request and repeat; in a long gap it may have been preempted or have waited for others."
-    )
-    width = room_for_labels(_label(parts) for _, parts in frame.groupby("request"))
-    return Drawing("slowest", _title(frame, requests), caption, slowest_figure(frame), width)
-
-
-def _title(frame: pd.DataFrame, of: int) -> str:
-    """The title: the two parts that took most of the requests' time."""
+    for _, parts in frame.groupby("request"):
+        values = {name: parts[name].iloc[0] for name in ("prompt_tokens", "output_tokens", "index", "repeat")}
+        kind, length = shorten(str(parts["class"].iloc[0]), 24), words.ms(parts["ms"].sum())
+        label = say("slowest.label", length=length, kind=kind, **values)
+        for row in parts.itertuples():
+            hover = say("slowest.hover", title=_PARTS[row.part].title, ms=row.ms, start=row.start_ms)
+            rows.append((row.request, label, "", row.part, row.start_ms, row.ms, "", hover))
+    shown = pd.DataFrame(rows, columns=COLUMNS)
+    figure = bars(shown, _PARTS, title_text="ms since the intended start", tickformat=",")
     shares = (frame.groupby("part")["ms"].sum() / frame["ms"].sum()).nlargest(2)
-    said = [f"{words.percent(share)} {_SAID.get(part, _PARTS[part][0])}" for part, share in shares.items()]
-    return f"The slowest {frame['request'].nunique()} of {of:,} requests: {', '.join(said)}"
+    parts_text = ", ".join(say("slowest.part", part, share=words.percent(share)) for part, share in shares.items())
+    title = say("slowest.title", shown=frame["request"].nunique(), every=len(requests), parts=parts_text)
+    caption = say("slowest.caption", name=cell.name, load=cell.load.label, clock=cell.clock)
+    return Drawing("slowest", title, caption, figure, room_for_labels(shown["label"]))
 
 
-def slowest_table(cell: MeasuredCell, frame: pd.DataFrame) -> ReportTable:
+def section(comparisons: Comparisons) -> Section | None:
     """The same requests as numbers."""
-    parts = {CLIENT: "in the client ms", FIRST: "first token ms", DECODE: "decode ms", GAP: "long gaps ms"}
-    parts = {part: title for part, title in parts.items() if part != CLIENT or (frame["part"] == CLIENT).any()}
+    cell = slowest_of(comparisons)
+    if cell is None:
+        return None
     rows = []
-    for place, spent in frame.groupby("request"):
-        one = spent.iloc[0]
-        who = (str(place), str(one["class"]), f"{one['index']}, repeat {one['repeat']}")
-        tokens = (Value(words.count(float(one[name])), float(one[name])) for name in ("prompt_tokens", "output_tokens"))
-        times = (_time(spent.loc[spent["part"] == part, "ms"], part) for part in parts)
-        rows.append(Row(cell, (*texts(*who), *tokens, _time(spent["ms"], ""), *times)))
-    heads = ("#", "class", "request", "prompt tokens", "output tokens", "E2EL ms", *parts.values())
-    return listed_table(heads, rows, numbers_from=3)
+    for place, spent in slowest(cell.requests()).groupby("request"):
+        facts = spent.iloc[0]
+        who = (str(place), str(facts["class"]), say("slowest.request", index=facts["index"], repeat=facts["repeat"]))
+        tokens = (Value(words.count(facts[name]), float(facts[name])) for name in ("prompt_tokens", "output_tokens"))
+        times = (_time(spent.loc[spent["part"] == part, "ms"], part) for part in _HEADS)
+        rows.append(Row(cell, (*texts(*who), *tokens, _time(spent["ms"]), *times)))
+    heads = ("#", "class", "request", "prompt tokens", "output tokens", "E2EL ms", *_HEADS.values())
+    return Section("slowest", "The slowest requests", listed_table(heads, rows, numbers_from=3))
 
 
-def _time(lengths: pd.Series, part: str) -> Value:
-    """The sum of ``lengths`` [ms]; of gaps also how many there are, and the longest."""
+def _time(lengths: pd.Series, part: str = "") -> Value:
+    """Sums ``lengths`` [ms]; of gaps also how many there are, and the longest. No entry for a wait in no client."""
     total = float(lengths.sum())
-    note = f"{len(lengths)}, longest {words.milliseconds(float(lengths.max()))}" if part == GAP and total else ""
-    return Value(words.milliseconds(total) if total else "0", total, note)
+    if not total:
+        return entry(None if part == CLIENT else 0.0, "0")
+    gaps = say("slowest.gaps", count=len(lengths), longest=words.milliseconds(float(lengths.max())))
+    return entry(total, words.milliseconds(total), gaps if part == GAP else "")

@@ -35,7 +35,7 @@
   function fit(plot, layout, isNarrow) {
     const narrow = (layout.meta || {}).narrow;
     if (!narrow) { return null; }
-    const wide = (path) => path.split(".").reduce((part, name) => (part || {})[name], layout);
+    const wide = (path) => path.replace(/\[(\d+)\]/g, ".$1").split(".").reduce((part, name) => (part || {})[name], layout);
     const changes = {};
     Object.keys(narrow).forEach((path) => { changes[path] = isNarrow ? narrow[path] : wide(path); });
     plot.style.minHeight = `${changes.height}px`;

@@ -192,6 +192,7 @@ def test_help_imports_nothing_heavy():
 
 
 SWEEP = ("sweep", "tiny.yaml")
+PROMPTS = ("--input-len", "5", "--output-len", "5", "--concurrency", "1")
 LOAD = ("load", "tiny.yaml", *NOBODY)
 
 
@@ -237,6 +238,15 @@ LOAD = ("load", "tiny.yaml", *NOBODY)
         ((*SWEEP, "--output-len", "5"), ["--output-len"]),
         ((*SWEEP, "--vary", "page=3"), ["'page'", "'page_size'"]),
         ((*SWEEP, "--concurrency", "0"), ["--concurrency", "'0'"]),
+        ((*SWEEP, "--vary", "page_size=8,8"), ["--vary page_size names 8 twice"]),
+        ((*SWEEP, "-o", "sweep={page_size: [8, 8]}"), ["tiny.yaml: sweep.page_size names 8 twice: leave one out"]),
+        ((*SWEEP, "-o", "sweep={page_size: [16, null]}"), ["names 16 twice (null is the default, 16)"]),
+        (("simulate", "tiny.yaml", "--device", "L4", "-o", "engine.pagesize=8"), ["did you mean 'page_size'?"]),
+        (("init", "my.yaml", *PROMPTS, "--vary", "pagesize=8,16"), ["did you mean 'page_size'?"]),
+        (("init", "my.yaml", *PROMPTS, "--vary", "foo=8,16"), ["'foo' is not an engine setting", "page_size"]),
+        ((*SWEEP, "-o", "load.repeats=null"), ["load.repeats: null is not a whole number"]),
+        ((*SWEEP, "-o", "load.concurrency=[]"), ["load.concurrency: [] is not allowed; give at least 1"]),
+        ((*SWEEP, "-o", "load.mode=opn"), ["load.mode: 'opn' is not allowed; give 'closed' or 'open'"]),
         (("init", "tiny.yaml", "--input-len", "5"), ["tiny.yaml is there already"]),
         (("init", "nowhere/my.yaml"), ["nowhere/my.yaml"]),
         (("help", "nothing"), ["'nothing'"]),

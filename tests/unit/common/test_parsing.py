@@ -37,7 +37,7 @@ DEEP_ALIASES = f"a: &a {'[' * 60}{']' * 60}\nb: {'[' * 40}*a{']' * 40}"
         ("a: &a {<<: *a}", "aliases"),
         (f"[{'x,' * MOST_VALUES}]", "values"),
         ("{[1]: 2}", "line 1: a key is a list"),
-        ("? {a: b}\n: 3", "a key is a dict"),
+        ("? {a: b}\n: 3", "a key is a mapping"),
         ("{a: 1, a: 2}", "'a' stands twice"),
         ("a:\n- " + "9" * 5000, "line 2: a number does not fit into 64 bits"),
         (f"a: [1{'0' * 400}]", "64 bits"),

@@ -115,7 +115,7 @@ REFUSED = {
     "timing: {looks: [{pairs: 12, alpha: 3%}, {pairs: 16, alpha: 2.1%}]}": "0.051",
     "timing: {looks: [{pairs: 8, alpha: 60%}]}": "0.6",
     "timing: {looks: [{pairs: 12, alpha: 1%}, {pairs: 8, alpha: 1%}]}": "[12, 8]",
-    "timing: {looks: [{pairs: 80, alpha: 1%}]}": "equal to 20",
+    "timing: {looks: [{pairs: 80, alpha: 1%}]}": "at most 20",
     "timing: {looks: [{pairs: 8}]}": "timing.looks.0.alpha",
     "timing: {looks: [{pairs: 8, alpha: 4}]}": "timing.looks.0.alpha: 4",
     "timing: {metrics: {p95_tftt_ms: {floor: 1%}}}": "`p95_ttft_ms`?",
@@ -133,7 +133,7 @@ REFUSED = {
     "limits: [{metric: failed}]": "give max or min",
     "limits: [{metric: failed, max: many}]": "'many'",
     "limits: [{metric: failed, max: .nan}]": "finite",
-    "limits: [{metric: failed, max: true}]": "True",
+    "limits: [{metric: failed, max: true}]": "true",
     "limits: [{metric: failed, max: 1, min: 2}]": "min 2 is above max 1",
     "limits: [{quality: passkeys, min: 1}]": "'passkey'",
     "limits: [{quality: passkey}]": "give max or min",
@@ -145,7 +145,7 @@ REFUSED = {
     "limits: [{slo: 100%}]": "`metric: goodput_share` with `min: 1`",
     "limits: [{metric: failed, max: 1, of: a, to: b}]": "of and to",
     "limits: [{ratio: goodput, min: 1, of: a}]": "of and to",
-    "- a": "mapping",
+    "- a": "this file is a list",
     "timing: {looks: [": "YAML",
 }
 

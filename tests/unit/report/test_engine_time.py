@@ -58,7 +58,7 @@ def test_an_effect_stands_with_interval_and_call_beside_the_served_ratio(run_wit
     assert row.cell.cell_id == cell.cell_id
     assert (throughput.text, throughput.mark) == ("+15.2 %", "better") and "+14.0 to +16.5" in throughput.note
     assert (ttft.text, ttft.mark) == ("+30.0 %", "worse")
-    assert entries["p95 ITL"].text == "–"
+    assert "p95 ITL" not in entries
     assert "but p95 TTFT +30 %" in headline(Decision.of(run)) and "in engine time" in headline(Decision.of(run))
 
 
@@ -107,7 +107,7 @@ def test_nothing_is_called_unfinished_that_is_not(run_with):
 def test_an_invalid_cell_has_no_served_ratio_beside_its_engine_time(run_with):
     run, _ = run_with(effect, variant="invalid")
     (row,) = engine_time_table(run).rows
-    assert row.values[2].text == "+0.0 %" and row.values[-1].text == "–"
+    assert row.values[2].text == "+0.0 %" and len(row.values) == 3
 
 
 def test_an_open_effect_says_what_would_have_been_seen_and_one_of_few_launches_has_no_interval(run_with):

@@ -10,7 +10,8 @@ import pandas as pd
 import pytest
 
 from kvbench.report import hits
-from kvbench.report.hits import hit_drawing, hit_frame, hit_table
+from kvbench.report.figures.hits import hit_drawing, hit_frame
+from kvbench.report.hits import hit_table
 from kvbench.report.style import looks
 from kvbench.requests.request import RequestSpec, write_requests
 from kvbench.runs.results import Capacity

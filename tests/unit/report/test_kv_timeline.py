@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from kvbench.report.kv import timeline, timeline_figure
+from kvbench.report.figures.kv import timeline, timeline_figure
 from kvbench.runs.kv_ledger import SLOT_USES
 from tests.support.report_cells import cell, run, stored
 from tests.support.report_parts import shown_cells

@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 
 from kvbench.report.comparisons import Comparisons
-from kvbench.report.figures.slowest import CLIENT, DECODE, FIRST, GAP, slowest, slowest_of, slowest_parts
+from kvbench.report.figures.slowest import CLIENT, DECODE, FIRST, GAP, drawing, section, slowest, slowest_of
 from tests.support.report_cells import cell, run, stored
 from tests.support.request_rows import frame, row
 
@@ -63,13 +63,12 @@ def test_the_baseline_at_the_highest_load_is_shown_else_the_best(tmp_path: Path)
     bad = stored(cell(reasons=("lag",)), tmp_path / "bad", ROWS)
     assert slowest_of(Comparisons.of(run(bad, low, other))) is other
     assert slowest_of(Comparisons.of(run(bad, low))) is low
-    assert slowest_parts(Comparisons.of(run(bad))) == ()
+    assert drawing(Comparisons.of(run(bad))) is None and section(Comparisons.of(run(bad))) is None
 
 
 def test_figure_and_table_say_the_same(tmp_path: Path) -> None:
     shown = run(stored(cell(), tmp_path, ROWS))
-    made, section = slowest_parts(Comparisons.of(shown))
-    table = section.table
+    made, table = drawing(Comparisons.of(shown)), section(Comparisons.of(shown)).table
     assert made.title.startswith("The slowest 10 of 12 requests: ") and "paged (page 16)" in made.caption
     first = dict(zip((column.key for column in table.columns), table.rows[0].values, strict=True))
     assert len(table.rows) == 10 and first["request"].text == "1, repeat 1"
@@ -84,4 +83,4 @@ def test_figure_and_table_say_the_same(tmp_path: Path) -> None:
 
 def test_names_of_classes_are_escaped(tmp_path: Path) -> None:
     evil = pd.DataFrame(ROWS.assign(**{"class": "<script>alert(1)</script>"}))
-    assert "<script" not in slowest_parts(Comparisons.of(run(stored(cell(), tmp_path, evil))))[0].figure.to_json()
+    assert "<script" not in drawing(Comparisons.of(run(stored(cell(), tmp_path, evil)))).figure.to_json()

@@ -55,7 +55,7 @@ def test_reservation_stands_beside_the_requests_own_lengths(tmp_path: Path) -> N
 
 def ledger_sentence_of(*cells: MeasuredCell) -> str:
     measured = run(*cells)
-    return ledger_sentence(Comparisons.of(measured), {cell.cell_id: one for cell, one in ledgers(measured)})
+    return ledger_sentence(Comparisons.of(measured), ledgers(measured))
 
 
 def uses(**slots: float) -> dict[str, float]:

@@ -12,13 +12,13 @@ import pandas as pd
 import pytest
 
 from kvbench.report.document import document
-from kvbench.report.kv import USES, ledger_figure, ledger_table
+from kvbench.report.kv import USES
 from kvbench.report.page import markdown, write_report
 from kvbench.runs.kv_ledger import SLOT_USES, accounting, ledger, mean_slots, swapped_bytes
 from kvbench.runs.model import Run
 from kvbench.runs.read import read_run
 from tests.support.report_cells import cell
-from tests.support.report_parts import ledger_section, ledgers
+from tests.support.report_parts import ledger_drawing, ledger_section, ledger_table, ledgers
 from tests.support.toy_engine import CONFIGS
 
 MIB = 2**20
@@ -151,7 +151,7 @@ def test_counters_become_bytes_and_csv_columns(hand_made: Run) -> None:
 
 
 def test_table_has_percent_bytes_and_what_stands_beside(hand_made: Run) -> None:
-    table = ledger_table(ledgers(hand_made))
+    table = ledger_table(hand_made)
     (row,) = table.rows
     shown = {c.key: (v.text, v.note) for c, v in zip(table.columns, row.values, strict=True)}
     expected = {
@@ -173,7 +173,7 @@ def test_columns_and_notes_of_what_never_happened_are_left_out(tmp_path: Path) -
 
 
 def test_bars_add_up_to_the_budget_and_scales_are_part_of_the_tokens(hand_made: Run) -> None:
-    drawn = ledger_figure(ledgers(hand_made))
+    drawn = ledger_drawing(hand_made)
     assert drawn is not None
     bars = {trace.name: trace for trace in drawn.figure.data}
     assert sum(trace.x[0] for trace in bars.values()) * 1024 == pytest.approx(103_500)
@@ -185,7 +185,7 @@ def test_bars_add_up_to_the_budget_and_scales_are_part_of_the_tokens(hand_made: 
 
 def test_another_engines_server_has_no_section(run_of: Callable[[str], Run]) -> None:
     run = run_of("foreign")
-    assert ledgers(run) == [] and ledger_figure([]) is None and "Use by use" not in markdown(document(run))
+    assert ledgers(run) == {} and ledger_drawing(run) is None and "Use by use" not in markdown(document(run))
 
 
 def test_parts_are_the_mean_over_repeats() -> None:
@@ -201,10 +201,10 @@ def test_parts_are_the_mean_over_repeats() -> None:
 
 def test_the_synthetic_runs_ledger_agrees_with_its_steps(run_of: Callable[[str], Run]) -> None:
     run = run_of("normal")
-    assert len(ledger_table(ledgers(run)).rows) == len(run.cells) == 2 * len(CONFIGS)
+    assert len(ledger_table(run).rows) == len(run.cells) == 2 * len(CONFIGS)
     for one in run.cells:
         found = ledger(one)
-        assert found is not None and set(found.parts) == {use.key for use in USES}
+        assert found is not None and set(found.parts) == set(USES)
         assert math.fsum(found.parts.values()) == pytest.approx(64 * MIB + 65_536)
     int8 = next(c for c in run.cells if c.settings["kv_cache_dtype"].startswith("int8"))
     found = ledger(int8)
