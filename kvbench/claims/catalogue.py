@@ -19,7 +19,7 @@ from kvbench.workload.file import Workload, load_workload
 WORKLOADS = REPOSITORY / "workloads" / "claims"
 OTHERS = {"served": measure_served, "paging-cost": measure_kernel_cost}
 """Measurements without a workload: functions of (folder, on_cpu, say, check)."""
-Finding = WorkloadFacts | KernelCost | ServedFacts
+ClaimFacts = WorkloadFacts | KernelCost | ServedFacts
 """What a judge looks at."""
 
 
@@ -43,7 +43,7 @@ class Claim:
     def rule(self) -> str:
         return self._judge.__doc__ or ""
 
-    def verdict(self, findings: Mapping[str, Finding]) -> ClaimVerdict:
+    def verdict(self, findings: Mapping[str, ClaimFacts]) -> ClaimVerdict:
         """Judges it by what was found in each measurement; undecided where a configuration took no part."""
         try:
             return self._judge(*self.published, *(findings[name] for name in self.measured))

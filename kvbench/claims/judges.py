@@ -121,7 +121,7 @@ _RESERVATIONS: dict[str, dict[str, str]] = {
 
 
 def useful_memory(measured: WorkloadFacts) -> ClaimVerdict:
-    """Held if pages use 90 % or more, and each kind of reservation 45 % or less; depends if only some kinds do.
+    """Held if pages use 90 % or more, and each kind of reservation 45 % or less. Depends if only some kinds do.
 
     Counted are slots that are reserved, or free in holes too small to reserve. Other free slots are left out.
     """
@@ -184,7 +184,7 @@ def brings_little(measured: WorkloadFacts) -> ClaimVerdict:
 
 
 def page_16(measured: WorkloadFacts) -> ClaimVerdict:
-    """Held if 16 is surely faster than every other size; not if another is surely over 2 % faster; else it depends.
+    """Held if 16 is surely faster than every other size. Not if another is surely over 2 % faster; else it depends.
 
     Surely is each by itself: of eight intervals one is off more often than of one.
     """
@@ -204,7 +204,7 @@ def page_16(measured: WorkloadFacts) -> ClaimVerdict:
 
 
 def small_pages(measured: WorkloadFacts) -> ClaimVerdict:
-    """Held if at 4 or 8 the page table takes 1 % of the budget, and the speed surely is over 2 % below that of 16.
+    """Held if at 4 or 8 the table takes 1 % of the budget and speed surely drops 2 %.
 
     Depends if only one of both is so. The table's size is arithmetic.
     """
@@ -223,7 +223,7 @@ def small_pages(measured: WorkloadFacts) -> ClaimVerdict:
 
 
 def sharing(low: float, high: float, *by_width: WorkloadFacts) -> ClaimVerdict:
-    """Held if 2, 4 and 6 answers all save between 0.8 times the published least and 1.25 times the published most."""
+    """Held if 2, 4 and 6 answers all save 0.8 times the published least to 1.25 times the most."""
     saved = [measured.shared() for measured in by_width]
     shares = ", ".join(say("share", share=share) for share in saved)
     evidence = say("sharing", shares=shares, low=low, high=high)
@@ -234,7 +234,7 @@ _COST_WORDS = {(DID_NOT_HOLD, DID_NOT_HOLD): "less", (HELD, DID_NOT_HOLD): "as s
 
 
 def paging_cost(cost: KernelCost) -> ClaimVerdict:
-    """Held if the decode kernel surely takes 3 to 5 % longer on pages than on reservations, in order and scattered.
+    """Held if the decode kernel surely takes 3 to 5 % longer on pages, in order and scattered.
 
     Depends if it is so, or less, or more for one of both only. The planning once a step, for all layers, is left out.
     """
@@ -282,7 +282,7 @@ def prefix_shared(one_shot: WorkloadFacts, five_shot: WorkloadFacts) -> ClaimVer
 
 
 def shared_tokens(one_shot: WorkloadFacts, five_shot: WorkloadFacts, unshared: WorkloadFacts) -> ClaimVerdict:
-    """Depends on the load by its nature, unless 40 to 60 % are shared behind a short, a long and no common prefix."""
+    """Depends on the load, unless 40 to 60 % are shared behind a short, a long and no common prefix."""
     shared = {
         "behind a prefix of half of each request": one_shot.shared(**_CACHING),
         "behind one of four fifths": five_shot.shared(**_CACHING),
@@ -300,7 +300,7 @@ _QUANTISED = {"FP8": "fp8_e4m3", "INT8": "int8_per_token_head", "INT4": "int4_pe
 
 
 def quantised_kv(measured: WorkloadFacts) -> ClaimVerdict:
-    """Held if FP8, INT8 and INT4 all are surely faster where memory is scarce, in pages of 16 and of 4 tokens."""
+    """Held if FP8, INT8 and INT4 are surely faster where memory is scarce, in pages of 16 and of 4."""
     sides, parts = [], []
     for name, dtype in _QUANTISED.items():
         speeds = [measured.ratio({"kv_cache_dtype": dtype, "page_size": size}, {"page_size": size}) for size in (16, 4)]
@@ -313,9 +313,9 @@ def quantised_kv(measured: WorkloadFacts) -> ClaimVerdict:
 
 
 def scales_and_pages(measured: WorkloadFacts) -> ClaimVerdict:
-    """Held if scales take more of a token's bytes both in INT4 than in INT8 and in pages of 4 than of 16.
+    """Held if scales take a larger share of a token's bytes with fewer bits and with smaller pages.
 
-    Depends if only one of both is so.
+    Fewer bits: INT4 against INT8. Smaller pages: 4 tokens against 16. Depends if only one of both is so.
     """
 
     def share(name: str, page_size: int) -> float:
@@ -333,7 +333,7 @@ def scales_and_pages(measured: WorkloadFacts) -> ClaimVerdict:
 
 
 def swap_by_page(measured: WorkloadFacts) -> ClaimVerdict:
-    """Held if the pages that were moved to the host have at most nine tenths of the slots of their whole sequences.
+    """Held if the pages moved to the host have at most 90 % of the slots of their whole sequences.
 
     Pages are moved whole. Whole sequences were not moved, their tokens were counted when they were swapped out.
     """
@@ -355,9 +355,9 @@ def swap_by_page(measured: WorkloadFacts) -> ClaimVerdict:
 
 
 def max_num_seqs(measured: WorkloadFacts) -> ClaimVerdict:
-    """Held if the low value surely is over 2 % slower, and the high one preempts and has a p95 surely so much worse.
+    """Held if the low value surely is over 2 % slower, and the high one preempts and worsens a p95.
 
-    Of TTFT or ITL.
+    Surely by over 2 %, of TTFT or ITL.
     """
     setting = "max_num_seqs"
     preempted = measured.counters(max_num_seqs=_ends(measured, setting)[1])["num_preemptions_total"]
@@ -366,7 +366,7 @@ def max_num_seqs(measured: WorkloadFacts) -> ClaimVerdict:
 
 
 def max_num_batched_tokens(measured: WorkloadFacts) -> ClaimVerdict:
-    """Held if the low value surely is over 2 % slower, and the high one's p95 ITL surely over 2 % worse."""
+    """Held if the low value's speed and the high one's p95 ITL surely are over 2 % worse."""
     return _batch_limit(measured, "max_num_batched_tokens", ("itl",))
 
 
@@ -396,7 +396,7 @@ def _batch_limit(
 
 
 def long_contexts(alone: WorkloadFacts, beside: WorkloadFacts) -> ClaimVerdict:
-    """Held if beside long contexts the chats' median and p95 TPOT surely are 1.5 times or more; depends if one is.
+    """Held if beside long contexts the chats' median and p95 TPOT surely are 1.5 times. Depends if one is.
 
     At the larger token budget. Both loads are measured one after the other, so the launches are not pairs (Welch's
     interval of log TPOT).
@@ -404,7 +404,7 @@ def long_contexts(alone: WorkloadFacts, beside: WorkloadFacts) -> ClaimVerdict:
     large, small = (configuration.settings["max_num_batched_tokens"] for configuration in beside.design.configurations)
 
     def ratio(quantile: float, tokens: int) -> Comparison:
-        base, other = (each.tpots("chat", quantile, max_num_batched_tokens=tokens) for each in (alone, beside))
+        base, other = (chats.tpots("chat", quantile, max_num_batched_tokens=tokens) for chats in (alone, beside))
         return independent(f"p{100 * quantile:.0f}_tpot_ms", ENGINE, other, base)
 
     median, p95 = ratio(0.5, large), ratio(0.95, large)
@@ -425,7 +425,7 @@ def long_contexts(alone: WorkloadFacts, beside: WorkloadFacts) -> ClaimVerdict:
 def kinds_of_prompts(
     easy: WorkloadFacts, average: WorkloadFacts, long: WorkloadFacts, production: WorkloadFacts
 ) -> ClaimVerdict:
-    """Held if what pages bring to each other kind of prompts surely is within 10 % of what the average ones gain.
+    """Held if each kind of prompts surely gains by pages within 10 % of what the average ones gain.
 
     The kinds are measured by themselves, so the errors of two gains add up in quadrature.
     """
@@ -451,7 +451,7 @@ def kinds_of_prompts(
 
 
 def abandoned(facts: ServedFacts) -> ClaimVerdict:
-    """Held if any page is still owned 2 s after the clients left, or a request for the whole memory then failed."""
+    """Held if a page is still owned 2 s after the clients left, or a request for all memory fails."""
     parts = []
     for name, left in facts.abandoned.items():
         ms = 1000 * (left.freed_after_s or 0.0)

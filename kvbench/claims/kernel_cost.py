@@ -100,8 +100,8 @@ def time_kernels(
         for turn in range(ROUNDS + 1):
             for name in sorted(steps, reverse=bool(turn % 2)):  # who follows whom changes
                 took[name].append(_time(device, steps[name]))
-        for name, each in took.items():
-            seconds[name].append(statistics.median(each[1:]))  # the first turn warms up
+        for name, times in took.items():
+            seconds[name].append(statistics.median(times[1:]))  # the first turn warms up
     return KernelCost(device, backend.name, batch, context, PAGE_SIZE, seconds)
 
 

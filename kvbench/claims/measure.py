@@ -60,9 +60,9 @@ class WorkloadFacts:
         """The configuration with these settings, and the baseline's otherwise."""
         wanted = normalise({**self.design.configurations[0].settings, **settings})
         return next(
-            each
-            for each in self.design.configurations
-            if all(effective(each.settings, key) == value for key, value in wanted.items())
+            configuration
+            for configuration in self.design.configurations
+            if all(effective(configuration.settings, key) == value for key, value in wanted.items())
         )
 
     def capacity_of(self, **settings: Any) -> Capacity:
@@ -71,12 +71,12 @@ class WorkloadFacts:
 
     def took_part(self) -> list[Configuration]:
         """The configurations beside the baseline that have a load of every launch."""
-        return [each for each in self.design.configurations[1:] if self._stored(each) is not None]
+        return [beside for beside in self.design.configurations[1:] if self._stored(beside) is not None]
 
     def _stored(self, configuration: Configuration) -> list[Path] | None:
-        cell = next(each for each in self.design.cells if each.configuration is configuration)
+        cell = next(cell for cell in self.design.cells if cell.configuration is configuration)
         folders = self.sitting.loads_of(cell.cell_id, self.launches)
-        return folders if all((each / DONE).is_file() for each in folders) else None
+        return folders if all((folder / DONE).is_file() for folder in folders) else None
 
     def loads(self, configuration: Configuration) -> list[Path]:
         """The folders of its loads, one a launch. Raises MeasurementError where it took no part to the end."""
@@ -99,7 +99,7 @@ class WorkloadFacts:
             return self.ratio(to)
         subject = self.find(**to)
         self.loads(subject)  # raises where it took no part
-        kin = {each.config_id: self.launch_ratios(each.varied) for each in self.took_part()}
+        kin = {configuration.config_id: self.launch_ratios(configuration.varied) for configuration in self.took_part()}
         y = {name: [launch.log_ratio for launch in ratios] for name, ratios in kin.items()}
         effects = pooled_effects({name: effect(ratios) for name, ratios in kin.items()}, y)
         return self._careful(effects[subject.config_id])
@@ -121,7 +121,7 @@ class WorkloadFacts:
         """The ratio of a p95 (``ttft`` or ``itl``) to the baseline's, for other requests of the same kind, too."""
         name, quantile = f"p95_{metric}_ms", QUANTILES["p95"]
         pair = (self.find(), self.find(**to))
-        values = [[values_of_requests(name, load) for load in self.loads(each)] for each in pair]
+        values = [[values_of_requests(name, load) for load in self.loads(configuration)] for configuration in pair]
         p95s = [[float(np.quantile(np.concatenate(launch), quantile)) for launch in launches] for launches in values]
         ratio = effect_of_values(*p95s, name)
         if self.launches < 2:

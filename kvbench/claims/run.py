@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvbench.claims.catalogue import OTHERS, Claim, Finding
+from kvbench.claims.catalogue import OTHERS, Claim, ClaimFacts
 from kvbench.claims.judges import UNDECIDED, ClaimVerdict
 from kvbench.claims.measure import NARROW, WorkloadFacts, measure
 from kvbench.claims.results import FILE, ClaimResult, ClaimsResult, Engines
@@ -48,7 +48,7 @@ class ClaimsRun:
     say: Callable[[str], None]
     check: Callable[[], None]
     result: ClaimsResult | None = None
-    _measured: dict[str, Finding] = field(default_factory=dict)  # measurement -> what judges look at
+    _measured: dict[str, ClaimFacts] = field(default_factory=dict)  # measurement -> what judges look at
     _failed: dict[str, str] = field(default_factory=dict)  # measurement -> why
     _verdicts: dict[str, ClaimVerdict] = field(default_factory=dict)
 
@@ -115,10 +115,10 @@ class ClaimsRun:
         for claim in self._claims_on(name):
             if claim.counted:
                 continue
-            if all(each in measurements for each in claim.measured):
+            if all(measurement in measurements for measurement in claim.measured):
                 if claim.verdict(measurements).word == UNDECIDED:
                     return False
-            elif any(measured.speed(**each.varied).half_width > NARROW for each in measured.took_part()):
+            elif any(measured.speed(**beside.varied).half_width > NARROW for beside in measured.took_part()):
                 return False
         return True
 
@@ -128,8 +128,8 @@ class ClaimsRun:
     def _judge(self, name: str) -> None:
         """Judges the claims whose last measurement was ``name``."""
         for claim in self._claims_on(name):
-            if all(each in self._measured or each in self._failed for each in claim.measured):
-                failed = [self._failed[each] for each in claim.measured if each in self._failed]
+            if all(measurement in self._measured or measurement in self._failed for measurement in claim.measured):
+                failed = [self._failed[measurement] for measurement in claim.measured if measurement in self._failed]
                 verdict = ClaimVerdict(UNDECIDED, "", failed[0]) if failed else claim.verdict(self._measured)
                 self._verdicts[claim.name] = verdict
                 reason = f" ({verdict.reason})" if verdict.reason else ""

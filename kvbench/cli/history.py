@@ -83,9 +83,9 @@ def show(request: HistoryRequest) -> int:
     from kvbench.common.console import print_plain, print_table
     from kvbench.common.files import write_text
     from kvbench.history.drift import drift_exit_code
-    from kvbench.history.show import Selection, as_dict, legend, table, view
+    from kvbench.history.show import SeriesSelection, as_dict, legend, table, view
 
-    trends = view(request.folders, Selection(**request.part(SelectionOptions).values()))
+    trends = view(request.folders, SeriesSelection(**request.part(SelectionOptions).values()))
     for note in trends.notes:
         say(f"note: {note}")
     if not trends.groups:

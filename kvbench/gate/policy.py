@@ -75,9 +75,12 @@ class GateLimit:
 
     def excess(self, value: float) -> float:
         """Returns by how much ``value`` is beyond the limit; 0 or less within it."""
-        over = -math.inf if self.high is None else value - self.high
-        under = -math.inf if self.low is None else self.low - value
-        return max(over, under)
+        beyond = [-math.inf]
+        if self.high is not None:
+            beyond.append(value - self.high)
+        if self.low is not None:
+            beyond.append(self.low - value)
+        return max(beyond)
 
 
 def matches(name: str, globs: Iterable[str]) -> bool:
@@ -112,7 +115,7 @@ class Policy:
 
     def stored(self) -> StoredPolicy:
         """The policy for the manifest of a comparison, without the limits."""
-        return StoredPolicy(file=str(self.source) if self.source else None, digest=self.digest, rules=self.timing)
+        return StoredPolicy(file=self.source and str(self.source), digest=self.digest, rules=self.timing)
 
     @classmethod
     def of(cls, stored: StoredPolicy | None) -> Policy:
@@ -195,7 +198,7 @@ class _MetricEntry(StrictModel):
 
     def rule(self, usual: MetricRule) -> MetricRule:
         margins = {**usual.margins, **self.margins.model_dump(exclude_none=True)}
-        return replace(usual, floor=usual.floor if self.floor is None else self.floor, margins=margins)
+        return replace(usual, floor=self.floor or usual.floor, margins=margins)
 
 
 _Metric = Annotated[_MetricEntry | None, BeforeValidator(_metric_entry)]

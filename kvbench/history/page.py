@@ -112,7 +112,7 @@ def _drawing(panels: Sequence[Trend], runs: Sequence[StoredRun], key: str) -> Dr
         style = "%H:%M"
     dates = [runs[tick].started.strftime(style) for tick in ticks]
     figure.update_xaxes(range=[-0.6, len(runs) - 0.4], tickvals=ticks, ticktext=dates, tickangle=0, showgrid=False)
-    figure.update_yaxes(nticks=4, tickformat=".3~%" if shown.unit == "share" else ",.4~g")
+    figure.update_yaxes(nticks=4, tickformat={"share": ".3~%"}.get(shown.unit, ",.4~g"))
     figure.update_layout(margin={"t": 76, "b": 32}, hovermode="closest")
     better = {HIGHER: " (more is better)", LOWER: " (less is better)"}.get(shown.metric.better, "")
     unit = shown.unit.replace("share", "%")
@@ -160,7 +160,9 @@ def _traces(trend: Trend, at: dict[StoredRun, float]) -> list[go.Scatter]:
 
 def _levels(trend: Trend) -> dict[str, float]:
     """The release's value, and the value that is worse by the margin."""
-    levels = {"level of the release": trend.release.value} if trend.release else {}
+    levels = {}
+    if trend.release:
+        levels["level of the release"] = trend.release.value
     if trend.drift:
         worse = trend.series.figure.worse_sign
         levels["margin"] = trend.drift.release.value * (1 + worse * trend.drift.margin)

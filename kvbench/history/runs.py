@@ -1,4 +1,4 @@
-"""Runs of sweeps read from disk, and the series made of them: one metric of one cell on one machine over time.
+"""Reads stored runs, and makes series of them: one metric of one cell on one machine over time.
 
 A run is in results/<workload>/<run>/, or what ``kvbench history add`` kept of it: only manifest.json and
 cells/*/summary.json are read. A run that cannot be read is skipped with a note.
@@ -44,7 +44,7 @@ def trend_figures() -> list[Figure]:
     added = [metric for metric in METRICS.values() if metric.name not in SHIPPED]
     plain = [figure(name) for name in _NAMES]
     plain += [Figure(metric, statistic) for metric in added for statistic in metric.statistics or ("",)]
-    return [each for one in plain for each in ((one.of_steady(True), one) if one.metric.steady else (one,))]
+    return [window for one in plain for window in ((one.of_steady(True), one) if one.metric.steady else (one,))]
 
 
 def title_of(shown: Figure) -> str:
@@ -140,7 +140,7 @@ class Series:
 
     @property
     def change(self) -> float | None:
-        """The change between the last two counted runs: new / old - 1; None without two, or where old is 0."""
+        """The change between the last two counted runs: new / old - 1, None where old is 0."""
         last = [point.value for point in self.counted[-2:]]
         return last[1] / last[0] - 1 if len(last) == 2 and last[0] else None
 
@@ -179,7 +179,9 @@ class OtherKind(ValueError):
 
 def command_of(kind: object) -> str:
     """The command that wrote a manifest of this ``kind``, for a message; a path is a script of the repository."""
-    return f"`{kind}`" if "/" in str(kind) else f"`kvbench {kind}`"
+    if "/" in str(kind):
+        return f"`{kind}`"
+    return f"`kvbench {kind}`"
 
 
 def find_runs(paths: Sequence[Path]) -> list[Path]:
@@ -216,7 +218,7 @@ def own_runs(paths: Sequence[Path], runs: Sequence[StoredRun]) -> tuple[list[Sto
 
 
 def read_runs(folders: Iterable[Path]) -> tuple[list[StoredRun], list[str]]:
-    """The runs of sweeps in ``folders`` in the order of their start, each once, and notes on those that are skipped."""
+    """Reads the runs of sweeps, each once and ordered by their start, with notes on those that are skipped."""
     runs: dict[tuple[str, str, datetime], StoredRun] = {}
     notes: list[str] = []
     others: Counter[str] = Counter()
@@ -304,7 +306,7 @@ def _place(manifest: Manifest) -> tuple[tuple[str, str], ...]:
     model: Any = manifest.model or declared
     if isinstance(model, Mapping):
         model = next((model[key] for key in ("name", "config", "path") if model.get(key)), None)
-    profile = f"profile {manifest.profile}" if manifest.profile else None
+    profile = manifest.profile and f"profile {manifest.profile}"
     if manifest.simulated:  # on any machine: what counts is what it is a simulation of
         facts = {"device": manifest.device, "model": model, "profile": profile}
         facts |= {name: getattr(manifest.simulated, name) for name in ("cost_model", "ops", "calibration")}
@@ -312,7 +314,7 @@ def _place(manifest: Manifest) -> tuple[tuple[str, str], ...]:
         cpu = manifest.cpu
         facts = {
             "cpu": cpu.model,
-            "cores": f"{cpu.cores} cores" if cpu.cores else None,
+            "cores": cpu.cores and f"{cpu.cores} cores",
             "gpu": " + ".join(str(gpu.name) for gpu in manifest.gpus),
             "device": manifest.device if manifest.device != cpu.model else None,
             "backend": manifest.backend if manifest.backend != "kvbench" else None,

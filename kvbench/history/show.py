@@ -1,4 +1,4 @@
-"""Which runs and series of a history are shown, as tables in a terminal and as JSON; the page is page.py."""
+"""Chooses what a history shows, and writes it as tables and as JSON; the page is page.py."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NARROWEST = 0.05  # of the middle value: a smaller spread is drawn within this r
 
 
 @dataclass(frozen=True)
-class Selection:
+class SeriesSelection:
     """A choice of series; an empty tuple selects all. ``last``: at most so many runs of a series."""
 
     workloads: tuple[str, ...] = ()
@@ -104,12 +104,14 @@ class View:
         return drift_sentence(self.drifts, any(trend.release for trend in self.trends))
 
 
-def view(paths: Sequence[Path], selection: Selection) -> View:
+def view(paths: Sequence[Path], selection: SeriesSelection) -> View:
     """Raises UsageError for paths or a release that do not exist."""
     runs, notes = read_runs(find_runs(paths))
     runs, left_out = own_runs(paths, runs)
     notes += left_out
-    releases = find_releases(runs, selection.release) if runs else Releases()
+    releases = Releases()
+    if runs:
+        releases = find_releases(runs, selection.release)
     chosen = [series for series in all_series(runs) if selection.selects(series.key)]
     definitions: dict[tuple[object, ...], set[str]] = {}
     for key in (series.key for series in chosen):
@@ -134,7 +136,7 @@ def view(paths: Sequence[Path], selection: Selection) -> View:
 
 
 def _compare_one_window(trends: dict[SeriesKey, Trend]) -> None:
-    """Keeps the drift of the steady window if release and newest run have one, else that of the whole run of both."""
+    """Keeps the steady window's drift where release and newest run have one, else that of the whole run."""
     for key, whole in trends.items():
         steady = trends.get(key.of_steady(), whole)
         if steady is not whole and steady.drift and whole.drift:
@@ -144,7 +146,7 @@ def _compare_one_window(trends: dict[SeriesKey, Trend]) -> None:
 
 
 def value_text(shown: Figure, value: float) -> str:
-    return shown.text(value) + (" tok/s" if shown.unit == "tokens/s" else "")
+    return shown.text(value) + " tok/s" * (shown.unit == "tokens/s")
 
 
 def change_text(change: float | None) -> str:

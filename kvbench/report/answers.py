@@ -32,7 +32,7 @@ _BY_P95 = (Verdict.BETTER_P95, Verdict.MIXED_P95)
 
 @dataclass(frozen=True)
 class ReportAnswer:
-    """One question and its answer.
+    """A question and its answer.
 
     verdict: begins the answer; sizes: the largest effects, as far as 12 words hold them; numbers: all of them, folded
     mark: better | worse | risk | ""
@@ -64,12 +64,12 @@ def joined(*clauses: str) -> str:
 
 
 def effect(comparison: Comparison) -> str:
-    """+16 % tokens/s (13 to 20); p95 TTFT −24 % (−36 to −8.8)"""
+    """Writes ``+16 % tokens/s (13 to 20)`` or ``p95 TTFT −24 % (−36 to −8.8)``."""
     return _effect(comparison, interval(comparison))
 
 
 def size(comparison: Comparison) -> str:
-    """+16 % tokens/s; p95 TTFT −24 %"""
+    """Writes ``+16 % tokens/s`` or ``p95 TTFT −24 %``."""
     return _effect(comparison, "")
 
 
@@ -79,7 +79,7 @@ def _effect(comparison: Comparison, bounds: str) -> str:
 
 
 def gain(one: Candidate, comparison: Comparison, load: MeasuredLoad | None = None) -> str:
-    """+16 % tokens/s (13 to 20) in engine time at 32 at once"""
+    """Writes ``+16 % tokens/s (13 to 20) in engine time at 32 at once``."""
     where = (load or one.cell.load).where
     return say("answers.gain", effect=effect(comparison), clock=in_clock(comparison), where=where)
 
@@ -90,7 +90,7 @@ def in_clock(comparison: Comparison) -> str:
 
 
 def loss(one: Candidate, beside: Comparison) -> str:
-    """p95 TTFT +61 %; −20 % tokens/s served at 3 at once: the worst, with clock and load where they are others."""
+    """Writes the worst loss, with clock and load where they are others: ``−20 % tokens/s served at 3 at once``."""
     assert one.worst is not None
     load, worst = one.worst
     clock, where = in_clock(worst) * (worst.clock != beside.clock), load.where * (load != one.cell.load)
@@ -98,7 +98,7 @@ def loss(one: Candidate, beside: Comparison) -> str:
 
 
 def ttft_words(one: Candidate) -> str:
-    """p95 TTFT level; p95 TTFT −24 %; with its clock where that is not the throughput's; empty without any."""
+    """Writes ``p95 TTFT −24 %``, with its clock where the throughput has another; empty without a p95 TTFT."""
     comparison = one.p95.get(TTFT)
     if comparison is None:
         return ""
@@ -108,12 +108,12 @@ def ttft_words(one: Candidate) -> str:
 
 
 def throughput_words(one: Candidate) -> str:
-    """tokens/s level; tokens/s not decided"""
+    """Writes ``tokens/s level`` or ``tokens/s not decided``."""
     return say("answers.throughput", one.throughput_call)
 
 
 def room_words(one: Candidate) -> str:
-    """4.0x the tokens: how many times as many tokens fit into the same bytes, from a tenth more on."""
+    """Writes ``4.0x the tokens``, which fit into the same bytes; empty below a tenth more."""
     return say("answers.room", one.room is not None, times=words.significant(one.room, 2))
 
 
@@ -163,7 +163,7 @@ def _setting(decision: Decision, answer: SettingAnswer) -> ReportAnswer:
 
 
 def candidate_answer(decision: Decision, one: Candidate, subject: str = "") -> ReportAnswer:
-    """One configuration, with its quality in the verdict: speed alone does not make it safe."""
+    """Answers on one configuration, with its quality in the verdict: speed alone does not make it safe."""
     verdict, mark = _with_quality(decision, one, one.graded)
     parts = (numbers(decision, one), room_words(one), *_other_facts(decision, one))
     return ReportAnswer(words.upper_first(subject or one.name), verdict, _sizes(one, verdict), joined(*parts), mark)
@@ -183,7 +183,7 @@ def _other_facts(decision: Decision, one: Candidate) -> Iterator[str]:
 
 
 def _paging(decision: Decision, answer: SettingAnswer) -> ReportAnswer:
-    """Paged against contiguous: the verdict of the highest load that has one, and the numbers of each load."""
+    """Answers on paging: the verdict of the highest load that has one, and the numbers of each load."""
     texts = []
     for pair in answer.candidates:
         here = pair.here  # the other loads have words of their own
@@ -201,7 +201,7 @@ def _paging(decision: Decision, answer: SettingAnswer) -> ReportAnswer:
 
 
 def _beside_each_other(paged: MeasuredCell, contiguous: MeasuredCell) -> str:
-    """, 24.0 sequences at once as served, against 8.1, 90 % within the SLO as served, against 70 %; what is known."""
+    """Adds what both served, as far as it is known: ``, 24.0 sequences at once as served, against 8.1``."""
     cells, text = (paged, contiguous), ""
     for what, (here, there) in (
         ("sequences", [words.decimal(median(cell.observed("running_mean"))) for cell in cells]),

@@ -1,4 +1,4 @@
-"""What a run lets one decide: the verdict on each configuration, the conclusion, and the answer on each setting.
+"""The decisions that a run supports: a verdict on each configuration, one conclusion, an answer on each setting.
 
 Nothing here is a sentence: `headline.py`, `answers.py` and `next_steps.py` put decisions into words.
 
@@ -121,7 +121,7 @@ class Candidate:
 
     @property
     def room(self) -> float | None:
-        """How many times the baseline's tokens fit into the same bytes; None below a tenth more."""
+        """The tokens that fit into the same bytes, over the baseline's; None below a tenth more."""
         times = tokens_held(self.cell, self.base) or 0.0
         return times if times >= _LEAST_ROOM else None
 
@@ -133,18 +133,14 @@ class Candidate:
 
     def inverse(self, quality: Quality) -> Candidate:
         """The baseline against the configuration. ``quality``: of the baseline's answers."""
-        return Candidate(
-            self.base,
-            self.cell,
-            self.throughput and self.throughput.inverse(),
-            {metric: p95.inverse() for metric, p95 in self.p95.items()},
-            quality,
-            tuple((load, other.inverse()) for load, other in self.elsewhere),
-        )
+        throughput = self.throughput and self.throughput.inverse()
+        p95 = {metric: one.inverse() for metric, one in self.p95.items()}
+        elsewhere = tuple((load, one.inverse()) for load, one in self.elsewhere)
+        return Candidate(self.base, self.cell, throughput, p95, quality, elsewhere)
 
 
 def _times_worse(loss: Comparison) -> float:
-    """How many times worse a decided loss is, whichever direction its metric has."""
+    """Returns how many times worse a decided loss is, whichever direction its metric has."""
     return 1 / loss.ratio if figure(loss.metric).higher_is_better else loss.ratio
 
 
@@ -233,7 +229,7 @@ class Subject(StrEnum):
 
 @dataclass(frozen=True)
 class SettingAnswer:
-    """What a run answers on one setting, or on a combination of several.
+    """The answer of a run on one setting, or on a combination of several.
 
     setting: its name; empty for paging and combinations
     candidates: what was compared: each page size, or paged against contiguous at each load, the highest first
@@ -273,8 +269,8 @@ class Decision:
             others = [cell for cell in comparisons.at(load) if base and cell is not base]
             candidates = [_candidate(cell, base, comparisons, by_id[cell.config_id]) for cell in others]
             by_load[load] = tuple(sorted(candidates, key=_rate, reverse=True))
-        found_breaks = tuple(breaks(comparisons, cell_limits))
-        return cls(run, comparisons, validity(run), by_id, cell_limits, found_breaks, by_load)
+        breaking = tuple(breaks(comparisons, cell_limits))
+        return cls(run, comparisons, validity(run), by_id, cell_limits, breaking, by_load)
 
     @property
     def load(self) -> MeasuredLoad | None:
@@ -288,7 +284,7 @@ class Decision:
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
-        """Every configuration beside the baseline at that load."""
+        """The configurations beside the baseline at that load."""
         return self.by_load[self.load] if self.load else ()
 
     @property
@@ -318,7 +314,7 @@ class Decision:
 
     @cached_property
     def conclusion(self) -> Conclusion:
-        """What the run advises."""
+        """The advice of the run."""
         if self.load is None:
             return Conclusion(Advice.NOT_SERVED)
         if len(self.comparisons.reported) == 1:
@@ -329,10 +325,8 @@ class Decision:
             return Conclusion(Advice.NOT_TOLD)
         if ahead := wins(self.candidates):
             return self._of_winners(ahead)
-        for one in self.candidates:
-            if one.verdict == Verdict.RISK:
-                return Conclusion(Advice.RISK, one)
-        return self._without_winners()
+        risks = (Conclusion(Advice.RISK, one) for one in self.candidates if one.verdict == Verdict.RISK)
+        return next(risks, None) or self._without_winners()
 
     def _of_winners(self, ahead: Sequence[Candidate]) -> Conclusion:
         """The best configuration whose answers are safe; else what its quality leaves open, or why not."""
@@ -349,7 +343,7 @@ class Decision:
         return Conclusion(next(advice for advice, holds in cases if holds), best)
 
     def _without_winners(self) -> Conclusion:
-        """Nothing is ahead. Where the baseline is paged and contiguous is behind, that is what paging brings."""
+        """Concludes where nothing is ahead: a paged baseline may still be ahead of contiguous."""
         for one in self.candidates:
             if not self.pair or {one.cell.name, one.base.name} != set(self.pair):
                 continue
@@ -364,7 +358,7 @@ class Decision:
 
     @cached_property
     def answers(self) -> tuple[SettingAnswer, ...]:
-        """Paging first, then page size, KV dtypes and each other setting changed alone; combinations last."""
+        """The answers: paging, page size, KV dtypes, then each other setting changed alone; combinations last."""
         if self.base is None:
             return ()
         alone: dict[str, list[Candidate]] = {}
@@ -385,7 +379,7 @@ class Decision:
         return (*answers, *combined[:_MOST_COMBINED])
 
     def _paging_answer(self) -> SettingAnswer:
-        """Paged against contiguous: decided at the highest load that has a verdict."""
+        """Compares paged with contiguous: the highest load that has a verdict decides."""
         pairs = [self.paged_against_contiguous(load) for load in reversed(self.comparisons.pairs)]
         spoken = [one for one in pairs if one.cell.load == self.load or one.here.verdict != Verdict.UNDECIDED]
         with_verdict = [one for one in spoken if one.verdict != Verdict.UNDECIDED]

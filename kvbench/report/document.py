@@ -1,4 +1,4 @@
-"""What the report says, in its order: the first screen, chapters of figures and tables, where it came from."""
+"""The parts of a report in their order: the first screen, chapters of figures and tables, where it came from."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Document:
 
     @property
     def drawings(self) -> list[Drawing]:
-        """Every figure, in the order of the page."""
+        """The figures, in the order of the page."""
         return [*self.first, *(drawing for chapter in self.chapters for drawing in chapter.drawings)]
 
 
@@ -136,7 +136,7 @@ def _chapters(
     points: pd.DataFrame,
     slo: str,
 ) -> list[Chapter]:
-    """Every chapter with its figures; ``points``: as of ``frontier_frame``."""
+    """Makes every chapter. ``points``: the rows of ``frontier_frame``."""
     run, comparisons = decision.run, decision.comparisons
     by_load, missing = comparisons.by_load, () if run.not_kept else run.missing
     every = {
@@ -187,7 +187,7 @@ def _baseline(decision: Decision) -> str:
 
 
 def _counted(run: Run) -> str:
-    """16 of 16 cells valid, 1 to 3 repeats each; 9 requests failed; client and engine shared 2 cores.
+    """Writes ``16 of 16 cells valid, 1 to 3 repeats each; 9 requests failed; client and engine shared 2 cores``.
 
     Says where no cell has the repeats that a verdict on served figures needs.
     """
@@ -195,13 +195,13 @@ def _counted(run: Run) -> str:
         return ""
     repeats = [len(cell.repeats) for cell in run.cells]
     low, high = min(repeats), max(repeats)
-    each = say("document.repeats", low == high, low=low, high=words.plural(high, "repeat"))
+    repeats_words = say("document.repeats", low == high, low=low, high=words.plural(high, "repeat"))
     valid, cells, cores = (
         sum(cell.valid for cell in run.cells),
         len(run.cells) + len(run.missing),
         run.manifest.cpu.cores,
     )
-    counted = say("document.counted", valid=valid, cells=cells, each=each)
+    counted = say("document.counted", valid=valid, cells=cells, repeats=repeats_words)
     parts = [
         counted + say("document.too_few", high < FEWEST, clock=run.clock, fewest=FEWEST),
         say("document.failed", n=sum(cell.count("failed") for cell in run.cells)),

@@ -49,7 +49,7 @@ def brief_name(one: Candidate) -> str:
 
 
 def _not_served(decision: Decision) -> list[str]:
-    """No load was finished over HTTP: what engine time knows is among cells that were not served."""
+    """Says what engine time knows where no load was finished over HTTP."""
     run = decision.run
     effects = run.engine_time.effects if run.engine_time else ()
     ahead = [one for one in effects if one.metric == THROUGHPUT and one.call == Call.BETTER]
@@ -61,7 +61,7 @@ def _not_served(decision: Decision) -> list[str]:
 
 
 def _alone(decision: Decision) -> list[str]:
-    """One configuration: what it delivered."""
+    """Says what the only configuration delivered."""
     (cell,) = decision.comparisons.reported
     rates = spread(cell.throughput())
     if cell.doubt or rates is None:
@@ -83,18 +83,18 @@ def _no_baseline(decision: Decision) -> list[str]:
 
 
 def _not_told(decision: Decision) -> list[str]:
-    """Nothing is told apart: because of a doubtful cell, too few repeats, or effects smaller than would show."""
+    """Says why nothing is told apart: a doubtful cell, too few repeats, or effects smaller than would show."""
     candidates, base = decision.candidates, decision.base
     assert base is not None
     doubtful = [cell for cell in (base, *(one.cell for one in candidates)) if cell.doubt]
     if base.doubt or len(doubtful) > len(candidates) / 2:
         return _doubt(decision, doubtful[0])
     names = say("headline.changed", n=len(candidates), name=brief_name(candidates[0]))
-    told = say("headline.cannot_tell", names=names, base=base.name, where=base.load.where)
+    first = say("headline.cannot_tell", names=names, base=base.name, where=base.load.where)
     smallest = [one.throughput.smallest for one in candidates if one.throughput and one.throughput.smallest]
     if not smallest:
-        return [told, say("headline.no_interval", fewest=FEWEST)]
-    return [told, say("headline.smallest", change=words.percent(max(smallest)))]
+        return [first, say("headline.no_interval", fewest=FEWEST)]
+    return [first, say("headline.smallest", change=words.percent(max(smallest)))]
 
 
 def _doubt(decision: Decision, cell: MeasuredCell) -> list[str]:
@@ -178,7 +178,7 @@ def _keep(decision: Decision) -> list[str]:
 
 
 def _not_ahead(candidates: Sequence[Candidate]) -> str:
-    """3 changes are not ahead; 2 changes are not ahead, 5 not decided"""
+    """Writes ``2 changes are not ahead, 5 not decided``."""
     undecided = sum(one.verdict == Verdict.UNDECIDED for one in candidates)
     rest = len(candidates) - undecided
     return joined(say("headline.not_ahead", n=rest), say("headline.undecided", n=undecided))

@@ -1,4 +1,4 @@
-"""What the conclusion is worth to who runs the service: requests served within the SLO, and GPUs or money for them."""
+"""The worth of the conclusion to who runs the service: requests within the SLO, and GPUs or money for them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Served:
 
 
 def meaning(decision: Decision, price_per_hour: float | None) -> ReportAnswer | None:
-    """One answer on what is advised and what it replaces: within an SLO in requests, else with a price in money.
+    """Answers what the advised configuration is worth: requests within an SLO, else money by a price.
 
     None without either, without an advised configuration, or without figures of both.
     """
@@ -47,7 +47,7 @@ def meaning(decision: Decision, price_per_hour: float | None) -> ReportAnswer | 
         against = say("meaning.against", cost=other.cost(price_per_hour or 0.0), other=name)
         return ReportAnswer(title, money, against, say("meaning.cost_numbers", best=best.place, other=other.place))
     gpus = len(decision.run.manifest.gpus)
-    hardware = ("machine", "gpu", "gpus")[min(2, gpus)]
+    hardware = {0: "machine", 1: "gpu"}.get(gpus, "gpus")
     numbers = say(
         "meaning.slo_numbers",
         slo=slo,

@@ -27,14 +27,14 @@ _FINEST = 0.02  # a change below this is not worth deciding
 
 @dataclass(frozen=True)
 class NextStep:
-    """``why``: what it would decide, for a sentence; ``command``: empty where none can be given."""
+    """An experiment. why: what it would decide, for a sentence; command: empty where none can be given."""
 
     why: str
     command: str
 
 
 def next_steps(decision: Decision) -> list[NextStep]:
-    """At most three, the most useful first."""
+    """Lists at most three steps, the most useful first."""
     ways = (again, quality_step, combine, decide, _larger_load)
     return [step for way in ways for step in way(decision)][:_MOST_STEPS]
 
@@ -75,7 +75,7 @@ def combine(decision: Decision) -> Iterator[NextStep]:
 
 
 def decide(decision: Decision) -> Iterator[NextStep]:
-    """More engine time or more repeats, as many as the size of the undecided effects asks for."""
+    """Adds engine time or repeats, as many as the size of the undecided effects asks for."""
     run = decision.run
     undecided = [one for one in decision.candidates if one.verdict == Verdict.UNDECIDED and one.throughput]
     comparisons = [one.throughput for one in undecided if one.throughput]
@@ -101,7 +101,7 @@ def _times_too_coarse(one: Comparison) -> float:
 
 
 def _larger_load(decision: Decision) -> Iterator[NextStep]:
-    """Nothing was full at the highest load: a higher one shows what breaks first."""
+    """Proposes a higher load where nothing was full at the highest one, to see what breaks first."""
     load, loads = decision.load, decision.comparisons.loads
     if decision.base is None or load is None or load != loads[-1] or load.mode != "closed" or load.sessions:
         return

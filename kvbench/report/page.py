@@ -121,7 +121,7 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def _step(step: NextStep) -> list[str]:
-    """What it would decide, and the command as a block."""
+    """Writes what a step would decide, and its command as a block."""
     why = escape(words.upper_first(step.why))
     if not step.command:
         return [f"- {why}", ""]
@@ -167,7 +167,7 @@ def _samples(samples: OutputSamples) -> list[str]:
 
 
 def escape(text: Any) -> str:
-    """Text from outside as plain text: no HTML, no table breaks, no links, no emphasis, no soft hyphens."""
+    """Makes text from outside plain: no HTML, no table breaks, no links, no emphasis, no soft hyphens."""
     flat = re.sub(r"\s+", " ", str(text)).strip().replace("\u00ad", "")
     flat = flat.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return re.sub(r"([\\`*_\[\]|])", r"\\\1", flat)

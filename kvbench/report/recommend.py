@@ -1,4 +1,4 @@
-"""What to run with after a sweep: settings with their evidence, the fallback, what is open, when not to page. Pure.
+"""A recommendation after a sweep: settings with their evidence, the fallback, what is open, when not to page. Pure.
 
 The rules are the report's. A configuration is recommended where ``decision.py`` says that it pays, or has a better p95,
 at no risk at any load, and its answers were measured and lie within the limits; else the baseline is kept.
@@ -116,7 +116,7 @@ def _filled(made: Recommendation, selected: Selection) -> Recommendation:
 
 
 def _doubts(decision: Decision) -> Iterator[NextStep]:
-    """Invalid and missing cells with the command that measures them, failed requests, then signs of other work.
+    """Lists invalid and missing cells with the command that measures them, then signs of other work.
 
     Last whether the baseline, which is kept where nothing is better, gives answers outside the limits itself.
     """
@@ -168,19 +168,20 @@ def _evidence(selected: Selection) -> Iterator[str]:
         return
     first = best.cell.load
     for load in sorted(decision.comparisons.loads, key=lambda load: (load != first, load)):
-        here = selected.at(load)
-        told = _told(decision, here.here) if here else ""
-        yield say("recommend.at_load", here is not None, where=load.where, told=told)
+        if here := selected.at(load):
+            yield say("recommend.at_load", where=load.where, evidence=_evidence_words(decision, here.here))
+        else:
+            yield say("recommend.not_measured_at", where=load.where)
 
 
-def _told(decision: Decision, one: Candidate) -> str:
-    """pays, +17 % tokens/s (16 to 17), p95 TTFT −25 % (−28 to −21)"""
+def _evidence_words(decision: Decision, one: Candidate) -> str:
+    """Writes ``pays, +17 % tokens/s (16 to 17), p95 TTFT −25 % (−28 to −21)``."""
     answer = candidate_answer(decision, one)
     return say("recommend.evidence", verdict=answer.verdict.lower(), numbers=answer.numbers)
 
 
 def _line(decision: Decision, one: Candidate) -> str:
-    return say("recommend.line", name=one.name, told=_told(decision, one))
+    return say("recommend.line", name=one.name, evidence=_evidence_words(decision, one))
 
 
 def _by_load(selected: Selection) -> Iterator[str]:
@@ -198,7 +199,7 @@ def _by_load(selected: Selection) -> Iterator[str]:
 
 
 def _rejected(selected: Selection) -> Iterator[str]:
-    """page 64 (worse p95), INT4 KV (pays; not safe: its KLD ...); the open ones are among what was not measured.
+    """Lists ``page 64 (worse p95)`` and ``INT4 KV (pays; not safe: its KLD ...)``.
 
     Without a best, only what breaks a limit: the others are the evidence for the baseline.
     """
@@ -221,7 +222,7 @@ def _flags(run: Run, cell: MeasuredCell) -> str:
 
 
 def _answers(quality: Quality) -> str:
-    """its answers: KLD 0.0009, perplexity +0.2 %, passkeys 98 %, within the limits; measured with kvbench-tiny"""
+    """Writes ``its answers: KLD 0.0009, passkeys 98 %, within the limits; measured with kvbench-tiny``."""
     if not quality.figures:
         return say("recommend.answers", quality=quality.brief)
     verdict = quality.verdict or say("recommend.within")
@@ -230,7 +231,7 @@ def _answers(quality: Quality) -> str:
 
 
 def _briefly(one: Candidate) -> str:
-    """INT8 KV: +13 % tokens/s (13 to 14), quality not measured"""
+    """Writes ``INT8 KV: +13 % tokens/s (13 to 14), quality not measured``."""
     assert one.best is not None  # it won by that
     unsafe = is_quantised(one.cell) or not one.quality.safe
     return say("recommend.setting", name=one.name, value=joined(gain(one, one.best), one.quality.brief * unsafe))
@@ -261,7 +262,7 @@ def _fallback(selected: Selection) -> Iterator[str]:
 
 
 def _back_to_contiguous(selected: Selection) -> str:
-    """contiguous where p95 ITL has to stay under 119 ms: it served 7.4 ms; empty unless paging costs such a p95."""
+    """Says where contiguous is better, with the p95 that paging costs; empty where it costs none."""
     load, decision = selected.base.load, selected.decision
     if not selected.chosen.is_paged or load not in decision.comparisons.pairs:
         return ""
@@ -272,7 +273,7 @@ def _back_to_contiguous(selected: Selection) -> str:
 
 
 def _signs(cell: MeasuredCell) -> str:
-    """tokens/s fall under 236, p95 TTFT exceeds 2.1 s or p95 ITL exceeds 90 ms; empty without a valid load."""
+    """Writes ``tokens/s fall under 236 or p95 TTFT exceeds 2.1 s``; empty without a valid load."""
     rate = median(cell.throughput())
     if cell.doubt or rate is None:
         return ""
@@ -285,7 +286,7 @@ def _signs(cell: MeasuredCell) -> str:
 
 
 def _load_command(run: Run, cell: MeasuredCell) -> str:
-    """: kvbench load workloads/mixed.yaml --at c32 --url URL; empty where the run has no workload file."""
+    """Writes the `kvbench load` that repeats a cell against a URL; empty without a workload file."""
     file, command = run.manifest.workload_file, run.manifest.command
     if not file or file not in command:
         return ""
@@ -308,8 +309,8 @@ def _unmeasured(selected: Selection) -> Iterator[NextStep]:
         names = words.listing([one.name if best else _line(decision, one) for one in selected.unknown])
         yield NextStep(say("recommend.open_quality", names=names), _command(quality_step(decision)))
     if undecided := [one for one in decision.candidates if one.verdict == Verdict.UNDECIDED]:
-        told = [say("recommend.with_numbers", name=one.name, numbers=numbers(decision, one)) for one in undecided]
-        yield NextStep(say("recommend.undecided", names=words.and_more(told)), _command(decide(decision)))
+        evidence = [say("recommend.with_numbers", name=one.name, numbers=numbers(decision, one)) for one in undecided]
+        yield NextStep(say("recommend.undecided", names=words.and_more(evidence)), _command(decide(decision)))
     if best and best.throughput and best.throughput.clock == ENGINE:
         as_served = served(best.cell, selected.base, THROUGHPUT)
         if not (as_served and as_served.decided):
@@ -335,7 +336,7 @@ def _unmeasured(selected: Selection) -> Iterator[NextStep]:
 
 
 def _paging(selected: Selection) -> Iterator[str]:
-    """At each load, the lowest first; then what contiguous reserves, which is what paging saves."""
+    """Compares the pair at each load, the lowest first; then says what contiguous reserves."""
     decision, run, last = selected.decision, selected.decision.run, None
     if decision.pair is None:
         yield _no_pair(selected)
@@ -372,7 +373,7 @@ def _no_pair(selected: Selection) -> str:
 
 
 def _paging_advice(one: Candidate) -> str:
-    """page; do not page; page, unless p95 ITL counts more than output tokens/s"""
+    """Writes ``page``, ``do not page`` or ``page, unless p95 ITL counts more than output tokens/s``."""
     if one.worst is None or one.verdict not in (Verdict.RISK, Verdict.MIXED_P95):
         return say("recommend.paging", one.verdict)
     better = one.best if one.verdict == Verdict.RISK else one.best_p95

@@ -1,4 +1,4 @@
-"""What a decision supports setting: the best configuration of safe answers, what pays beside it, where to go back."""
+"""The settings that a decision supports: the best configuration, what pays beside it, where to go back."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvbench.runs.model import MeasuredCell, MeasuredLoad
 
 @dataclass(frozen=True)
 class Selection:
-    """What a decision supports.
+    """The settings that a decision supports.
 
     best: the configuration to set; None where the baseline is kept
     unknown: what would be set, had its answers been measured
@@ -49,6 +49,6 @@ class Selection:
 
     @property
     def back(self) -> MeasuredCell:
-        """What to go back to: the baseline, or of a quantised KV the best safe one in the model's own dtype."""
+        """The configuration to go back to: the baseline, or the best safe one without quantised KV."""
         plain = [one.cell for one in safe_ones(self.ahead) if not is_quantised(one.cell)]
         return plain[0] if plain and is_quantised(self.chosen) else self.base

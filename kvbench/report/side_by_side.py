@@ -31,7 +31,7 @@ _MUST_BE_EQUAL = (("clock", "times"), ("machine", "processor", "GPUs"), ("device
 
 @dataclass(frozen=True)
 class CellSide:
-    """One cell of a group. ``letter``: its short name in tables and figures."""
+    """A cell of a group. ``letter``: its short name in tables and figures."""
 
     letter: str
     run: Run
@@ -49,7 +49,7 @@ Group = tuple[CellSide, ...]
 
 
 def one_group(cells: Sequence[tuple[Run, MeasuredCell]]) -> tuple[Group, ...]:
-    """Two to six cells, each with a letter of its own. Raises UsageError for fewer, more, or one of them twice."""
+    """Gives each of two to six cells a letter. Raises UsageError for fewer, more, or one of them twice."""
     _check_sides("cell", [f"{cell.cell_id} of {run.folder}" for run, cell in cells])
     return (tuple(CellSide(letter, run, cell) for letter, (run, cell) in zip(_LETTERS, cells, strict=False)),)
 
@@ -213,13 +213,13 @@ def _flat(section: Mapping[str, Any], prefix: str) -> dict[str, str]:
 
 
 def _requests_sent(cell: MeasuredCell) -> str:
-    """48; 47 to 50 where the repeats differ."""
+    """Writes ``48``, or ``47 to 50`` where the repeats differ."""
     sent = sorted({r.metrics.sent for r in cell.repeats})
-    return " to ".join(dict.fromkeys(map(str, (sent[0], sent[-1])))) if sent else ""
+    return " to ".join(dict.fromkeys(map(str, sent[:1] + sent[-1:])))
 
 
 def differences(groups: Sequence[Group]) -> list[tuple[str, tuple[str, ...]]]:
-    """(fact, its value on each side) for each fact in which the sides of a group differ.
+    """Lists the facts in which the sides of a group differ, each with its value on every side.
 
     Of several groups, a difference that only some of them have is named with their cells.
     """
@@ -227,8 +227,8 @@ def differences(groups: Sequence[Group]) -> list[tuple[str, tuple[str, ...]]]:
     for group in groups:
         settings = {name for side in group for name in side.cell.settings}
         by_side = [facts(side, settings) for side in group]
-        for name in dict.fromkeys(name for known in by_side for name in known):
-            row = tuple(known.get(name, "–") for known in by_side)
+        for name in dict.fromkeys(name for side_facts in by_side for name in side_facts):
+            row = tuple(side_facts.get(name, "–") for side_facts in by_side)
             if len(set(row)) > 1:
                 differing.setdefault((name, row), []).append(group[0].title)
     rows = []
@@ -258,7 +258,9 @@ def obstacles(first: CellSide, other: CellSide) -> list[str]:
         keys.append(say("side_by_side.hashes"))
     if _requests_sent(first.cell) != _requests_sent(other.cell):
         keys.append(say("side_by_side.sent"))
-    return [*reasons, say("side_by_side.other_requests", keys=words.and_more(keys, 4))] if keys else reasons
+    if keys:
+        reasons.append(say("side_by_side.other_requests", keys=words.and_more(keys, 4)))
+    return reasons
 
 
 def _in_doubt(side: CellSide) -> str:
@@ -280,8 +282,8 @@ def not_compared(groups: Sequence[Group]) -> list[str]:
     kinds: dict[str, list[tuple[str, str]]] = {}
     pairs = list(pairs_of(groups))
     for group, side in pairs:
-        several = ("one", "some", "many")[(len(groups) > 1) + (len(groups) > 1 and len(group) > FEWEST_SIDES)]
-        pair = say("side_by_side.pair", several, letter=side.letter, title=side.title, first=group[0].letter)
+        form = {FEWEST_SIDES: "two_sides"}.get(len(group), "more_sides") if len(groups) > 1 else "one_group"
+        pair = say("side_by_side.pair", form, letter=side.letter, title=side.title, first=group[0].letter)
         for reason in obstacles(group[0], side):
             kinds.setdefault(re.sub(r"\d[\d.,]*", "#", reason), []).append((reason, pair))
     sentences = []
@@ -300,17 +302,15 @@ def ratios(first: CellSide, other: CellSide) -> list[Comparison]:
 
 
 def _ratio(first: CellSide, other: CellSide, metric: str) -> Comparison | None:
-    """``basis``: how it was made, or why it has no interval."""
+    """Compares one metric; its ``basis`` says how, or why it has no interval."""
     a, b, clock = first.cell, other.cell, other.cell.clock
     steady = is_steady(metric, a, b)
     old, new = values(metric, a, steady), values(metric, b, steady)
-    if first.run.folder == other.run.folder:
-        ratio = paired(metric, clock, new, old)
-        basis = say("side_by_side.paired", n=ratio.n if ratio else 0)
-    else:
-        olds, news = ([value for value in side.values() if value > 0] for side in (old, new))
-        ratio = independent(metric, clock, news, olds)
-        basis = say("side_by_side.welch", olds=len(olds), news=len(news))
-    if ratio is None or ratio.n >= FEWEST:
-        return ratio and replace(ratio, basis=basis)
-    return replace(ratio, low=None, high=None, basis=say("side_by_side.no_interval", n=ratio.n))
+    olds, news = ([value for value in side.values() if value > 0] for side in (old, new))
+    same_run = first.run.folder == other.run.folder
+    ratio = paired(metric, clock, new, old) if same_run else independent(metric, clock, news, olds)
+    if ratio is None:
+        return None
+    if ratio.n < FEWEST:
+        return replace(ratio, low=None, high=None, basis=say("side_by_side.no_interval", n=ratio.n))
+    return replace(ratio, basis=say("side_by_side.basis", same_run, n=ratio.n, olds=len(olds), news=len(news)))

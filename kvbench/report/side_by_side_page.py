@@ -1,4 +1,4 @@
-"""Cells side by side in words: the page and Markdown of how they differ, what may be compared, and by how much."""
+"""The page and the Markdown of cells side by side: how they differ, what may be compared, and by how much."""
 
 from __future__ import annotations
 
@@ -52,25 +52,25 @@ def headline(groups: Sequence[Group]) -> str:
         against_ = named(first, groups[0])
         return say("side_by_side.headline_cells", clock=clock, first=against_, cells=len(groups), sides=sides)
     by_side = {letter: ratio for letter, (ratio,) in by_letter.items()}
-    known = {letter: ratio for letter, ratio in by_side.items() if ratio}
+    rated = {letter: ratio for letter, ratio in by_side.items() if ratio}
     missing = words.listing([letter for letter, ratio in by_side.items() if ratio is None])
-    bare = words.listing([letter for letter, ratio in known.items() if ratio.low is None])
-    changes = [f"{letter} {_ratio_words(ratio)}" for letter, ratio in known.items()]
+    bare = words.listing([letter for letter, ratio in rated.items() if ratio.low is None])
+    changes = [f"{letter} {_ratio_words(ratio)}" for letter, ratio in rated.items()]
     changes.append(say("side_by_side.no_ratio_of", bool(missing), letters=missing))
     few = say("side_by_side.too_few", bool(bare), letters=bare)
     return say("side_by_side.headline", clock=clock, first=first.title, changes=joined(*changes), few=few)
 
 
 def _counted(comparisons: Sequence[Comparison | None]) -> str:
-    """higher in 2, not told apart in 1 (0.98x to 1.32x), no ratio in 1."""
-    known = [ratio for ratio in comparisons if ratio]
-    calls = [ratio.call for ratio in known]
+    """Writes ``higher in 2, not told apart in 1 (0.98x to 1.32x), no ratio in 1``."""
+    rated = [ratio for ratio in comparisons if ratio]
+    calls = [ratio.call for ratio in rated]
     counts = [say("side_by_side.called_in", call, n=calls.count(call)) for call in Call if call in calls]
     text = ", ".join(counts)
-    if len(known) > 1:
-        low, high = (words.ratio(pick(ratio.ratio for ratio in known)) for pick in (min, max))
+    if len(rated) > 1:
+        low, high = (words.ratio(pick(ratio.ratio for ratio in rated)) for pick in (min, max))
         text += say("side_by_side.from_to", low=low, high=high)
-    return joined(text, say("side_by_side.without_ratio", n=len(comparisons) - len(known)))
+    return joined(text, say("side_by_side.without_ratio", n=len(comparisons) - len(rated)))
 
 
 def _throughput(first: CellSide, side: CellSide) -> Comparison | None:
@@ -84,7 +84,7 @@ def _ratio_words(ratio: Comparison) -> str:
 
 
 def _bounds(ratio: Comparison) -> str:
-    """1.52–1.80; why there is no interval where there is none."""
+    """Writes ``1.52–1.80``, or why there is no interval."""
     if ratio.low is None or ratio.high is None:
         return ratio.basis
     return f"{words.ratio(ratio.low)[:-1]}–{words.ratio(ratio.high)[:-1]}"
@@ -99,7 +99,7 @@ def _not_shared(groups: Sequence[Group]) -> Iterator[str]:
 
 
 def engine_time(groups: Sequence[Group]) -> list[str]:
-    """C against A: output tokens/s +65 % (46 to 87), ...: of cells of one run, one of which is its baseline."""
+    """Writes ``C against A: output tokens/s +65 % (46 to 87)`` for cells of one run, one of them the baseline."""
     sentences = []
     for group, side in pairs_of(groups):
         first, measured = group[0], side.run.engine_time
@@ -142,7 +142,7 @@ def _effect_rows(groups: Sequence[Group]) -> list[list[tuple[Value, ...]]]:
 
 
 def _effect_row(group: Group, side: CellSide, again: bool) -> tuple[Value, ...]:
-    """``again``: all sides of the group are the same cell, which is named once."""
+    """Makes the row of a side; with ``again`` its group names the cell once, since all sides are the same cell."""
     first, cell = group[0], side.cell
     by_metric, basis, title = {}, "", side.title
     if side is not first:
@@ -169,7 +169,7 @@ def _effect(metric: str, cell: MeasuredCell, first: MeasuredCell, ratio: Compari
 
 
 def _shown(metric: str, cell: MeasuredCell) -> tuple[float | None, bool]:
-    """Median over the repeats of a throughput; a latency's percentile over all samples, and whether they are few."""
+    """Returns a throughput's median over the repeats, or a percentile of all samples and whether they are few."""
     shown = figure(metric)
     if not shown.statistic:
         return median(cell.throughput()), False
@@ -189,7 +189,7 @@ def drawings(groups: Sequence[Group]) -> list[Drawing]:
 
 
 def _effects_drawing(groups: Sequence[Group]) -> Drawing | None:
-    """Each compared cell against the first of its group; None where no pair may be compared."""
+    """Draws each compared cell against the first of its group; None where no pair may be compared."""
     marks = []
     for group, side in pairs_of(groups):
         pair = side.title if len(groups) > 1 and len(group) == 2 else f"{side.letter} {side.title}"

@@ -1,4 +1,4 @@
-"""What all figures share: colours and dashes of the configurations, axes that suit light and dark, labels, legends."""
+"""The style that all figures share: colours and dashes, axes that suit light and dark, labels, legends."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Drawing:
 
 
 def looks(cells: Sequence[MeasuredCell]) -> dict[str, LineStyle]:
-    """Configuration name -> look, the same in all figures of a run."""
+    """Gives each configuration, by name, a look that is the same in all figures of a run."""
     paged = [c.name for c in cells if c.is_baseline and c.is_paged]
     paged += [c.name for c in cells if not c.is_contiguous]
     contiguous = [c.name for c in cells if c.is_contiguous]
@@ -63,7 +63,7 @@ def looks(cells: Sequence[MeasuredCell]) -> dict[str, LineStyle]:
 
 
 def safe(text: object) -> str:
-    """Text from outside for a figure: plotly reads some HTML in names and hovers."""
+    """Escapes text from outside for a figure: plotly reads some HTML in names and hovers."""
     return html.escape(str(text), quote=False)
 
 
@@ -90,7 +90,7 @@ def finish(figure: go.Figure, height: int, legend: bool = True) -> go.Figure:
 def below_each_other(
     figure: go.Figure, legend_lines: int, panel: int = 220, gap: int = 64, left: int = 60
 ) -> go.Figure:
-    """Lets the page put panels below each other where they have no room side by side, with the legend below.
+    """Lets a narrow page put panels below each other, with the legend below them.
 
     The script of the page takes the changes from ``layout.meta.narrow``. panel, gap, left: px a panel, between two
     panels, where the titles of panels stand too, and beside them.
@@ -115,7 +115,7 @@ def hatch(shape: object, solidity: float | None = None) -> dict[str, object]:
 
 
 def ecdf(samples: np.ndarray, points: int = MAX_POINTS) -> tuple[np.ndarray, np.ndarray]:
-    """x [n], y [n] of the empirical distribution with n <= points; the smallest and largest sample stay.
+    """Returns x [n], y [n] of the empirical distribution, n <= points; the smallest and largest sample stay.
 
     Samples are picked, not interpolated: every (x, y) is a point of the full curve.
     """
@@ -124,7 +124,7 @@ def ecdf(samples: np.ndarray, points: int = MAX_POINTS) -> tuple[np.ndarray, np.
 
 
 def thin(frame: pd.DataFrame, points: int = MAX_POINTS) -> pd.DataFrame:
-    """At most ``points`` rows of a time series, evenly, first and last kept."""
+    """Keeps at most ``points`` rows of a time series, evenly, with the first and the last."""
     if len(frame) <= points:
         return frame
     return frame.iloc[np.unique(np.linspace(0, len(frame) - 1, points).round().astype(int))]
@@ -136,7 +136,7 @@ def compact(values: Any, decimals: int = 2) -> np.ndarray:
 
 
 def log_axis(values: np.ndarray) -> dict[str, Any]:
-    """Settings of a log axis: ticks at 1, 2 and 5 of each decade or fewer, outliers at the low end cut off.
+    """Sets up a log axis: ticks at 1, 2 and 5 of each decade or fewer, low outliers cut off.
 
     A gap of microseconds (two tokens read from the socket at once) would otherwise take up half the axis.
     """
@@ -162,7 +162,7 @@ def log_axis(values: np.ndarray) -> dict[str, Any]:
 
 
 def label_above(figure: go.Figure, y: float, text: str, bold: bool = False) -> None:
-    """A line of text from outside at the left end of the bar at ``y``, above it: it needs no room beside the plot."""
+    """Writes a line of text from outside above the left end of the bar at ``y``, needing no room beside the plot."""
     place = {"x": 0, "xref": "paper", "xanchor": "left", "y": y, "yanchor": "bottom", "yshift": 9, "align": "left"}
     look = {"text": safe(text), "font": {"size": 12}}
     if bold:

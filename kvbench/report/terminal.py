@@ -98,7 +98,7 @@ def _entry(key: str, value: Value, cell: MeasuredCell) -> Text:
     """The text of an entry in its colour, with the mark of what its small lines say."""
     text, notes = value.text, value.note.split("\n")
     if key == "configuration":
-        text = f"{('!', ' ')[cell.valid]} {text}"  # before the name: behind a long one it would be cut off
+        text = say("terminal.name", cell.valid, name=text)  # a mark behind a long name would be cut off
     if key == "ratio" and "–" in notes[0]:
         text += f" ({notes[0]})"
     if key in _WITH_MARKS:
@@ -132,7 +132,7 @@ def engine_time_console(report: Document) -> Table | None:
 
 
 def _engine_effect(effect: Comparison | None) -> Text:
-    """+13.2 (+12.9 to +13.6) ahead"""
+    """Writes ``+13.2 (+12.9 to +13.6) ahead``."""
     if effect is None:
         return Text("–")
     low, high = _change(effect.low or 1.0), _change(effect.high or 1.0)
@@ -141,6 +141,6 @@ def _engine_effect(effect: Comparison | None) -> Text:
 
 
 def _change(ratio: float) -> str:
-    """+13.2; whole numbers from 100 on."""
+    """Writes ``+13.2``; whole numbers from 100 on."""
     percent = round(100 * (ratio - 1), 1) + 0.0  # no -0.0
     return f"{percent:+.{int(abs(percent) < 100)}f}"

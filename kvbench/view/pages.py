@@ -15,7 +15,7 @@ from markupsafe import Markup
 
 from kvbench.common import text as words
 from kvbench.history import page as history_page
-from kvbench.history.show import Selection, view
+from kvbench.history.show import SeriesSelection, view
 from kvbench.report import page as run_page
 from kvbench.report import side_by_side_page
 from kvbench.report.document import document
@@ -119,7 +119,7 @@ def compared(groups: Sequence[Group], links: Links) -> str:
 
 def history(workspace: Workspace, links: Links) -> str:
     readable = [row.folder for row in workspace.rows() if row.state != DAMAGED]  # links that lead out are damaged
-    trends = view(readable, Selection())
+    trends = view(readable, SeriesSelection())
     if not trends.groups:
         return message("There is no history yet", "No finished run of `kvbench sweep` can be read here.", links)
     return framed(history_page.page(trends), links)

@@ -148,7 +148,8 @@ def run(
 ) -> Run:
     """A run of these cells; `manifest`: further entries of its manifest."""
     known = {"status": status, "workload": {}, "plan": (), **manifest}
-    return Run(Path("/nonexistent/mixed/now"), Manifest.model_validate(known), cells, missing, (), (), (), engine_time)
+    folder, stored = Path("/nonexistent/mixed/now"), Manifest.model_validate(known)
+    return Run(folder, stored, cells, missing, (), (), (), engine_time=engine_time)
 
 
 def in_engine_time(

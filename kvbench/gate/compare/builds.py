@@ -84,7 +84,7 @@ class Commit:
     @property
     def name(self) -> str:
         """Short, and different for different files."""
-        return self.sha[:10] + (f"-dirty-{self.changes[:8]}" if self.changes else "")
+        return self.sha[:10] + say("build.dirty", bool(self.changes), digest=(self.changes or "")[:8])
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,9 @@ class Builds:
         elif (source / "pyproject.toml").is_file() or (source / "setup.py").is_file():
             how, title = PIP, "pip install"
             command = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
-            command += [*(("-c", str(pins)) if pins.is_file() else ()), "-e", str(source)]
+            if pins.is_file():
+                command += ["-c", str(pins)]
+            command += ["-e", str(source)]
             self.tell(say("build.installing", name=commit.name, log=log))
         else:
             raise UsageError(say("build.unknown", name=commit.name, repo=commit.repo))
@@ -424,14 +426,17 @@ def installed_versions(folder: Path, how: str) -> dict[str, str]:
     except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
         last = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1:]
         raise MeasurementError(say("build.no_python", python=python, error=" ".join(last))) from None
-    for name, origin in origins.items() if is_kvbench(source) else ():
-        if origin is None or Path(origin).resolve() != (source / name).resolve():
+    for name, origin in origins.items():
+        here = origin is not None and Path(origin).resolve() == (source / name).resolve()
+        if is_kvbench(source) and not here:
             raise MeasurementError(say("build.other_source", source=source, name=name, origin=origin or "nowhere"))
     return versions
 
 
 def _make_venv(env: Path, log: Path, *, pip: bool) -> None:
-    command = [sys.executable, "-I", "-m", "venv", *(() if pip else ("--without-pip",)), str(env)]
+    command = [sys.executable, "-I", "-m", "venv", str(env)]
+    if not pip:
+        command.append("--without-pip")
     _run(command, log, _VENV_LIMIT_S, "python -m venv", cwd=env.parent, env={})
 
 

@@ -110,7 +110,7 @@ def conclude(folder: CompareFolder, state: CompareState, policy: Policy, *, pair
     """
     rules, cells, by_the_clock = _with_full_titles(policy.timing, state), state.cells, state.void is None
     there = folder.whole_pairs(cells)
-    measured = there if pairs is None else min(pairs, there)
+    measured = min(pairs or there, there)
     common, extra = _without_findings(state, policy, measured), _attempt_findings(state)
     if not measured:
         notes = _end_notes(folder, state, rules.looks[0].pairs, goes_on=by_the_clock)
@@ -126,7 +126,9 @@ def conclude(folder: CompareFolder, state: CompareState, policy: Policy, *, pair
         raise UsageError(f"{folder.path}: {error}") from None
     look = {"pairs": judgement.pairs, "look": judgement.look.pairs, "alpha": judgement.look.alpha}
     tested = judgement.findings
-    served = served_findings(folder, tested) if pairs is None else ()  # a look is at pairs alone
+    served = ()
+    if pairs is None:  # a look is at pairs alone
+        served = served_findings(folder, tested)
     extra, notes, moved = (*extra, *served), [*common.notes, *served_notes(served)], ()
     if judgement.outcome == FAIL:
         judged = range(1, judgement.pairs + 1)
@@ -208,7 +210,7 @@ def finished_verdict(folder: CompareFolder, state: CompareState, policy: Policy)
     if state.status != "complete":
         return None
     verdict = conclude(folder, state, policy)
-    return verdict if state.stopped is None or verdict.outcome in (FAIL, PASS) else None
+    return None if state.stopped is not None and verdict.outcome not in (FAIL, PASS) else verdict
 
 
 def judge_again(path: Path, policy: Policy, *, force: bool = False) -> tuple[Verdict, Path]:
@@ -227,8 +229,11 @@ def judge_again(path: Path, policy: Policy, *, force: bool = False) -> tuple[Ver
         if state.differences and not force:
             differences = "; ".join(state.differences)
             raise UsageError(say("conclude.must_be_equal", differences=differences))
-        own = Policy.of(state.policy) if state.policy else policy  # older ones have none
-        policy = policy if policy.source else own
+        own = policy
+        if state.policy:  # older ones have none
+            own = Policy.of(state.policy)
+        if not policy.source:
+            policy = own
         verdict = conclude(folder, state, policy)
     if own.digest == policy.digest:
         return verdict, path
@@ -264,7 +269,7 @@ def _attempt_findings(state: CompareState) -> tuple[Finding, ...]:
     if given_up is None or (failing and failing[0].outcome == FAIL):
         return failing
     attempts = [attempt for attempt in state.voids if (attempt.pair, attempt.turn) == (given_up.pair, given_up.turn)]
-    attempts = [each for each in attempts if each.resume == attempts[-1].resume]  # those that it was given up after
+    attempts = [attempt for attempt in attempts if attempt.resume == attempts[-1].resume]  # only those of its last try
     turn, details = given_up.turn, tuple(map(_attempt_line, attempts))
     many = plural(len(attempts), "attempt")
     text, title = say("conclude.given_up", turn=turn, attempts=many, last=attempts[-1]), "conclude.given_up_title"

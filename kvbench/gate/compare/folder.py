@@ -40,7 +40,7 @@ _WAY_OUT = "use the kvbench that measured it, or measure again"
 
 
 class SideFacts(Record):
-    """A side as it was given, with the commit and build of a git ref, or what a stored run's manifest says.
+    """A side as it was given; of a git ref its commit and build, of a stored run its manifest.
 
     ``environment``: a digest of the installed versions; ``target``: as in a run's manifest.
     """
@@ -99,8 +99,9 @@ class GivenUp:
 
 
 class LockstepFacts(Record):
-    """The steps of a turn by match, and by cell how often a pair computes its load; alike in all pairs.
+    """The choices of the first pair, which hold for all pairs.
 
+    turn_lengths: steps of a turn, by match; times: how often a pair computes a load, by cell
     turn_steps: of all matches, in a comparison of an older version
     """
 

@@ -66,19 +66,19 @@ def lockstep_command(side: OpenSide) -> tuple[tuple[str, ...], Mapping[str, str 
 
 def why_not_lockstep(workloads: Sequence[PairedWorkload], log: Path) -> str | None:
     """Says why these sides cannot be measured in lockstep, None if they can; launches each engine for a moment."""
-    for each in workloads:
+    for workload in workloads:
         for side in SIDES:
-            opened = each.sides[side]
+            opened = workload.sides[side]
             if (command := lockstep_command(opened)) is None:
                 return f"{opened.name} is not kvbench's own engine, which alone can be told when to compute a step"
             workload, options = opened.choice.workload, set[str]()
-            for cell in each.matches[0].cells(side):
-                requests = _requests(each, side, cell, 1, 1)
+            for cell in workload.matches[0].cells(side):
+                requests = _requests(workload, side, cell, 1, 1)
                 if reason := loads.SteppedInstrument.why_not(workload.load, requests):
-                    return f"{each.name}: {reason}"
+                    return f"{workload.name}: {reason}"
                 options.update(*(request.answers for request in requests))
-            settings = [match.of(side).settings for match in each.matches]
-            if gpus() and any(of.get("device") != "cpu" and of.get("kv_budget") is None for of in settings):
+            settings = [match.of(side).settings for match in workload.matches]
+            if gpus() and any(engine.get("device") != "cpu" and engine.get("kv_budget") is None for engine in settings):
                 return "two engines on one GPU need a kv_budget: each would take most of the memory that is free"
             if why := why_not_stepped(command[0], log, command[1], options):
                 return f"the engine of {opened.name} cannot be stepped ({why})"
@@ -86,8 +86,8 @@ def why_not_lockstep(workloads: Sequence[PairedWorkload], log: Path) -> str | No
 
 
 def _requests(workload: PairedWorkload, side: str, cell: Cell, pair: int, times: int) -> Any:
-    given, known = workload.sides[side].choice.workload, workload.capacity[side][cell.configuration.config_id]
-    sizes = {"vocab_size": known.vocab_size, "max_model_len": known.max_model_len}
+    given, capacity = workload.sides[side].choice.workload, workload.capacity[side][cell.configuration.config_id]
+    sizes = {"vocab_size": capacity.vocab_size, "max_model_len": capacity.max_model_len}
     try:
         return loads.requests_of(given.load, cell.load, seed=given.seed, repeat=pair, times=times, **sizes)
     except ValueError as error:  # of a later pair, whose lengths are drawn anew
@@ -194,7 +194,7 @@ class LockstepPairs:
         if name not in self.facts.times:
             drawn = _requests(workload, side, cell, pair, 1)
             steps = sum(request.max_tokens for request in drawn) / loads.users_of(cell.load)
-            cells_in_all = sum(len(match.names) for each in self.workloads.values() for match in each.matches)
+            cells_in_all = sum(len(match.names) for other in self.workloads.values() for match in other.matches)
             wanted_s = max(_LEAST_S, PAIR_S / 2 / cells_in_all)
             self._choose("times", name, max(1, math.ceil(wanted_s / (_PREFILL_SHARE * steps * step_s))))
         return self.facts.times[name]

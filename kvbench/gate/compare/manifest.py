@@ -67,9 +67,11 @@ def new_comparison(
     if differences and not request.force:
         raise UsageError(say("equal.stored", differences="; ".join(differences)))
     running = any(side.choice.runs_already for workload in workloads for side in workload.sides.values())
-    doubt = say("equal.one_launch") if running else None
+    doubt = None
     if stored:
         doubt = say("equal.not_random")
+    elif running:
+        doubt = say("equal.one_launch")
     folder = CompareFolder(create_run(request.output_dir, KIND, git_state()["short_sha"]).path, stored)
     resolved = {w.name: {side: dict(w.sides[side].choice.workload.resolved) for side in SIDES} for w in workloads}
     named = {side: sides[side].facts.model_copy(update={"name": sides[side].name}) for side in SIDES}
@@ -82,7 +84,7 @@ def new_comparison(
         reproduce=reproduce_command(request, sides, subcommand),
         **named,
         workloads=resolved,
-        given=tuple(GivenWorkload(workload=dict(each.resolved), profile=each.profile) for each in given),
+        given=tuple(GivenWorkload(workload=dict(workload.resolved), profile=workload.profile) for workload in given),
         cells=_cells(workloads),
         order_seed=secrets.randbits(32) if request.order_seed is None else request.order_seed,
         options=request.for_any_folder(*(pinned(sides[side]) for side in SIDES)),
@@ -90,7 +92,7 @@ def new_comparison(
         stored={side: path.resolve() for side, path in stored.items()},
         servers={side: {} for side in SIDES},
         differences=tuple(differences),
-        notes=(*notes, *(note for each in workloads for note in each.notes)),
+        notes=(*notes, *(note for workload in workloads for note in workload.notes)),
         doubt=doubt,
         lockstep=LockstepFacts() if method == LOCKSTEP else None,
         started=utc_now(),
@@ -107,7 +109,7 @@ def reproduce_command(request: CompareRequest, sides: Mapping[str, OpenSide], su
 
 
 def pinned(side: OpenSide) -> str:
-    """The side as a text that means the same in any folder: a ref as its commit, unless it has uncommitted changes."""
+    """Writes a side so that it means the same in any folder: a ref is its commit without changes."""
     if side.is_commit:
         return side.build.commit.sha[:12]
     text = str(Path(side.side.text).expanduser().resolve()) if side.side.kind == RUN else side.side.text
@@ -171,8 +173,8 @@ def server_differences(left: ServerInfo, right: ServerInfo, varied: frozenset[st
     compared = [(key, left.fact(section, key), right.fact(section, key)) for section, key in facts]
     fingerprints = [server.fact("model", "weights_fingerprint") for server in (left, right)]
     if not all(fingerprints) and "model" not in varied:
-        paths = [each.fact("model", "name") or each.fact("served_model", "name") for each in (left, right)]
-        compared.append(("model", *(PurePosixPath(str(path)).name if path else None for path in paths)))
+        paths = [server.fact("model", "name") or server.fact("served_model", "name") for server in (left, right)]
+        compared.append(("model", *(path and PurePosixPath(str(path)).name for path in paths)))
     names = sorted(left.versions)
     compared += [
         (say("equal.version", name=n), *(server.fact("versions", n) for server in (left, right))) for n in names

@@ -46,7 +46,7 @@ def measure_again(
         if not any(reasons.values()):
             return sides[0]
         failed.append(FailedAttempt(pair, number, turn, sides[0], reasons, faults, resume))
-        blamed = all(each.blamed == CANDIDATE for each in failed)
+        blamed = all(attempt.blamed == CANDIDATE for attempt in failed)
         most = max(number, ATTEMPTS_TO_BLAME if blamed else ATTEMPTS)
         on_failed(failed[-1], most)
         if number == most:

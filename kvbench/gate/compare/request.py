@@ -76,8 +76,8 @@ class CompareRequest(Record):
             if value is True:
                 words.append(flag)
             elif value is not None and value is not False:
-                for each in value if isinstance(value, tuple) else (value,):
-                    words += [flag, str(each)]
+                for entry in value if isinstance(value, tuple) else (value,):
+                    words += [flag, str(entry)]
         return words
 
 

@@ -190,7 +190,7 @@ def _begin(plan: _Plan, workloads: Sequence[PairedWorkload]) -> tuple[CompareFol
     """Makes the folder of a new comparison."""
     request, rules = plan.request, plan.policy.timing
     method, why = choose_method(request.method, workloads)
-    notes = [why] if why else []
+    notes = list(filter(None, [why]))
     if plan.subcommand == COMPARE:
         names = [workload.name for workload in workloads]
         notes = [*noise_notes(request, names, method, rules), *notes]
@@ -312,7 +312,7 @@ class ComparisonRun:
                 self.check, self.show = work.check, _Elapsed(status)
                 if self.state.method == LOCKSTEP:
                     stopped = self._measure()
-                    stopped = (self._check_served() if self.stop_early else None) or stopped
+                    stopped = (self.stop_early and self._check_served()) or stopped
                 else:
                     stopped = self._compile() or self._measure()
             return self.finish(stopped)
@@ -507,8 +507,8 @@ class ComparisonRun:
 
     def _runners(self) -> dict[tuple[str, str], BlockRunner]:
         calibrator, runners = self._calibrator(self.show, self._say, self.clock.require), {}
-        for each, side in itertools.product(self.workloads, SIDES):
-            run, choice = self.folder.run(side, each.name), each.sides[side].choice
+        for workload, side in itertools.product(self.workloads, SIDES):
+            run, choice = self.folder.run(side, workload.name), workload.sides[side].choice
             run.path.mkdir(parents=True, exist_ok=True)
             job = Job(
                 choice.workload,
@@ -516,12 +516,12 @@ class ComparisonRun:
                 choice.new_target,
                 LoadsShown(self.show),
                 self._check_time,
-                on_server=partial(self._on_server, each, side),
-                capacity=each.capacity[side],
+                on_server=partial(self._on_server, workload, side),
+                capacity=workload.capacity[side],
                 calibrate=calibrator,
                 poll_s=POLL_S,
             )
-            runners[side, each.name] = BlockRunner(HttpInstrument(job))
+            runners[side, workload.name] = BlockRunner(HttpInstrument(job))
         return runners
 
     def _on_server(self, workload: PairedWorkload, side: str, block: Block, info: ServerInfo, target: Target) -> None:

@@ -222,8 +222,8 @@ def _judge(launches: Sequence[Launch], workloads: int) -> dict[str, ServedJudgem
     """Judges each latency; all tests of the comparison share one alpha."""
     judged = {}
     for name in JUDGED:
-        base = [[getattr(each.base, name) for each in rounds] for rounds in launches]
-        candidate = [[getattr(each.candidate, name) for each in rounds] for rounds in launches]
+        base = [[getattr(round_.base, name) for round_ in rounds] for rounds in launches]
+        candidate = [[getattr(round_.candidate, name) for round_ in rounds] for rounds in launches]
         judged[name] = judge_served(base, candidate, workloads * len(JUDGED))
     return judged
 

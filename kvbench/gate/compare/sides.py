@@ -468,7 +468,7 @@ def open_workloads(
                 capacity[name] = preflight(choice.workload, designs[name], choice.check).capacity
         matches = match_designs(workload.name, designs[BASE], designs[CANDIDATE])
         paired.append(PairedWorkload(workload.name, opened, matches, capacity))
-    if not any(each.matches for each in paired):
+    if not any(workload.matches for workload in paired):
         raise UsageError(say("side.no_cell", workloads=" and ".join(names)))
     return tuple(paired)
 

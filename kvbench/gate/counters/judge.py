@@ -131,7 +131,9 @@ def first_difference(was: Mapping[str, Sequence[int]], now: Mapping[str, Sequenc
     names = sorted({*was, *now}, key=lambda name: (_CAUSES.index(name) if name in _CAUSES else len(_CAUSES), name))
 
     def at(history: Mapping[str, Sequence[int]], index: int) -> dict[str, int]:
-        return {name: history[name][index] if name in history else 0 for name in names} if index >= 0 else {}
+        if index < 0:
+            return {}
+        return {name: history[name][index] if name in history else 0 for name in names}
 
     both = min(old, new)
     for index in range(both):
@@ -139,7 +141,9 @@ def first_difference(was: Mapping[str, Sequence[int]], now: Mapping[str, Sequenc
         if left != right:
             changes = tuple(Change(name, left[name], right[name]) for name in names if left[name] != right[name])
             return FirstDifference(index + 1, changes, at(now, index - 1))
-    return None if old == new else FirstDifference(both + 1, (), at(now, both - 1), longer=new > old)
+    if old == new:
+        return None
+    return FirstDifference(both + 1, (), at(now, both - 1), longer=new > old)
 
 
 @dataclass(frozen=True)
@@ -208,10 +212,10 @@ def judge(
             cause=cause,
             moved=say("counters.moved", bool(most), counters=and_more(most)),
         )
-    if outcome == FAIL and not any(each.error for each in results):
+    if outcome == FAIL and not any(result.error for result in results):
         common["accept"] = commands.accept()
     facts = {"scenarios": len(present), "steps": steps, "counters": len(COUNTERS)}
-    findings = tuple(_with_commands(each, commands) for each in results)
+    findings = tuple(_with_commands(result, commands) for result in results)
     return Verdict(SUITE, outcome, sentence, findings, moved=moved, notes=tuple(notes), facts=facts, **common)
 
 

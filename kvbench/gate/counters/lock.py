@@ -119,7 +119,7 @@ def write_lock(
 
 
 def changes_of(values: Sequence[int]) -> str:
-    """Writes a column as its changes: ``37:4 40:6`` is 4 from step 37 on, 6 from step 40 on, and 0 before."""
+    """Writes a column as its changes. ``37:4 40:6``: 0 at first, 4 from step 37 on, 6 from step 40 on."""
     pairs = zip((0, *values), values, strict=False)
     return " ".join(f"{step}:{now}" for step, (was, now) in enumerate(pairs, 1) if was != now)
 

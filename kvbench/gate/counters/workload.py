@@ -65,7 +65,7 @@ class Wave(StrictModel):
     @classmethod
     def _span(cls, value: Any) -> tuple[int, int]:
         span = list(value) if isinstance(value, list | tuple) else [value, value]
-        if len(span) != 2 or not all(isinstance(each, int) and not isinstance(each, bool) for each in span):
+        if len(span) != 2 or not all(isinstance(length, int) and not isinstance(length, bool) for length in span):
             raise ValueError(f"{value!r} is not a length; write a whole number of tokens or [low, high].")
         if not 1 <= span[0] <= span[1]:
             raise ValueError(f"{span} is not a range of lengths; write [low, high] with 1 <= low <= high.")
@@ -174,7 +174,7 @@ def read_counter_workload(path: Path) -> CounterWorkload:
 def _scenarios(path: Path, file: CounterFile) -> Iterator[Scenario]:
     streams = {name: _arrivals(file, waves) for name, waves in file.streams.items()}
     for group_name, group in file.scenarios.items():
-        for keys, values in ((row, each) for row in group.matrix for each in itertools.product(*row.values())):
+        for keys, values in ((row, values) for row in group.matrix for values in itertools.product(*row.values())):
             varied = dict(zip(keys, values, strict=True))
             settings = {"device": "cpu", "async_scheduling": False, **file.engine, **group.engine, **varied}
             if settings.get("preemption_mode") == "swap" and file.swap_space is not None:

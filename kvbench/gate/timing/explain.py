@@ -203,7 +203,7 @@ def _latency_words(name: str, moved: Sequence[Moved], counters: ByCell) -> str:
 def _cells(counters: ByCell, findings: Sequence[Finding]) -> list[str]:
     """The cells that failed by themselves, else all."""
     failed = {f.id for f in findings if f.outcome == FAIL and f.suite == "cell"}
-    return [cell for cell in counters if any(f"/{cell}/" in f"/{each}/" for each in failed)] or list(counters)
+    return [cell for cell in counters if any(f"/{cell}/" in f"/{name}/" for name in failed)] or list(counters)
 
 
 def _judged(findings: Sequence[Finding]) -> list[str]:

@@ -88,7 +88,7 @@ class RunnerNoise(Record):
     method: str = "launched"
 
     def of(self, metric: str, level: str | None = None) -> tuple[Noise, ...]:
-        return tuple(each for each in self.each if each.metric == metric and level in (None, each.level))
+        return tuple(noise for noise in self.each if noise.metric == metric and level in (None, noise.level))
 
 
 def noise_of(table: PairTable, rules: TimingRules) -> RunnerNoise:
@@ -154,13 +154,13 @@ def _noise(tested: Hypotheses, columns: Sequence[int], t_criticals: Mapping[int,
 
 
 def warnings_of(noise: RunnerNoise, rules: TimingRules) -> tuple[str, ...]:
-    """Says where ``rules`` ask for more than this runner shows at their last look, and what is wrong with its pairs."""
+    """Warns where ``rules`` ask for more than this runner shows at their last look, and of pairs that are biased."""
     last = rules.looks[-1].pairs
     notes = []
     if noise.pairs < ENOUGH_PAIRS:
         notes.append(say("noise.few_pairs", pairs=noise.pairs, enough=ENOUGH_PAIRS))
-    if known := [sorted(line.detectable) for line in noise.each if last not in line.detectable]:
-        return (*notes, say("noise.other_looks", known=known[0], last=last))
+    if other_looks := [sorted(line.detectable) for line in noise.each if last not in line.detectable]:
+        return (*notes, say("noise.other_looks", known=other_looks[0], last=last))
     for metric in rules.metrics:
         notes += _limit_warnings(metric, noise.of(metric.name), last)
         for line in noise.of(metric.name):

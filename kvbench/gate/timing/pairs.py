@@ -78,7 +78,8 @@ class PairTable:
                 if missing.any() and not missing.all():
                     where = f"{metrics[metric].name} of {cells[cell]} in pair {missing.argmax() + 1}"
                     raise ValueError(f"{where} is missing ({side}): leave that pair out, or repeat it")
-                lacking += [side] if len(y) and missing.all() else []
+                if len(y) and missing.all():
+                    lacking.append(side)
             if len(lacking) == 1:
                 one_sided.append(OneSided(lacking[0], cell, metric))
         y = np.where((base <= 0) | (candidate <= 0), np.inf, y)
@@ -175,7 +176,7 @@ def hypotheses(table: PairTable) -> Hypotheses:
     """
     made: list[HarmHypothesis] = []
     notes: list[str] = []
-    one_sided = {(each.cell, each.metric) for each in table.one_sided}
+    one_sided = {(entry.cell, entry.metric) for entry in table.one_sided}
     for index, metric in enumerate(table.metrics):
         groups: dict[str, list[int]] = {}
         for c, name in enumerate(table.cells):
@@ -185,12 +186,16 @@ def hypotheses(table: PairTable) -> Hypotheses:
                 notes.append(f"{name} has no {metric.title}")
         cells = tuple(sorted(c for group in groups.values() for c in group))
         if len(cells) > 1:
-            stands_for = (OVERALL, CLASS) if len(groups) == 1 else (OVERALL,)
+            stands_for = (OVERALL,)
+            if len(groups) == 1:
+                stands_for = (OVERALL, CLASS)
             made.append(HarmHypothesis(OVERALL, "", metric, index, cells, stands_for))
         for name, group in groups.items():
             if len(groups) > 1 and len(group) > 1:
                 made.append(HarmHypothesis(CLASS, name, metric, index, tuple(group), (CLASS,)))
-            stands_for = LEVELS if len(cells) == 1 else (CLASS, CELL) if len(group) == 1 else (CELL,)
+            stands_for = (CLASS, CELL) if len(group) == 1 else (CELL,)
+            if len(cells) == 1:
+                stands_for = LEVELS
             made += [HarmHypothesis(CELL, table.cells[c], metric, index, (c,), stands_for) for c in group]
     made.sort(key=lambda h: (LEVELS.index(h.level), h.metric_index, h.cells))
     harm = np.empty((table.pairs, len(made)))

@@ -1,4 +1,4 @@
-"""The loads of base and candidate that make a pair, and the order in which a pair is run: pure functions.
+"""The loads that make a pair, and the order in which a pair is run: pure functions.
 
 A pair is one newly launched server of each side, one right after the other, under the same requests. For every
 configuration of every pair a random choice decides which side goes first. That makes the sign-flip test exact

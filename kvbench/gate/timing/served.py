@@ -59,7 +59,7 @@ def judge_served(base: Sequence[Sequence[float]], candidate: Sequence[Sequence[f
     differences, of_base = np.concatenate(by_launch), float(np.median(np.concatenate(base)))
     floor, margin = max(FLOOR * of_base, FLOOR_MS), max(MARGIN * of_base, MARGIN_MS)
     p = min(1.0, tests * sign_p(differences))
-    slower = p <= ALPHA and all(np.median(each) >= floor for each in by_launch)
+    slower = p <= ALPHA and all(np.median(differences) >= floor for differences in by_launch)
     low, high = median_bounds(differences, 0.025)
     most = median_bounds(differences, ALPHA_PASS)[1]
     passes = most < margin and not slower

@@ -40,7 +40,9 @@ def escape(text: object, limit: int | None = None) -> str:
 def _summary(verdict: Verdict, rows: int) -> str:
     about = [escape(wording.sides(verdict)), wording.counted(verdict)]
     about_line = ". ".join(upper_first(part) for part in about if part)
-    lines = [first_line(verdict), "", *([f"{about_line}.", ""] if about_line else [])]
+    lines = [first_line(verdict), ""]
+    if about_line:
+        lines += [f"{about_line}.", ""]
     for outcome, title in ((FAIL, "Failed"), (INVALID, "Invalid"), (INCONCLUSIVE, "Inconclusive")):
         lines += _findings(verdict, outcome, title, rows)
     if verdict.outcome == EMPTY or not verdict.findings:
@@ -64,7 +66,8 @@ def _summary(verdict: Verdict, rows: int) -> str:
         for key, value in facts_of_role.items()
         if value not in (None, "", [], {}, ())
     ]
-    lines += _folded("The run", _table(("fact", "value"), facts[:60], 2)) if facts else []
+    if facts:
+        lines += _folded("The run", _table(("fact", "value"), facts[:60], 2))
     return "\n".join(lines)
 
 
@@ -75,14 +78,15 @@ def _findings(verdict: Verdict, outcome: str, title: str, rows: int) -> list[str
         return []
     entries = [wording.finding_row(finding) for finding in findings[:rows]]
     has_numbers = any(entry not in ("", wording.NONE) for row in entries for entry in row[1:])
-    table = _table(wording.FINDING_HEADS, entries) if has_numbers else []
+    table, most, shown = [], _ROWS[0], ""
+    if has_numbers:
+        table, most, shown = _table(wording.FINDING_HEADS, entries), 20, verdict.sentence
     lines = [f"### {title} ({len(findings):,})", "", *table]
-    most = min(rows, 20 if table else _ROWS[0])
-    for i, (text, finding) in enumerate(wording.explained(findings, most, verdict.sentence if table else "")):
+    for i, (text, finding) in enumerate(wording.explained(findings, min(rows, most), shown)):
         lines.append(f"- {escape(text, _SENTENCE)}")
         if i < DETAILED:
             lines += [f"  - {escape(detail, _DETAIL)}" for detail in finding.details[:8]]
-            lines += [f"  - {each}" for each in _more(len(finding.details) - 8, "lines")[1:]]
+            lines += [f"  - {line}" for line in _more(len(finding.details) - 8, "lines")[1:]]
     return [*lines, *_more(len(findings) - rows, title.lower()), ""]
 
 
@@ -99,4 +103,4 @@ def _folded(title: str, lines: Sequence[str]) -> list[str]:
 
 
 def _more(count: int, what: str) -> list[str]:
-    return ["", f"… and {count:,} more {what}; {_FULL}."] if count > 0 else []
+    return ["", f"… and {count:,} more {what}; {_FULL}."] * (count > 0)

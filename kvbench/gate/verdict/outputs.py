@@ -40,8 +40,9 @@ def report_verdict(verdict: Verdict, folder: Path | None) -> int:
     """Prints the verdict, writes its files to ``folder``, if given, and tells GitHub. Returns the exit code."""
     console = Console()
     print_verdict(verdict, console)  # first: a full disk must not take it away
-    for path in write_outputs(verdict, folder) if folder else ():
-        print_plain(console, f"written: {path}")
+    if folder:
+        for path in write_outputs(verdict, folder):
+            print_plain(console, f"written: {path}")
     publish(verdict, folder)
     return verdict.exit_code
 
@@ -76,19 +77,20 @@ class Benchmark:
     def to_json(self) -> dict[str, str | float]:
         """The entry as the action's custom tools read it; a range is drawn only as ``± number``."""
         entry = {"name": wording.line(self.name), "unit": wording.line(self.unit), "value": self.value}
-        drawn = {"range": f"± {self.spread:.6g}"} if self.spread and wording.is_number(self.spread) else {}
-        return {**entry, **drawn, "extra": wording.clean(self.extra)}
+        if self.spread and wording.is_number(self.spread):
+            entry["range"] = f"± {self.spread:.6g}"
+        return {**entry, "extra": wording.clean(self.extra)}
 
 
 def verdict_benchmarks(verdict: Verdict) -> list[Benchmark]:
     """The candidate's values of a comparison, named by the findings' ids; the other gates have no timings to chart."""
     benchmarks = []
-    for f in verdict.findings if verdict.kind == "compare" else ():
-        if not wording.is_number(f.candidate) or f.higher_is_better is None:
+    for f in verdict.findings:
+        if verdict.kind != "compare" or not wording.is_number(f.candidate) or f.higher_is_better is None:
             continue
         low, high = f.interval or (None, None)
-        known = all(map(wording.is_number, (f.base, low, high)))
-        half = abs(f.base) * (high - low) / 2 if known else None
+        has_interval = all(map(wording.is_number, (f.base, low, high)))
+        half = abs(f.base) * (high - low) / 2 if has_interval else None
         extra = f"{wording.LABELS[f.outcome]}\n{wording.line(f.sentence)}"
         benchmarks.append(Benchmark(f.id, f.unit or "", f.candidate, half, extra, f.higher_is_better))
     return benchmarks

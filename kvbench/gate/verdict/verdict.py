@@ -114,4 +114,4 @@ class Verdict:
 
 def worst(outcomes: Sequence[str]) -> str:
     """The outcome of a whole from its parts. A regression goes before invalid parts: it was shown all the same."""
-    return next((each for each in (FAIL, INVALID, INCONCLUSIVE, PASS) if each in outcomes), EMPTY)
+    return next((outcome for outcome in (FAIL, INVALID, INCONCLUSIVE, PASS) if outcome in outcomes), EMPTY)

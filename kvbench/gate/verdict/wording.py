@@ -86,12 +86,16 @@ def percent(fraction: float | None, signed: bool = True, sign: str = " %") -> st
 
 def share(fraction: float | None) -> str:
     """0.04 -> 4 %, for limits and what is compared with them; ``nothing`` for None."""
-    return "nothing" if fraction is None else f"{fraction * 100:.3g} %"
+    if fraction is None:
+        return "nothing"
+    return f"{fraction * 100:.3g} %"
 
 
 def interval(ends: tuple[float, float] | None) -> str:
     """[+9.20, +11.0] in percent; empty without one."""
-    return "" if ends is None else "[" + ", ".join(percent(end, sign="") for end in ends) + "]"
+    if ends is None:
+        return ""
+    return "[" + ", ".join(percent(end, sign="") for end in ends) + "]"
 
 
 def probability(p: float | None) -> str:
@@ -213,7 +217,7 @@ def fact(value: object, name: str = "") -> str:
     if isinstance(value, int | float):
         return str(value) if name.endswith("seed") else number(value)
     if isinstance(value, list | tuple):
-        return ", ".join(fact(each, name) for each in value)
+        return ", ".join(fact(entry, name) for entry in value)
     if isinstance(value, dict):
-        return ", ".join(f"{line(key)} {fact(each, str(key))}" for key, each in value.items())
+        return ", ".join(f"{line(key)} {fact(entry, str(key))}" for key, entry in value.items())
     return line(value) if value is not None else NONE

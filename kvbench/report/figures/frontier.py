@@ -32,7 +32,7 @@ _ENDS = ("", "_low", "_high")
 
 
 def frontier_frame(comparisons: Comparisons, price_per_hour: float | None = None) -> pd.DataFrame:
-    """One row a valid cell: configuration, its short ``name``, load, rank of the load, and each value with its bounds.
+    """Makes a row a valid cell: configuration, short ``name``, load, rank of the load, each value with its bounds.
 
     ``steady``: whether all have a steady window, else tokens/s are of the whole run, of all: like with like;
     ``steady_latency``: the same of the latencies. Goodput is of the whole run: at the start of a load even a queue that
@@ -74,13 +74,13 @@ def frontier_frame(comparisons: Comparisons, price_per_hour: float | None = None
 
 
 def _interval(values: Mapping[int, float]) -> tuple[float, float, float]:
-    """(median, low, high) over the repeats."""
-    known, middle = list(values.values()), median(values)
+    """Returns (median, low, high) over the repeats."""
+    sizes, middle = list(values.values()), median(values)
     if middle is None:
         return math.nan, math.nan, math.nan
-    if len(known) < FEWEST or min(known) <= 0:
+    if len(sizes) < FEWEST or min(sizes) <= 0:
         return middle, math.nan, math.nan
-    low, high = np.exp(t_interval(np.log(known)))
+    low, high = np.exp(t_interval(np.log(sizes)))
     return middle, min(float(low), middle), max(float(high), middle)
 
 
@@ -97,16 +97,16 @@ def certain(frame: pd.DataFrame, axis: str, latency: str) -> pd.Series:
         return bool(ahead or row[latency + "_high"] < other[latency + "_low"])
 
     rows = [row for _, row in frame.iterrows()]
-    found = [
+    marks = [
         pd.notna(row[[axis + worst, latency + "_high"]]).all()
         and all(surely(row, other) for other in rows if other is not row)
         for row in rows
     ]
-    return pd.Series(found, index=frame.index, dtype=bool)
+    return pd.Series(marks, index=frame.index, dtype=bool)
 
 
 def frontier_figure(frame: pd.DataFrame, look: Mapping[str, LineStyle]) -> go.Figure:
-    """Two panels, p95 TTFT and median TPOT; buttons choose the axis below where there is more than one.
+    """Draws two panels, p95 TTFT and median TPOT; buttons choose the axis below where there are several.
 
     ``look``: of the configurations that are coloured and in the legend; the others are grey, named to who points there.
     """
@@ -141,7 +141,7 @@ def _axis_title(frame: pd.DataFrame, axis: str) -> str:
 
 
 def _line(part: pd.DataFrame, sure: pd.Series, axis: str, latency: str, look: LineStyle | None) -> go.Scatter:
-    """One configuration over the loads; larger markers for higher loads, stars for certain points of the frontier.
+    """Draws one configuration over the loads; higher loads are larger, stars are on the frontier for certain.
 
     ``look``: None for one that stays in the background, without its intervals.
     """
@@ -230,13 +230,13 @@ def drawing(frame: pd.DataFrame, comparisons: Comparisons, look: Mapping[str, Li
         return None
     axes = [axis for axis in _AXES if frame[axis].notna().any()]
     stars = any(certain(frame, axis, latency).any() for axis in axes for latency in _LATENCIES)
-    known = bool(frame["ttft_low"].notna().any())
+    has_intervals = bool(frame["ttft_low"].notna().any())
     sentences = [
         say("frontier.better", bool({"cost", "energy"} & set(axes)), clock=comparisons.clock),
         say("frontier.larger", len(comparisons.loads) > 1),
         say("frontier.stars", stars),
-        say("frontier.no_stars", known and not stars),
-        say("frontier.no_intervals", not known and not stars, fewest=FEWEST),
+        say("frontier.no_stars", has_intervals and not stars),
+        say("frontier.no_intervals", not has_intervals and not stars, fewest=FEWEST),
         say("frontier.grey", not look.keys() >= set(frame["configuration"])),
     ]
     caption = words.upper_first(" ".join(filter(None, sentences)))

@@ -101,6 +101,13 @@ def test_it_is_resumed_by_what_it_began_with_whatever_the_files_hold_now(compare
     assert "--policy gates.yaml" in second.state.reproduce  # as it was given
 
 
+def test_a_class_of_the_policy_that_no_cell_belongs_to_is_said_at_the_start(compare, tmp_path):
+    (tmp_path / "classes.yaml").write_text("timing: {classes: {small: '*-c2', large: ['*-c64', 'other/*']}}")
+    _, folder, said = compare(*SIDES, *WORDS, "--policy", "classes.yaml")
+    (note,) = [note for note in read_json(folder / "manifest.json")["notes"] if "class" in note]
+    assert note.startswith("no cell belongs to the class 'large' of the policy (*/*-c64, other/*)") and note in said
+
+
 def test_other_conditions_need_force_which_is_kept(compare, here):
     _, folder, _ = compare(*SIDES, *WORDS)
     here["git"] |= {"sha": "2" * 40, "short_sha": "2222222"}
