@@ -168,9 +168,10 @@ def _evidence(selected: Selection) -> Iterator[str]:
         return
     first = best.cell.load
     for load in sorted(decision.comparisons.loads, key=lambda load: (load != first, load)):
-        here = selected.at(load)
-        evidence = _evidence_words(decision, here.here) if here else ""
-        yield say("recommend.at_load", here is not None, where=load.where, evidence=evidence)
+        if here := selected.at(load):
+            yield say("recommend.at_load", where=load.where, evidence=_evidence_words(decision, here.here))
+        else:
+            yield say("recommend.not_measured_at", where=load.where)
 
 
 def _evidence_words(decision: Decision, one: Candidate) -> str:

@@ -215,7 +215,7 @@ def _flat(section: Mapping[str, Any], prefix: str) -> dict[str, str]:
 def _requests_sent(cell: MeasuredCell) -> str:
     """Writes ``48``, or ``47 to 50`` where the repeats differ."""
     sent = sorted({r.metrics.sent for r in cell.repeats})
-    return " to ".join(dict.fromkeys(map(str, (sent[0], sent[-1])))) if sent else ""
+    return " to ".join(dict.fromkeys(map(str, sent[:1] + sent[-1:])))
 
 
 def differences(groups: Sequence[Group]) -> list[tuple[str, tuple[str, ...]]]:
@@ -258,7 +258,9 @@ def obstacles(first: CellSide, other: CellSide) -> list[str]:
         keys.append(say("side_by_side.hashes"))
     if _requests_sent(first.cell) != _requests_sent(other.cell):
         keys.append(say("side_by_side.sent"))
-    return [*reasons, say("side_by_side.other_requests", keys=words.and_more(keys, 4))] if keys else reasons
+    if keys:
+        reasons.append(say("side_by_side.other_requests", keys=words.and_more(keys, 4)))
+    return reasons
 
 
 def _in_doubt(side: CellSide) -> str:
@@ -304,13 +306,11 @@ def _ratio(first: CellSide, other: CellSide, metric: str) -> Comparison | None:
     a, b, clock = first.cell, other.cell, other.cell.clock
     steady = is_steady(metric, a, b)
     old, new = values(metric, a, steady), values(metric, b, steady)
-    if first.run.folder == other.run.folder:
-        ratio = paired(metric, clock, new, old)
-        basis = say("side_by_side.paired", n=ratio.n if ratio else 0)
-    else:
-        olds, news = ([value for value in side.values() if value > 0] for side in (old, new))
-        ratio = independent(metric, clock, news, olds)
-        basis = say("side_by_side.welch", olds=len(olds), news=len(news))
-    if ratio is None or ratio.n >= FEWEST:
-        return ratio and replace(ratio, basis=basis)
-    return replace(ratio, low=None, high=None, basis=say("side_by_side.no_interval", n=ratio.n))
+    olds, news = ([value for value in side.values() if value > 0] for side in (old, new))
+    same_run = first.run.folder == other.run.folder
+    ratio = paired(metric, clock, new, old) if same_run else independent(metric, clock, news, olds)
+    if ratio is None:
+        return None
+    if ratio.n < FEWEST:
+        return replace(ratio, low=None, high=None, basis=say("side_by_side.no_interval", n=ratio.n))
+    return replace(ratio, basis=say("side_by_side.basis", same_run, n=ratio.n, olds=len(olds), news=len(news)))

@@ -124,7 +124,6 @@ def simulate(job: SimulationJob, on_progress: Progress | None = None) -> Simulat
     if job.load.cache_state != "cold" and stream.prefixes:
         for replica in replicas:
             prime(replica, stream.prefixes)
-            replica.rewind()
     primed = _seconds_by_class(replicas)
     slo = job.load.slo.model_dump(exclude_none=True) if job.load.slo else {}
     with row_writer(job.folder / "requests.parquet" if job.folder is not None else None) as writer:

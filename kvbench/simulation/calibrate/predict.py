@@ -88,7 +88,6 @@ def replay(
         users=load.users,
         most_in_flight=load.most_in_flight,
         turnaround_s=TURNAROUND_S,
-        began=replica.clock.now,
         on_step=lambda replica, outputs: on_step(replica.clock.now),
     ).run()
     return sorted(ended, key=lambda end: end.spec.index)

@@ -160,9 +160,10 @@ class _RequestInFlight:
 
 
 def prime(replica: Replica, prefixes: Iterable[tuple[int, ...]]) -> None:
-    """Computes the prompts one after another, unmeasured, so that the prefix cache holds them."""
+    """Computes the prompts one after another, so that the prefix cache holds them, and sets the clock back to 0."""
     turns = [[RequestSpec(i, "prefix", ids, None, 1)] for i, ids in enumerate(prefixes)]
     Drive([replica], turns, lambda ended: None, users=1).run()
+    replica.rewind()
 
 
 class Drive:
@@ -172,7 +173,6 @@ class Drive:
     users: a closed loop of so many, each with one request at a time; None: requests are sent at their ``arrival_s``
     most_in_flight: requests that the client has open at once in an open loop; None: no limit
     turnaround_s: from the end of a user's answer to its next request
-    began: when a closed loop's users send their first requests [s]
     on_end: gets each request that has ended
     on_step: called after each step with its replica and the tokens that it gave
     """
@@ -186,13 +186,12 @@ class Drive:
         users: int | None = None,
         most_in_flight: int | None = None,
         turnaround_s: float = 0.0,
-        began: float = 0.0,
         router: Router = lambda spec, replicas: replicas[0],
         on_step: Callable[[Replica, Sequence[TokenOutput]], None] | None = None,
     ) -> None:
         self._replicas, self._on_end, self._router, self._on_step = replicas, on_end, router, on_step
         self._source: Iterator[Sequence[RequestSpec]] = iter(conversations)
-        self._users, self._turnaround_s, self._began = users, turnaround_s, began
+        self._users, self._turnaround_s = users, turnaround_s
         self._most_in_flight = most_in_flight
         self._due: list[tuple[float, int, _ConversationInPlay]] = []  # a heap
         self._held: deque[tuple[float, _ConversationInPlay]] = deque()  # due, but the client has too many open
@@ -202,7 +201,7 @@ class Drive:
     def run(self) -> None:
         """Runs until every request has ended."""
         for _ in range(self._users or 1):
-            self._plan_next(self._began)
+            self._plan_next(0.0)
         while True:
             busy = (replica for replica in self._replicas if replica.busy)
             first = min(busy, key=lambda replica: replica.clock.now, default=None)

@@ -1,4 +1,4 @@
-"""Sentences of the gates, the history and the claims: code and file agree on keys and values."""
+"""Sentences of the gates, the history, the claims and simulations: code and file agree on keys and values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[3]
-ROOMS = {"gate": "**/*.py", "history": "*.py", "claims": "judges.py"}
+ROOMS = {"gate": "**/*.py", "history": "*.py", "claims": "judges.py", "simulation": "**/*.py"}
 """Each room with the files that say its sentences; elsewhere `say` is a function that shows a text."""
 
 

@@ -69,6 +69,16 @@ def test_a_load_with_memory_short_is_predicted_from_others_although_every_step_i
         assert pair[0] == pytest.approx(pair[1], rel=0.04), metric
 
 
+@pytest.mark.parametrize("users", [1, None])
+def test_a_replay_begins_at_zero_whatever_its_cache_was_primed_with(users: int | None) -> None:
+    load = load_of(1, 1, enable_prefix_caching=True)
+    requests = [replace(one, prefix_tokens=8, arrival_s=None if users else 0.0) for one in load.requests[:1]]
+    loads = [replace(load, requests=requests, users=users, primed=primed) for primed in (False, True)]
+    (cold,), (primed,) = (replay(load, UnitCostModel(KNOWN, "auto")) for load in loads)
+    assert cold.due == primed.due == 0.0
+    assert primed.times[0] <= cold.times[0] + 1e-9  # no step of the priming is in it
+
+
 def test_interrupted_steps_do_not_become_costs_of_the_others(loads: list[ReplayedLoad]) -> None:
     disturbed = []
     for load in loads:
