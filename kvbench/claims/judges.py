@@ -218,8 +218,8 @@ def small_pages(measured: WorkloadFacts) -> ClaimVerdict:
     )
     time = any_of([is_below(speeds[size], 1 - MARGINS[ENGINE]) for size in (4, 8)])
     memory = held_if(any(tables[size] >= 0.01 for size in (4, 8)))
-    waste = "memory" if memory == HELD else "time"
-    return verdict((memory, time), evidence, say("holds", limit="-2 %"), say("only_wasted", what=waste))
+    depends = say("only_wasted", memory == HELD)
+    return verdict((memory, time), evidence, say("holds", limit="-2 %"), depends)
 
 
 def sharing(low: float, high: float, *by_width: WorkloadFacts) -> ClaimVerdict:
@@ -388,7 +388,7 @@ def _batch_limit(
     worse = any_of([is_above(p95s[metric], 1 + MARGINS[ENGINE]) for metric in metrics])
     too_high = DID_NOT_HOLD if harmless else worse
     reason = say("holds_of", value=low if too_low == UNDECIDED else high)
-    depends = say("only_side", side="low" if too_low == HELD else "high")
+    depends = say("only_side", too_low == HELD)
     return verdict((too_low, too_high), evidence, reason, depends)
 
 
@@ -461,7 +461,7 @@ def abandoned(facts: ServedFacts) -> ClaimVerdict:
                 name=name,
                 streams=plural(left.streams, "stream"),
                 pages=left.owned_before,
-                after=say("abandoned_after", "none" if left.freed_after_s is None else "other", ms=ms),
+                after=say("abandoned_after", left.freed_after_s is not None, ms=ms),
                 served=say("abandoned_served", left.next_served),
             )
         )

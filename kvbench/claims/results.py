@@ -79,7 +79,7 @@ def markdown(result: ClaimsResult) -> str:
     """The whole text, as in docs/claims.md."""
     rows = []
     for claim in result.claims:
-        verdict = f"{claim.verdict}: {claim.reason}" if claim.reason else claim.verdict
+        verdict = ": ".join(filter(None, [claim.verdict, claim.reason]))
         rows.append((f"{claim.says} ({claim.name})", verdict, claim.evidence, claim.source))
     table = markdown_table(_HEADS, rows, numbers_from=len(_HEADS))
     lines = ["# The folklore, measured", "", *(text + "\n" for text in about(result)), *table]

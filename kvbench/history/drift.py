@@ -72,7 +72,9 @@ class Drift:
     def interval(self) -> tuple[float, float] | None:
         """The 95 % interval of the change; None with fewer than two repeats on a side."""
         low, high = self.comparison.low, self.comparison.high
-        return None if low is None or high is None else (low - 1, high - 1)
+        if low is None or high is None:
+            return None
+        return low - 1, high - 1
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,7 @@ def drift_sentence(drifts: Sequence[Drift], has_release: bool) -> str:
     if drifts:
         count = Counter(drift.outcome.word for drift in drifts)
         return say("drift.counted", n=len(drifts), **{outcome.word: count[outcome.word] for outcome in OUTCOMES})
-    return say("drift.nothing_newer" if has_release else "drift.nothing")
+    return say("drift.nothing", has_release)
 
 
 def _belongs(run: StoredRun, name: str, sha: str) -> bool:

@@ -133,7 +133,7 @@ def _traces(trend: Trend, at: dict[StoredRun, float]) -> list[go.Scatter]:
 
     def add_points(name: str, points: dict[float, TrendPoint | None], **style: Any) -> None:
         """A point that is None breaks the line."""
-        texts = [_hover(series.figure, point) if point else "" for point in points.values()]
+        texts = [point and _hover(series.figure, point) for point in points.values()]
         ys = [point and point.value for point in points.values()]
         if ys:
             add(name, list(points), ys, text=texts, hovertemplate="%{text}<extra></extra>", hoverinfo=None, **style)

@@ -49,8 +49,10 @@ def trend_figures() -> list[Figure]:
 
 def title_of(shown: Figure) -> str:
     """The title of a series: p95 TTFT; output throughput (whole run)."""
-    title = shown.title if shown.statistic else shown.metric.title
-    return f"{title} (whole run)" if shown.metric.steady and not shown.steady else title
+    title = shown.metric.title
+    if shown.statistic:
+        title = shown.title
+    return title + " (whole run)" * (shown.metric.steady and not shown.steady)
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ class StoredRun:
     @property
     def commit(self) -> str:
         """Seven digits, with a + where files differed from the commit."""
-        return f"{self.sha[:7] if self.sha else 'no commit'}{'+' if self.dirty else ''}"
+        return ((self.sha or "")[:7] or "no commit") + "+" * self.dirty
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,7 +144,9 @@ class Series:
     def change(self) -> float | None:
         """The change between the last two counted runs: new / old - 1, None where old is 0."""
         last = [point.value for point in self.counted[-2:]]
-        return last[1] / last[0] - 1 if len(last) == 2 and last[0] else None
+        if len(last) < 2 or not last[0]:
+            return None
+        return last[1] / last[0] - 1
 
 
 def all_series(runs: Iterable[StoredRun]) -> list[Series]:
@@ -155,7 +159,9 @@ def all_series(runs: Iterable[StoredRun]) -> list[Series]:
     ranks: dict[str, int] = {}  # of definitions, by when they were first seen
     for run in runs:
         for name, cell in run.cells.items():
-            state = INCOMPLETE if not run.complete else VALID if cell.valid else INVALID
+            state = VALID if cell.valid else INVALID
+            if not run.complete:
+                state = INCOMPLETE
             ranks.setdefault(cell.definition, len(ranks))
             for shown, values in cell.values.items():
                 key = SeriesKey(run.workload, run.place, name, cell.definition, shown)

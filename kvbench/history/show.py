@@ -122,7 +122,7 @@ def view(paths: Sequence[Path], selection: SeriesSelection) -> View:
         is_alone = len(definitions[key.workload, key.place, key.cell]) == 1
         cell = say("show.cell", is_alone, cell=key.cell, definition=key.definition)
         name, release = releases.of(series) or ("", None)
-        drift = find_drift(series, name, release) if release else None
+        drift = release and find_drift(series, name, release)
         newest = dataclasses.replace(series, points=series.points[-(selection.last or 0) :])
         trends[key] = Trend(newest, cell, release, drift)
     _compare_one_window(trends)
@@ -185,13 +185,18 @@ def table(group: Sequence[Trend]) -> Table:
         for trend in cell:
             series, drift = trend.series, trend.drift
             counted = series.counted
-            since = change_text(drift and drift.change) + (drift.outcome.mark if drift else "")
+            since, style = "–", ""
+            if drift:
+                since, style = change_text(drift.change) + drift.outcome.mark, "bold red" * trend.is_worse
+            last = "none valid"
+            if counted:
+                last = value_text(series.figure, counted[-1].value)
             made.add_row(
                 Text(f"  {title_of(series.figure)}"),
                 Text(sparkline(series.points)),
-                Text(value_text(series.figure, counted[-1].value) if counted else "none valid"),
+                Text(last),
                 Text(change_text(series.change)),
-                Text(since, style="bold red" if trend.is_worse else ""),
+                Text(since, style=style),
                 Text(str(len(counted))),
             )
         made.add_section()

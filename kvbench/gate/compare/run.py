@@ -51,7 +51,6 @@ from kvbench.gate.sentences import say
 from kvbench.gate.timing.noise import FEWEST_PAIRS
 from kvbench.gate.timing.plan import BASE, SIDES, Match, Turn, turns
 from kvbench.gate.verdict.outputs import publish, report_verdict, write_outputs
-from kvbench.gate.verdict.pairs import CLOCKS
 from kvbench.gate.verdict.terminal import print_verdict
 from kvbench.gate.verdict.verdict import FAIL, INCONCLUSIVE, INVALID, Finding, Verdict
 from kvbench.lockstep.process import OPEN_LIMIT_S
@@ -213,7 +212,7 @@ def choose_method(wanted: str, workloads: Sequence[PairedWorkload]) -> tuple[str
     with tempfile.TemporaryDirectory() as scratch:
         reason = why_not_lockstep(workloads, Path(scratch) / "engine.log")
     if reason is None:
-        return LOCKSTEP, CLOCKS[LOCKSTEP]
+        return LOCKSTEP, say("pairs.clock", LOCKSTEP)
     if wanted == LOCKSTEP:
         raise UsageError(say("compare.no_lockstep", reason=reason))
     return LAUNCHED, say("compare.launched", reason=reason)

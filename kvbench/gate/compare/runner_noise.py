@@ -14,7 +14,7 @@ from kvbench.common.records import write_record
 from kvbench.gate.compare.conclude import read_table, write_pairs
 from kvbench.gate.compare.folder import CompareFolder, CompareState
 from kvbench.gate.compare.request import CompareRequest
-from kvbench.gate.sentences import say as sentence
+from kvbench.gate.sentences import say
 from kvbench.gate.timing.noise import FEWEST_PAIRS, RunnerNoise, noise_of, warnings_of
 from kvbench.gate.timing.rules import TimingRules
 
@@ -33,15 +33,15 @@ def store_noise(
     state: CompareState,
     rules: TimingRules,
     request: CompareRequest,
-    say: Callable[[str], None],
+    tell: Callable[[str], None],
 ) -> int:
     """Stores the noise that the pairs of a calibration show, and prints it. The command's exit code."""
     cells = state.cells
     write_pairs(folder, state, rules.metrics)
     pairs = folder.whole_pairs(cells)
-    rest = sentence("noise.rest", pairs=pairs, wanted=request.pairs, folder=folder.path)
+    rest = say("noise.rest", pairs=pairs, wanted=request.pairs, folder=folder.path)
     if pairs < FEWEST_PAIRS:
-        say(sentence("noise.not_stored", rest=rest))
+        tell(say("noise.not_stored", rest=rest))
         return EXIT_INVALID
     noise = noise_of(read_table(folder, cells, rules, range(1, pairs + 1)), rules)
     name = request.runner_class or runner_class(environment())
@@ -52,14 +52,14 @@ def store_noise(
     last = rules.looks[-1].pairs
     for line in noise.each:
         seen = line.detectable[last]
-        seen = sentence("noise.seen", seen is not None, percent=100 * (seen or 0.0))
+        seen = say("noise.seen", seen is not None, percent=100 * (seen or 0.0))
         levels = ", ".join(line.stands_for)
-        say(sentence("noise.line", metric=line.metric, levels=levels, sd=100 * line.sd, seen=seen, last=last))
+        tell(say("noise.line", metric=line.metric, levels=levels, sd=100 * line.sd, seen=seen, last=last))
     for warning in warnings_of(noise, rules):
-        say(sentence("noise.warning", text=warning))
-    say(sentence("noise.stored", path=path))
+        tell(say("noise.warning", text=warning))
+    tell(say("noise.stored", path=path))
     if pairs < request.pairs:
-        say(rest)
+        tell(rest)
     return EXIT_INVALID if state.void else EXIT_OK  # given up, or ended by --max-minutes
 
 
@@ -77,10 +77,10 @@ def noise_notes(request: CompareRequest, workloads: Collection[str], method: str
         if not noise.workloads:
             raise ValueError("it names no workload")
     except ValueError as error:
-        raise UsageError(sentence("noise.no_noise", path=path, error=error)) from None
+        raise UsageError(say("noise.no_noise", path=path, error=error)) from None
     if set(noise.workloads) != set(workloads):
         names = {"workloads": ", ".join(workloads), "measured": ", ".join(noise.workloads), "file": path.name}
-        return [sentence("noise.other_workloads", **names)]
+        return [say("noise.other_workloads", **names)]
     if noise.method != method:
-        return [sentence("noise.other_method", method=method, measured=noise.method, file=path.name)]
-    return [sentence("noise.of_file", text=text, file=path.name) for text in warnings_of(noise, rules)]
+        return [say("noise.other_method", method=method, measured=noise.method, file=path.name)]
+    return [say("noise.of_file", text=text, file=path.name) for text in warnings_of(noise, rules)]

@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
+from kvbench.gate.sentences import say
 from kvbench.gate.verdict import wording
 from kvbench.gate.verdict.verdict import Finding, Verdict
 from kvbench.gate.verdict.wording import is_number
@@ -19,21 +20,7 @@ ROWS = 80  # of one panel, the worst
 _LABELS, _PLOT, _NUMBERS, _ROW, _HEAD, _FOOT = 300, 640, 230, 34, 26, 30  # px
 _FARTHEST = 1e12  # the largest change that has a place of its own
 _NAME, _LINES, _LINE = 42, 5, 16  # of a row's name: characters a line, lines at most, px a line
-_DOTS = {
-    "pair": "A dot is one pair of fresh servers: the candidate against the base.",
-    "round": "A dot of single requests is one round: one request to either server, both of one launch.",
-    "repeat": "A dot is one repeat: the first configuration against the second, under the same requests.",
-}
-CLOCKS = {  # by the method that the pairs were measured by; twins: of older comparisons
-    "lockstep": "Times are the engines' own, in turns step by step, without HTTP.",
-    "twins": "Times are the servers' own running time over HTTP, in turns: one was frozen while the other ran.",
-}
-_MARKS = {
-    "floor": "floor: a smaller effect never fails",
-    "margin": "margin: to pass, a worse effect must be ruled out",
-    "limit": "limit: it may be reached, and not passed",
-}
-_DIRECTION = {True: "less is worse, to the right", False: "more is worse, to the right", None: "more to the right"}
+_DOTS, _MARKS = ("pair", "round", "repeat"), ("floor", "margin", "limit")
 
 
 def _thresholds(finding: Finding) -> list[tuple[str, float]]:
@@ -82,10 +69,9 @@ def pair_page(verdict: Verdict) -> str | None:
     if verdict.kind == "limits":
         dots = dict.fromkeys(dots, "repeat")
     marks = {name for finding in drawn for name, _ in _thresholds(finding)}
-    effect = "The diamond is what is judged: their median, or the worst of them where each is held."
-    if any(finding.interval for finding in drawn):
-        effect = "The diamond is the effect and the bar its 95 % interval; worse is to the right."
-    clock = filter(None, [CLOCKS.get(verdict.facts.get("method"))])
+    effect = say("pairs.diamond", any(finding.interval for finding in drawn))
+    clock = say("pairs.clock", verdict.facts.get("method") or "other")
+    dots_shown = [say("pairs.dot", dot) for dot in _DOTS if dot in dots.values()]
     return render(
         "pairs.html.j2",
         [],
@@ -95,8 +81,8 @@ def pair_page(verdict: Verdict) -> str | None:
         headline=wording.line(verdict.sentence),
         outcome=verdict.outcome,
         counted=wording.counted(verdict),
-        caption=" ".join([*(words for dot, words in _DOTS.items() if dot in dots.values()), effect, *clock]),
-        marks=[(name, words) for name, words in _MARKS.items() if name in marks],
+        caption=" ".join(filter(None, [*dots_shown, effect, clock])),
+        marks=[(name, say("pairs.mark", name)) for name in _MARKS if name in marks],
         panels=[_panel(metric, findings, dots[metric]) for (metric, _), findings in panels.items()],
         width=_LABELS + _PLOT + _NUMBERS,
     )
@@ -133,7 +119,7 @@ def _panel(metric: str, findings: Sequence[Finding], dot: str) -> dict[str, Any]
         })  # fmt: skip
     return {
         "metric": wording.line(metric),
-        "direction": _DIRECTION[shown[0].higher_is_better],
+        "direction": say("pairs.direction", {True: "less", False: "more"}.get(shown[0].higher_is_better, "other")),
         "rows": rows,
         "row_height": height,
         "head": _HEAD,
