@@ -67,7 +67,7 @@ def chosen(names: Sequence[str]) -> tuple[Claim, ...]:
 
 
 def workload_of(measurement: str, profile: str | None) -> Workload:
-    """Raises UsageError."""
+    """Loads the workload of a measurement. Raises UsageError."""
     row = MEASUREMENTS[measurement]
     return load_workload(WORKLOADS / f"{row['workload']}.yaml", profile=profile, overrides=tuple(row["overrides"]))
 

@@ -32,7 +32,10 @@ _WORDING = Wording(Path(__file__).with_name("sentences_en.toml"))
 
 @dataclass(frozen=True)
 class ClaimVerdict:
-    """``word``: one of VERDICTS; ``evidence``: its numbers; ``reason``: why it is undecided, or on what it depends."""
+    """The verdict on a claim.
+
+    word: one of VERDICTS; evidence: its numbers; reason: why it is undecided, or on what it depends
+    """
 
     word: str
     evidence: str
@@ -40,7 +43,7 @@ class ClaimVerdict:
 
 
 def words(ratio: Comparison) -> str:
-    """+65 % (+59.0 to +72.1), 2.7x (2.67 to 2.82): a ratio with its interval."""
+    """Writes a ratio with its interval: +65 % (+59.0 to +72.1), 2.7x (2.67 to 2.82)."""
     if ratio.low is None:
         return amount(ratio.ratio)
     low, high = (f"{x:.2f}" if ratio.ratio >= 2 else f"{100 * (x - 1):+.1f}" for x in (ratio.low, ratio.high))

@@ -1,4 +1,4 @@
-"""claims.json: every verdict with what it was measured on; the same as a page that works offline, and as Markdown."""
+"""The file claims.json: every verdict with what it was measured on; the same as a page and as Markdown."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class ClaimsResult(Record):
 
     @property
     def summary(self) -> str:
-        """9 held, 5 did not hold, 2 depends, 1 undecided; 14:12."""
+        """Writes ``9 held, 5 did not hold, 2 depends, 1 undecided; 14:12``."""
         words = [claim.verdict for claim in self.claims]
         counts = [f"{words.count(word)} {word}" for word in VERDICTS if word in words]
         return f"{', '.join(counts)}; {clock(self.seconds)}"

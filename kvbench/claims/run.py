@@ -32,8 +32,9 @@ _LEAST_S = 10.0  # of time left, for one more measurement
 
 @dataclass
 class ClaimsRun:
-    """``folder``: of the results; ``workloads``: as ``workloads_of`` returns them; ``minutes``: for all claims.
+    """Measures claims and judges each as soon as its measurements are there.
 
+    ``folder``: of the results; ``workloads``: as ``workloads_of`` returns them; ``minutes``: for all claims.
     ``show``: replaces the status line, by a text or by what a function returns whenever it is shown; ``say``: prints a
     line; ``check``: called twice a second, may raise. ``result``: the content of claims.json, which is there after each
     claim.

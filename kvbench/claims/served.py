@@ -79,7 +79,7 @@ class ServedFacts:
 
 
 def measure_served(folder: Path, on_cpu: bool, say: Callable[[str], None], check: Callable[[], None]) -> ServedFacts:
-    """Facts of both claims. Raises MeasurementError."""
+    """Measures the facts of both claims. Raises MeasurementError."""
     abandoned, malformed = {}, None
     for name, settings in _VARIANTS.items():
         check()

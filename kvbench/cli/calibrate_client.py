@@ -5,10 +5,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from kvbench.common.errors import UsageError
 from kvbench.common.options import Options, OutputFile, option, switch, takes
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from kvbench.calibration.calibrate import ClientCalibration
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,15 +73,21 @@ def calibrate_client(request: CalibrateClientRequest) -> int:
     return 1 if calibration.reasons else 0
 
 
-def _attempts(calibration: Any) -> Iterator[str]:
+_TITLE = "load client: {streams} streams of {itl_ms:g} ms ITL, load processes: {processes}, priority {priority}"
+_COUNTED = "{events} chunks of {requests} requests, {faults} of them spoilt on purpose"
+_OVER = "OVER THE LIMIT in attempt {number} of {count}{meanwhile}: {reason}"
+_KEPT = "attempt {number} of {count} kept to every limit: the client is good"
+
+
+def _attempts(calibration: ClientCalibration) -> Iterator[str]:
     """Says what happened in each attempt; nothing where the first was good."""
     count = len(calibration.attempts)
     for number, attempt in enumerate(calibration.attempts, 1):
         meanwhile = f" (meanwhile {attempt.disturbed})" if attempt.disturbed else ""
         for reason in attempt.reasons:
-            yield f"OVER THE LIMIT in attempt {number} of {count}{meanwhile}: {reason}"
+            yield _OVER.format(number=number, count=count, meanwhile=meanwhile, reason=reason)
         if not attempt.reasons and count > 1:
-            yield f"attempt {number} of {count} kept to every limit: the client is good"
+            yield _KEPT.format(number=number, count=count)
 
 
 _ROWS = (  # figure, words, format
@@ -98,25 +109,21 @@ _ROWS = (  # figure, words, format
 _NONE_ALLOWED = ("events_lost", "requests_lost", "requests_repeated", "faults_counted", "whole_failed")
 
 
-def _table(calibration: Any) -> Any:
+def _table(calibration: ClientCalibration) -> Table:
     from rich.text import Text
 
     from kvbench.common.console import make_table
 
-    settings, figures, rows = calibration.settings, calibration.figures, []
+    figures, rows = calibration.figures, []
     limits = dataclasses.asdict(calibration.limits) | dict.fromkeys(_NONE_ALLOWED, 0)
     for name, words, form in _ROWS:
         value, limit = getattr(figures, name), limits.get(name)
         over = value is not None and limit is not None and value > limit
-        shown = Text("-" if value is None else form.format(value), style="red" if over else "")
-        rows.append((words, shown, "" if limit is None else form.format(limit)))
-    title = (
-        f"load client: {settings.streams} streams of {settings.itl_ms:g} ms ITL in "
-        f"{settings.processes} process{'es' if settings.processes > 1 else ''}, priority {figures.priority}"
-    )
-    table = make_table(("", "measured", "limit"), rows, title=title)
+        shown, most = (form.format(number) if number is not None else "" for number in (value, limit))
+        rows.append((words, Text(shown or "-", style="red" if over else ""), most))
+    facts = dataclasses.asdict(calibration.settings) | dataclasses.asdict(figures)
+    table = make_table(("", "measured", "limit"), rows, title=_TITLE.format(**facts))
     attempts = [attempt.figures for attempt in calibration.attempts]
     which = f"attempt {attempts.index(figures) + 1} of {len(attempts)}: " if len(attempts) > 1 else ""
-    counted = f"{figures.events} chunks of {figures.requests} requests, {figures.faults} of them spoilt on purpose"
-    table.caption = which + counted
+    table.caption = which + _COUNTED.format(**facts)
     return table

@@ -169,12 +169,15 @@ def default_tiles(case: Case, arch: int) -> Tiles:
     return tuning.computed(case.kernel, arch, kind, case.group, case.head_dim, case.v_head_dim, itemsize)
 
 
+_TILES = "{block_m} x {block_n}, {num_stages} stages, {num_warps} warps"
+_FASTER = "{before:.1f} -> {after:.1f} us ({change:+.1%})"
+_NOT_FASTER = "{before:.1f} us: nothing is clearly faster than the computed tiles"
+
+
 def describe(outcome: Outcome) -> str:
-    """One line: what was found, and how thorough the search was."""
-    tiles = outcome.best
-    chosen = f"{tiles.block_m} x {tiles.block_n}, {tiles.num_stages} stages, {tiles.num_warps} warps"
-    gained = f"{outcome.default_microseconds:.1f} -> {outcome.microseconds:.1f} us ({-outcome.gain:+.1%})"
-    if outcome.gain == 0:
-        gained = f"{outcome.default_microseconds:.1f} us: nothing is clearly faster than the computed tiles"
+    """Says in one line what was found, and how thorough the search was."""
+    gained = _FASTER if outcome.gain else _NOT_FASTER
+    times = {"before": outcome.default_microseconds, "after": outcome.microseconds, "change": -outcome.gain}
+    chosen, gained = _TILES.format(**outcome.best._asdict()), gained.format(**times)
     rest = "" if outcome.finished else ", out of time before the last"
     return f"{chosen}: {gained}; {outcome.tried} candidates, {len(outcome.rejected)} refused{rest}"

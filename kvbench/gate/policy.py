@@ -1,4 +1,4 @@
-"""ci/gates.yaml: the rules and limits of the gates. Unknown keys are refused, so that a typo does not go unnoticed.
+"""The rules and limits of the gates, from ci/gates.yaml. Unknown keys are refused, so that no typo goes unnoticed.
 
     timing:     the paired comparison: when to look, what counts as slower, which cells belong together
     limits:     absolute limits on one run's results
@@ -50,7 +50,7 @@ _DIGEST_LENGTH = 12  # hexadecimal digits
 
 @dataclass(frozen=True)
 class GateLimit:
-    """One entry of ``limits:``.
+    """An entry of ``limits:``.
 
     ``what``: a metric, the statistic of a KLD, or one of ``QUALITY_FIGURES``, of which WITHIN has no bounds.
     ``low``, ``high``: inclusive. ``cells``: globs, see ``matches``. ``every``: hold each repeat instead of their
@@ -214,7 +214,7 @@ class _TimingSection(StrictModel):
     classes: dict[str, Globs] = Field(default_factory=dict)
 
     def rules(self) -> TimingRules:
-        """Raises UsageError for rules that cannot decide anything."""
+        """The rules of the section. Raises UsageError for rules that cannot decide anything."""
         entries = [(getattr(self.metrics, rule.name), rule) for rule in DEFAULT_RULES.metrics]
         looks = DEFAULT_RULES.looks
         if self.looks is not None:  # looks that do not say their own share the chance of a false pass evenly
@@ -240,7 +240,7 @@ class _TimingSection(StrictModel):
 
 
 class _LimitEntry(StrictModel):
-    """One of ``KINDS``, with ``max`` or ``min``; ``slo`` and ``quality: within`` are the limit themselves."""
+    """A limit of one of ``KINDS``, with ``max`` or ``min``; ``slo`` and ``quality: within`` need neither."""
 
     name: str | None = Field(default=None, min_length=1)
     metric: str | None = None

@@ -65,7 +65,7 @@ class Drift:
 
     @property
     def change(self) -> float:
-        """new / old - 1."""
+        """The relative change, new / old - 1."""
         return self.comparison.ratio - 1
 
     @property
@@ -110,7 +110,7 @@ class Releases:
 
 
 def find_releases(runs: Sequence[StoredRun], chosen: str | None) -> Releases:
-    """Raises UsageError when ``chosen`` is neither a marked release, nor a git ref, nor the start of a commit's sha."""
+    """Finds the releases. Raises UsageError where ``chosen`` is no marked release, git ref or start of a sha."""
     if chosen is None:
         tags = _git(
             "tag", "--list", "v*", "--sort=-creatordate", "--format=%(refname:short) %(objectname) %(*objectname)"

@@ -82,7 +82,7 @@ def _drawings(group: Sequence[Trend], key: str) -> list[Drawing]:
 
 
 def _drawing(panels: Sequence[Trend], runs: Sequence[StoredRun], key: str) -> Drawing:
-    """One metric: a panel for each cell, all over the same runs."""
+    """Draws one metric: a panel for each cell, all over the same runs."""
     shown, columns = panels[0].series.figure, min(_COLUMNS, len(panels))
     rows = -(-len(panels) // columns)
     height = rows * _PANEL + _AROUND
@@ -170,7 +170,7 @@ def _levels(trend: Trend) -> dict[str, float]:
 
 
 def _range(trend: Trend) -> list[float]:
-    """All that is drawn, and never so little that noise fills the panel."""
+    """The range of all that is drawn, never so small that noise fills the panel."""
     values = [value for point in trend.series.points for value in point.values]
     values += _levels(trend).values()
     low, high = min(values), max(values)

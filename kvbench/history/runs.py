@@ -69,7 +69,7 @@ class StoredCell:
 
 @dataclass(frozen=True, eq=False)
 class StoredRun:
-    """One run of a sweep. ``place``: machine, device and model as (name, value), equal within a series."""
+    """A run of a sweep. ``place``: machine, device and model as (name, value), equal within a series."""
 
     folder: Path
     workload: str
@@ -126,7 +126,7 @@ class SeriesKey:
 
 @dataclass(frozen=True, eq=False)
 class Series:
-    """One figure of one cell on one machine, oldest run first, without runs that did not measure it."""
+    """A figure of one cell on one machine, oldest run first, without runs that did not measure it."""
 
     key: SeriesKey
     points: tuple[TrendPoint, ...]
@@ -137,7 +137,7 @@ class Series:
 
     @property
     def counted(self) -> tuple[TrendPoint, ...]:
-        """Valid cells of complete runs."""
+        """The valid cells of complete runs."""
         return tuple(point for point in self.points if point.state == VALID)
 
     @property

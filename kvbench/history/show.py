@@ -105,7 +105,7 @@ class View:
 
 
 def view(paths: Sequence[Path], selection: SeriesSelection) -> View:
-    """Raises UsageError for paths or a release that do not exist."""
+    """Reads and selects the trends. Raises UsageError for paths or a release that do not exist."""
     runs, notes = read_runs(find_runs(paths))
     runs, left_out = own_runs(paths, runs)
     notes += left_out
@@ -160,7 +160,7 @@ WIDTH = 16  # runs of a sparkline
 
 
 def sparkline(points: Sequence[TrendPoint]) -> str:
-    """One block for each of the newest ``WIDTH`` runs, higher for larger values."""
+    """Draws a block for each of the newest ``WIDTH`` runs, higher for larger values."""
     shown = points[-WIDTH:]
     values = [point.value for point in shown if point.state == VALID] or [0.0]
     low, high = min(values), max(values)
@@ -214,7 +214,7 @@ def legend(view: View) -> list[str]:
 
 
 def as_dict(view: View) -> dict[str, Any]:
-    """Everything shown, for programs."""
+    """Returns everything that is shown, for programs."""
     shown = {"series": [_as_dict(trend) for trend in view.trends], "drift": view.drift_sentence}
     return {"format": "kvbench-history/2", "runs": len(view.runs), **shown, "notes": list(view.notes)}
 

@@ -37,7 +37,7 @@ _FORMERLY_NOT = ("steady_latency", "prefix_cache")  # of repeats that an older v
 
 
 class Skipped(Exception):
-    """Not a complete run of a sweep; the text says why."""
+    """A folder is not a complete run of a sweep; the text says why."""
 
 
 def add_run(source: Path, to: Path, release: str | None, *, incomplete: bool = False) -> tuple[str, Path, list[str]]:
@@ -113,7 +113,7 @@ def _check_same(target: Path, files: Mapping[str, bytes]) -> None:
 
 
 def _write_whole(target: Path, files: Mapping[str, bytes]) -> None:
-    """All of them or nothing: written beside ``target`` and renamed."""
+    """Writes all files or none: beside ``target``, which is then renamed."""
     scratch = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         for name, content in files.items():

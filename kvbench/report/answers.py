@@ -10,7 +10,7 @@ from kvbench.common import text as words
 from kvbench.effects.comparison import Call, Comparison
 from kvbench.metrics.definitions import ENGINE, figure
 from kvbench.report.comparisons import THROUGHPUT, TTFT, amount, interval, median, served
-from kvbench.report.decision import Candidate, Decision, SettingAnswer, Subject, Verdict
+from kvbench.report.decision import Candidate, Decision, SettingAnswer, Subject, Verdict, wins
 from kvbench.report.provenance import server_facts
 from kvbench.report.quality import is_quantised, outlier_words, saturation_words
 from kvbench.report.wording import say
@@ -153,12 +153,9 @@ def _setting(decision: Decision, answer: SettingAnswer) -> ReportAnswer:
     (one,) = answer.candidates
     subject = one.name
     if answer.subject == Subject.SETTING:
-        value, title = (
-            value_words(answer.setting, effective(one.cell.settings, answer.setting)),
-            setting_title(answer.setting),
-        )
+        value = value_words(answer.setting, effective(one.cell.settings, answer.setting))
         form = {"kv_cache_dtype": "value"}.get(answer.setting, value)
-        subject = say("answers.subject", form, title=title, value=value)
+        subject = say("answers.subject", form, title=setting_title(answer.setting), value=value)
     return candidate_answer(decision, one, subject)
 
 
@@ -222,7 +219,9 @@ def _page_size(decision: Decision, answer: SettingAnswer) -> ReportAnswer:
     if best is None:
         undecided = all(one.verdict == Verdict.UNDECIDED for one in answer.candidates)
         kept = say("answers.keep_size", undecided, size=answer.candidates[0].base.page_size or say("answers.default"))
-        return ReportAnswer(subject, kept, say("answers.no_other_size", not undecided), "; ".join(texts))
+        reason = say("answers.unsafe_sizes", bool(wins(answer.candidates)))
+        reason = reason or say("answers.no_better_size", not undecided)
+        return ReportAnswer(subject, kept, reason, "; ".join(texts))
     verdict, mark = _with_quality(decision, best, best.graded)
     verdict = say("answers.use_size", best.quality.safe, size=best.cell.page_size, verdict=verdict.lower())
     return ReportAnswer(subject, verdict, _sizes(best, verdict), "; ".join(texts), mark)

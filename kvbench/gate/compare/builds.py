@@ -332,7 +332,7 @@ def remove_source(folder: Path) -> None:
 
 
 def _changes(top: Path) -> str | None:
-    """Digest of every file that git tracks or would add, None where nothing differs from HEAD."""
+    """Digests every file that git tracks or would add; None where nothing differs from HEAD."""
     if not git(top, "status", "--porcelain", "--untracked-files=all").strip():
         return None
     digest, total = hashlib.sha256(), 0
@@ -349,7 +349,7 @@ def _changes(top: Path) -> str | None:
 
 
 def _files(top: Path) -> list[str]:
-    """Tracked and new files that git does not ignore, without nested repositories."""
+    """Lists tracked and new files that git does not ignore, without nested repositories."""
     names = git(top, "ls-files", "-z", "--cached", "--others", "--exclude-standard").split("\0")
     return [n for n in sorted({*names} - {""}) if (top / n).is_symlink() or (top / n).is_file()]
 

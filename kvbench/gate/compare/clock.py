@@ -1,4 +1,4 @@
-"""--max-minutes of a comparison: what may begin, by what the same took before, and when work at hand is cut."""
+"""The clock of --max-minutes: work begins only if it fits the time left, and is cut at the end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ONE_SIDE = "{}: one side"  # of a configuration in a pair
 
 
 class DeadlineError(Exception):
-    """--max-minutes are over, or would be before what is to begin had ended."""
+    """The time of --max-minutes is over, or would be before the next work ends."""
 
 
 @dataclass

@@ -244,7 +244,7 @@ def judge_again(path: Path, policy: Policy, *, force: bool = False) -> tuple[Ver
 
 
 def pair_line(folder: CompareFolder, cells: Sequence[PairedCell], rules: TimingRules, pair: int) -> str:
-    """One pair's change of each metric, for the progress of a run."""
+    """Writes one pair's change of each metric, for the progress of a run."""
     try:
         table = read_table(folder, cells, rules, [pair])
     except ValueError as error:

@@ -208,7 +208,7 @@ class CompareFolder:
         return cls(path, cls(path).state().stored)
 
     def state(self) -> CompareState:
-        """Raises UsageError when it is not of a comparison, cannot be read, or has another format."""
+        """Reads the manifest. Raises UsageError where it is of no comparison, damaged, or of another format."""
         if (self.path / MANIFEST).is_file() and not is_comparison(self.path):
             raise UsageError(f"{self.path} is not the folder of a comparison: give one such as results/compare/<time>")
         return read_record(CompareState, self.path / MANIFEST, _WAY_OUT)
@@ -231,7 +231,7 @@ class CompareFolder:
         return self.run(side, cell.workload).load(cell.on(side), pair)
 
     def done(self, cell: PairedCell, side: str, pair: int) -> LoadResult | None:
-        """done.json of a load, None if it is not finished."""
+        """Reads the done.json of a load; None if it is not finished."""
         is_done = self.run(side, cell.workload).is_done(cell.on(side), pair)
         return read_record(LoadResult, self.load(cell, side, pair) / DONE, _WAY_OUT) if is_done else None
 

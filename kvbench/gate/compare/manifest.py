@@ -222,7 +222,7 @@ def request_differences(folder: CompareFolder, cells: Sequence[PairedCell], pair
 
 
 def with_compared_requests(folder: CompareFolder, state: CompareState, pair: int, *, force: bool) -> CompareState:
-    """Raises UsageError where the loads of a pair had different requests, unless ``force``: the state then says so."""
+    """Raises UsageError where the loads of a pair had different requests; with ``force`` the state says so."""
     differences = request_differences(folder, state.cells, pair)
     return _with_differences(state, differences, say("equal.same_requests"), force=force)
 

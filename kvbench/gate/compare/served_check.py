@@ -64,7 +64,7 @@ class RoundLatencies(Record):
 
 
 class Round(Record):
-    """One request to either server, and the side that was asked first."""
+    """A request to either server, and the side that was asked first."""
 
     first: str
     base: RoundLatencies
@@ -75,7 +75,7 @@ Launch = Sequence[Round]
 
 
 class ServedRounds(Record):
-    """served.json: the launches of each configuration that was checked."""
+    """The content of served.json: the launches of each configuration that was checked."""
 
     FORMAT: ClassVar[int] = 1
     checks: Mapping[str, tuple[Launch, ...]] = {}
@@ -178,7 +178,7 @@ class ServedCheck:
 
 
 def _requests(rng: random.Random, vocabulary: int, count: int) -> list[RequestSpec]:
-    """Small requests, each with a prompt of its own, so that no prefix cache has it."""
+    """Makes small requests, each with a prompt of its own, so that no prefix cache has it."""
     return [
         RequestSpec(i, SUITE, tuple(rng.choices(range(vocabulary), k=_PROMPT_TOKENS)), None, _OUTPUT_TOKENS)
         for i in range(count)

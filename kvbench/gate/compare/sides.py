@@ -366,7 +366,7 @@ def _open_run(side: PairSide, workload: Workload) -> OpenSide:
 
 @dataclass(frozen=True)
 class PairedWorkload:
-    """One workload on both sides, cell by cell. ``capacity``: by side and configuration id."""
+    """A workload on both sides, cell by cell. ``capacity``: by side and configuration id."""
 
     name: str
     sides: Mapping[str, OpenSide]

@@ -60,7 +60,7 @@ class GateCommands:
 
 @dataclass(frozen=True)
 class Change:
-    """One counter, or one column of the history at one step: its accepted and its present value."""
+    """A counter, or a column of the history at one step: its accepted and its present value."""
 
     name: str
     was: int
@@ -72,7 +72,7 @@ class Change:
 
     @property
     def ratio(self) -> float | None:
-        """now / was - 1; None when it was 0."""
+        """The relative change, now / was - 1; None where it was 0."""
         return self.now / self.was - 1 if self.was else None
 
     @property
@@ -148,7 +148,7 @@ def first_difference(was: Mapping[str, Sequence[int]], now: Mapping[str, Sequenc
 
 @dataclass(frozen=True)
 class ScenarioResult:
-    """One scenario. ``step``: the first at which its history differs, or 0. ``error``: whether the replay failed.
+    """A scenario's result. ``step``: the first that differs, or 0. ``error``: whether the replay failed.
 
     ``cause``: scenarios with the same cause are reported together.
     """
@@ -297,7 +297,7 @@ def nondeterminism(first: Replayed, second: Replayed) -> str | None:
 
 
 def _causes(results: Sequence[ScenarioResult]) -> list[str]:
-    """One sentence for each cause, the most frequent first, with the scenario where it appears earliest."""
+    """Writes a sentence for each cause, the most frequent first, with the scenario where it appears earliest."""
     groups: dict[str, list[ScenarioResult]] = {}
     for result in sorted(results, key=lambda result: result.step):
         groups.setdefault(result.cause, []).append(result)

@@ -1,4 +1,4 @@
-"""ci/counters.lock.json: what every scenario counted when it was accepted, and each acceptance with its reason.
+"""The file ci/counters.lock.json: each scenario's accepted counters, and every acceptance with its reason.
 
 It holds the history of each scenario, so that a difference can be explained without the old code. A digest over the
 scenarios shows whether it was edited by hand.
@@ -26,7 +26,7 @@ LOCK_FORMAT = "kvbench-counters/2"
 
 
 class Accepted(StrictModel):
-    """One acceptance. ``git``: commit of the code that counted, with ``-dirty`` where files differed from it."""
+    """An acceptance. ``git``: commit of the code that counted, with ``-dirty`` where files differed from it."""
 
     reason: str = Field(min_length=1)
     git: str

@@ -62,7 +62,7 @@ _TIMEOUT_S = 300
 
 @dataclass(frozen=True)
 class Replayed:
-    """One run of a scenario. ``history``: column -> its value at each step. ``outputs``: digest of all tokens.
+    """A run of a scenario. ``history``: column -> its value at each step. ``outputs``: digest of all tokens.
 
     ``error``: a crash, a leak or no progress, in one sentence.
     """

@@ -79,7 +79,7 @@ class Wave(StrictModel):
 
 
 class ScenarioGroup(StrictModel):
-    """One stream on many engines. ``engine``: settings of all; ``matrix``: rows whose lists are crossed."""
+    """A stream on many engines. ``engine``: settings of all; ``matrix``: rows whose lists are crossed."""
 
     stream: str
     engine: dict[str, Any] = Field(default_factory=dict)
@@ -128,7 +128,7 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Scenario:
-    """One engine and its requests. ``digest``: of everything that the counters depend on but the code."""
+    """An engine and its requests. ``digest``: of everything that the counters depend on but the code."""
 
     name: str
     config: EngineConfig
@@ -152,7 +152,7 @@ class CounterWorkload:
 
 
 def read_counter_workload(path: Path) -> CounterWorkload:
-    """Raises UsageError with one sentence for each mistake in the file."""
+    """Reads a counter workload. Raises UsageError with one sentence for each mistake in the file."""
     data = read_yaml(path)
     if "load" in data:
         raise UsageError(
@@ -191,7 +191,7 @@ def _scenarios(path: Path, file: CounterFile) -> Iterator[Scenario]:
 
 
 def _engine(settings: Mapping[str, Any]) -> tuple[EngineConfig, KVCapacity]:
-    """Raises ValueError."""
+    """The engine's checked settings and its capacity. Raises ValueError."""
     config = EngineConfig.from_mapping(settings)
     spec = find_model(config.model, "dummy")
     config = config.check_against_model(spec.max_positions)

@@ -115,7 +115,7 @@ _FIGURES = (
 
 
 class _Paired:
-    """One figure over the pairs in which both sides report it.
+    """A figure over the pairs in which both sides report it.
 
     ``change``: candidate / base - 1 with its ``interval``, from the log ratios, or from the differences where a value
     is 0; None where the base is 0. ``always``: an event that differs by the same number in every pair, or that only
@@ -164,7 +164,7 @@ def moved_between(counters: ByCell, findings: Sequence[Finding] = ()) -> tuple[M
 
 
 def where_it_went(moved: Sequence[Moved], findings: Sequence[Finding], counters: ByCell) -> str:
-    """One sentence on where the time went, from what ``moved_between`` found for these findings and counters."""
+    """Writes one sentence on where the time went, from what ``moved_between`` returned for these counters."""
     words = [text for name in _judged(findings) if (text := _latency_words(name, moved, counters))]
     rows = [row for row in moved if row.change is None]
     if new := [say("explain.new_figure", title=r.title, value=r.candidate, unit=r.unit) for r in rows]:

@@ -163,12 +163,12 @@ class Hypotheses:
     notes: tuple[str, ...] = ()
 
     def log_ratio(self) -> np.ndarray:
-        """[pairs, hypotheses] log(candidate / base)."""
+        """The log(candidate / base) [pairs, hypotheses]."""
         return self.harm * np.array([h.sign for h in self.each])
 
 
 def hypotheses(table: PairTable) -> Hypotheses:
-    """Each metric overall, per class and per cell; means over cells are means of log ratios.
+    """Makes the hypotheses: each metric overall, per class and per cell, as means of log ratios.
 
     No test is made twice: a class is left out if it is the only one or has one cell, and overall if there is one cell.
     The hypothesis that remains then has the tightest of their margins, so that one cell is judged as strictly as the

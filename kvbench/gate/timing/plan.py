@@ -35,7 +35,7 @@ class PairedCell:
 
 @dataclass(frozen=True)
 class Match:
-    """One configuration of a workload on both sides, with its cells.
+    """A configuration of a workload on both sides, with its cells.
 
     ``names``: of the cells, ``<workload>/<cell id>``, with both ids where the sides differ in settings.
     """
@@ -69,7 +69,7 @@ class Match:
 
 @dataclass(frozen=True)
 class Turn:
-    """One configuration's part of a pair: the side that goes first, and the order of the loads on both sides."""
+    """A configuration's part of a pair: the side that goes first, and the order of its loads."""
 
     pair: int
     match: Match

@@ -32,7 +32,7 @@ _QUANTILES = (np.arange(400) + 0.5) / 400  # of S; power is their mean
 def power(
     harm: np.ndarray, sd: np.ndarray, pairs: int, t_critical: float, floor: np.ndarray | float = -np.inf
 ) -> np.ndarray:
-    """[hypotheses] probability of a mean of at least ``floor`` and a t above ``t_critical``, of ``pairs`` >= 2.
+    """The probability of a mean of at least ``floor`` and a t above ``t_critical`` [hypotheses], for ``pairs`` >= 2.
 
     ``harm`` (true), ``sd`` of pairs and ``floor`` [hypotheses], log ratios; ``sd`` above 0.
     """
@@ -48,7 +48,7 @@ def _scatter(pairs: int) -> np.ndarray:
 
 
 def smallest_detectable(sd: np.ndarray, pairs: int, t_critical: float, floor: np.ndarray | float = 0.0) -> np.ndarray:
-    """[hypotheses] the harm [log ratio] that is caught with a power of 80 %; infinite where none could be."""
+    """The harm that is caught with a power of 80 % [hypotheses, log ratio]; infinite where none could be."""
     sd, floor = np.broadcast_arrays(np.asarray(sd, dtype=float), np.asarray(floor, dtype=float))
     if pairs < 2 or not np.isfinite(t_critical):
         return np.full(sd.shape, np.inf)
@@ -74,7 +74,7 @@ def critical_t_of(tests: float, pairs: int, alpha: float) -> float:
 
 
 def smallest_margin(sd: np.ndarray, pairs: int, alpha_pass: float) -> np.ndarray:
-    """[hypotheses] the margin [log ratio] within which an unchanged candidate is shown with 80 % power."""
+    """The margin within which an unchanged candidate is shown with 80 % power [hypotheses, log ratio]."""
     return smallest_detectable(sd, pairs, critical_t_of(1, pairs, alpha_pass))
 
 
@@ -85,7 +85,7 @@ def unbiased(pairs: int) -> float:
 
 
 def seen_by(harm: np.ndarray, floors: np.ndarray, alpha: float) -> tuple[np.ndarray, float]:
-    """[hypotheses] smallest detectable harm of the pairs ``harm`` [pairs, hypotheses], and their effective tests."""
+    """The smallest detectable harm [hypotheses] of ``harm`` [pairs, hypotheses], and the effective tests."""
     pairs, hypotheses = harm.shape
     if pairs < 2:
         return np.full(hypotheses, np.inf), float(hypotheses)

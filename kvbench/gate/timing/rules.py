@@ -29,7 +29,7 @@ MOST_PAIRS = 20  # all 2^20 sign flips of a hundred hypotheses take seconds, one
 
 @dataclass(frozen=True)
 class MetricRule:
-    """One judged metric. ``floor`` and ``margins`` (by level): relative changes for the worse, 0.03 is 3 %."""
+    """A judged metric. ``floor`` and ``margins`` (by level): relative changes for the worse, 0.03 is 3 %."""
 
     name: str
     title: str
@@ -65,7 +65,7 @@ class MetricRule:
 
 @dataclass(frozen=True)
 class Look:
-    """One look at the pairs so far: ``alpha`` is what a FAIL may spend here, ``alpha_pass`` what a PASS may."""
+    """A look at the pairs so far: ``alpha`` is what a FAIL may spend here, ``alpha_pass`` what a PASS may."""
 
     pairs: int
     alpha: float

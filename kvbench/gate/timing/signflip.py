@@ -36,7 +36,7 @@ _TIE = 1e-9  # of u, which lies within +-sqrt(pairs): a difference by rounding c
 
 
 def sign_patterns(pairs: int) -> Iterator[np.ndarray]:
-    """All 2^pairs patterns of +-1 in chunks [patterns, pairs]; the first pattern is the one observed, all +1."""
+    """Yields all 2^pairs patterns of +-1 in chunks [patterns, pairs]; the first is the one observed, all +1."""
     if not 1 <= pairs <= MOST_PAIRS:
         raise ValueError(f"{pairs} pairs: all sign patterns are made of 1 to {MOST_PAIRS} pairs")
     bits = np.arange(pairs)
@@ -52,7 +52,7 @@ def scaled(harm: np.ndarray) -> np.ndarray:
 
 
 def single_p(harm: np.ndarray) -> np.ndarray:
-    """[hypotheses] p of "no harm" against "harm" for each alone, from ``harm`` [pairs, hypotheses]."""
+    """The p of "no harm" against "harm" for each alone [hypotheses], from ``harm`` [pairs, hypotheses]."""
     x = scaled(harm)
     observed = x.sum(axis=0) - _TIE
     reached = sum((signs @ x >= observed).sum(axis=0) for signs in sign_patterns(len(x)))
@@ -60,7 +60,7 @@ def single_p(harm: np.ndarray) -> np.ndarray:
 
 
 def noninferior_p(harm: np.ndarray, margins: np.ndarray) -> np.ndarray:
-    """[hypotheses] p of "worse by the margin or more" against "by less than the margin", for each alone.
+    """The p of "worse by the margin or more" against "by less" for each alone [hypotheses].
 
     The same flips of (margin - harm): exact where the candidate differs from the base by a constant factor, as its
     distance from that factor has the coin's sign again.
@@ -69,7 +69,7 @@ def noninferior_p(harm: np.ndarray, margins: np.ndarray) -> np.ndarray:
 
 
 def adjusted_p(harm: np.ndarray) -> np.ndarray:
-    """[hypotheses] step-down max-T p of "harm", adjusted for all hypotheses, from ``harm`` [pairs, hypotheses]."""
+    """The step-down max-T p of "harm" [hypotheses], adjusted for all of them, from ``harm`` [pairs, hypotheses]."""
     x = scaled(harm)
     order = np.argsort(x.sum(axis=0), kind="stable")  # smallest first: the running maximum is over those below
     x = x[:, order]

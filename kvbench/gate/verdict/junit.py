@@ -1,4 +1,4 @@
-"""junit.xml: one test case a finding, as GitLab, Jenkins and GitHub's test reporters read it.
+"""The file junit.xml: one test case a finding, as GitLab, Jenkins and GitHub's test reporters read it.
 
 A failure is a regression, an error an invalid measurement, skipped is inconclusive. The elements are those of Jenkins'
 strictest reader (junit-10.xsd of its xUnit plugin), which has properties of a suite but none of a test case: so each

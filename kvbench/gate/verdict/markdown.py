@@ -1,4 +1,4 @@
-"""summary.md: the verdict as GitHub-flavoured Markdown, its first line the verdict itself."""
+"""The file summary.md: the verdict as GitHub-flavoured Markdown, its first line the verdict itself."""
 
 from __future__ import annotations
 

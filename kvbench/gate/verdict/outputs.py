@@ -148,7 +148,7 @@ def annotations(verdict: Verdict, folder: Path | None) -> list[str]:
 
 
 def _command(outcome: str, title: str, sentence: str, ends: str = "") -> str:
-    """Escaped as actions/toolkit does; a comma or a colon would end a property."""
+    """Escapes a command as actions/toolkit does; a comma or a colon would end a property."""
     text = _escape(wording.line(sentence, _MESSAGE) + ends)
     return f"::{_LEVELS[outcome]} title={_escape(title).replace(':', '%3A').replace(',', '%2C')}::{text}"
 

@@ -1,4 +1,4 @@
-"""pairs.html: the change of each pair under each hypothesis, with its limits, as one page without other files.
+"""The page pairs.html: the change of each pair under each hypothesis, with its limits.
 
 A panel for each metric, a row for each hypothesis, all rows of a panel on one scale, worse to the right. A tooltip
 names the pair of a dot.
@@ -50,7 +50,7 @@ class _Axis:
         return round(_LABELS + _PLOT * (share if self.worse > 0 else 1 - share), 1)
 
     def ticks(self) -> list[float]:
-        """Five to ten round changes, 0 among them."""
+        """Chooses five to ten round changes, 0 among them."""
         step = 10 ** math.floor(math.log10((self.high - self.low) / 5))
         step *= next(k for k in (1, 2, 5, 10) if (self.high - self.low) / (step * k) <= 9)
         return [i * step for i in range(math.ceil(self.low / step), math.floor(self.high / step) + 1)]

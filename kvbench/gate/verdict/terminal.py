@@ -69,7 +69,7 @@ def _plain(row: Sequence[str], unit: str | None, values: tuple[int, int]) -> lis
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], numbers_from: int) -> Table:
-    """Columns that are empty throughout are left out."""
+    """Makes a table without the columns that are empty throughout."""
     used, entries = wording.used_columns(heads, rows)
     styled = [(Text(first, style=_STYLE_OF.get(first, "")), *rest) for first, *rest in entries]
     texts = sum(head in heads[:numbers_from] for head in used)

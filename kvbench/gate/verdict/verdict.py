@@ -28,7 +28,7 @@ EXIT_CODES = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One hypothesis, limit or scenario with its outcome.
+    """A hypothesis, limit or scenario with its outcome.
 
     ``id``: unique in its verdict and the same in every run of the same gate. ``suite``: ``overall``, ``class``,
     ``cell``, ``served``, ``limit``, ``counters``. ``sentence``: what was found, with its numbers. ``base``,
@@ -56,7 +56,7 @@ class Finding:
     series: tuple[float, ...] = ()
 
     def figure(self, name: str) -> float | None:
-        """One of ``figures``; None where it has none or no finite one."""
+        """Returns one of ``figures``; None where it has none or no finite one."""
         value = self.figures.get(name)
         return None if value is None or not math.isfinite(value) else value
 

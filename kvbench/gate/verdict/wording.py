@@ -30,13 +30,13 @@ def clean(text: object) -> str:
 
 
 def line(text: object, limit: int | None = None) -> str:
-    """`clean` in one line, of at most ``limit`` characters."""
+    """Cleans a text into one line of at most ``limit`` characters."""
     flat = re.sub(r"\s+", " ", clean(text)).strip()
     return flat if limit is None or len(flat) <= limit else flat[: limit - 2].rstrip() + " …"
 
 
 def shortened(text: object, limit: int) -> str:
-    """`line` of at most ``limit`` characters with its middle left out, because names of cells differ at the end."""
+    """Cuts the middle out of a long line, because names of cells differ at the end."""
     flat = line(text)
     end = (limit - 1) * 2 // 3
     return flat if len(flat) <= limit else f"{flat[: limit - 1 - end]}…{flat[-end:]}"
@@ -48,7 +48,7 @@ def is_number(value: object) -> bool:
 
 
 def number(value: float | None) -> str:
-    """Three significant figures, and all figures of a whole number: 0.00123, 12.3, 1,235."""
+    """Writes three significant figures, and all figures of a whole number: 0.00123, 12.3, 1,235."""
     if not is_number(value):
         return NONE
     if float(value).is_integer() and abs(value) < _IN_DIGITS:
@@ -60,7 +60,7 @@ def number(value: float | None) -> str:
 
 
 def quantity(value: float | None, unit: str | None) -> str:
-    """12.3 ms; bytes in the largest unit that keeps a whole: 2 GiB; a share in percent: 15 %."""
+    """Writes a value with its unit: 12.3 ms, 2 GiB (the largest unit that keeps a whole), 15 %."""
     if not is_number(value):
         return NONE
     if unit == "bytes":
@@ -71,7 +71,7 @@ def quantity(value: float | None, unit: str | None) -> str:
 
 
 def percent(fraction: float | None, signed: bool = True, sign: str = " %") -> str:
-    """0.1012 -> +10.1 %: at most three significant figures, two decimals."""
+    """Writes 0.1012 as +10.1 %: at most three significant figures, two decimals."""
     if not is_number(fraction):
         return NONE
     hundredths, plus = max(-_LARGEST, min(fraction * 100, _LARGEST)), "+" * signed
@@ -85,34 +85,34 @@ def percent(fraction: float | None, signed: bool = True, sign: str = " %") -> st
 
 
 def share(fraction: float | None) -> str:
-    """0.04 -> 4 %, for limits and what is compared with them; ``nothing`` for None."""
+    """Writes 0.04 as 4 %, for limits and what is compared with them; ``nothing`` for None."""
     if fraction is None:
         return "nothing"
     return f"{fraction * 100:.3g} %"
 
 
 def interval(ends: tuple[float, float] | None) -> str:
-    """[+9.20, +11.0] in percent; empty without one."""
+    """Writes [+9.20, +11.0] in percent; empty without an interval."""
     if ends is None:
         return ""
     return "[" + ", ".join(percent(end, sign="") for end in ends) + "]"
 
 
 def probability(p: float | None) -> str:
-    """0.0039; below 0.0001 only that, since a p value is never 0."""
+    """Writes 0.0039; below 0.0001 only that, since a p value is never 0."""
     if not is_number(p):
         return NONE
     return "< 0.0001" if p < 0.0001 else f"{p:.2g}"
 
 
 def p_value(p: float | None) -> str:
-    """p = 0.0039, p < 0.0001"""
+    """Writes ``p = 0.0039`` or ``p < 0.0001``."""
     words = probability(p)
     return f"p {words}" if words.startswith("<") else f"p = {words}"
 
 
 def figure(name: str, finding: Finding) -> str:
-    """One of ``Finding.figures`` in words: a share of the base in percent, a limit in the finding's unit."""
+    """Writes one of a finding's figures: a share of the base in percent, a limit in the finding's unit."""
     value = finding.figure(name)
     if name in ("floor", "margin", "smallest_detectable") and finding.change is not None:
         return percent(value, signed=False)
@@ -162,7 +162,7 @@ def worse_sign(finding: Finding) -> int:
 
 
 def worst_first(findings: Iterable[Finding]) -> list[Finding]:
-    """Sorted by outcome, then overall before classes before cells, then by the change for the worse, in floors."""
+    """Sorts by outcome, then overall before classes before cells, then by the change for the worse."""
 
     def key(finding: Finding) -> tuple[int, int, float]:
         suite = _SUITES.index(finding.suite) if finding.suite in _SUITES else len(_SUITES)
@@ -193,7 +193,7 @@ def explained(findings: Sequence[Finding], most: int, said: str) -> list[tuple[s
 
 
 def counted(verdict: Verdict) -> str:
-    """2 failed, 1 inconclusive, 60 passed"""
+    """Writes ``2 failed, 1 inconclusive, 60 passed``."""
     counts = ((len(verdict.of(outcome)), name) for outcome, name in NAMES.items())
     return ", ".join(f"{count:,} {name}" for count, name in counts if count)
 

@@ -339,7 +339,7 @@ def row_of(ended: EndedRequest) -> Row:
         "first_output": times[0],
         "last": times[-1],
         "end": times[-1],
-        "chunk_times": times,
+        "chunk_times": np.array(times),
         "chunk_tokens": ended.tokens or [1] * len(times),
         "chunk_choices": ended.sequences or None,
         "finish_reason": ended.reason,

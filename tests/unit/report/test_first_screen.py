@@ -96,9 +96,17 @@ def test_a_risk_names_what_is_gained_and_what_is_lost() -> None:
     )
     answers = document(run(cell(), cell(load=3), late, high, low)).answers
     assert [answer.text for answer in answers] == [
-        "Keep 16: no other size is better",
+        "Keep 16: no other is shown to be better",
         "Pays, at a risk: +51 % tokens/s, but −50 % tokens/s elsewhere",
     ]
+
+
+def test_a_page_size_that_is_kept_says_why() -> None:
+    fast = cell(page_size=8, throughput=FAST)
+    unsafe = with_quality(run(cell(), fast), {fast.config_id: outside()})
+    wide = run(cell(), cell(page_size=8, throughput=(50.0, 100.0, 250.0)))
+    texts = [document(measured).answers[0].text for measured in (unsafe, wide)]
+    assert texts == ["Keep 16: what is better is not safe", "Keep 16, others not decided"]
 
 
 def test_a_limit_that_is_not_known_is_not_shown() -> None:
