@@ -55,8 +55,8 @@ HELP = {
     "tokens. Left out: on for a GPU, off for a CPU, where nothing would overlap.",
     "kernel_backend": "attention kernels: triton for GPUs, numba for CPUs, torch as reference. auto picks by device.",
     "cuda_graphs": "replay steps as CUDA graphs, captured at the start: decodes for about twenty batch sizes, and "
-    "steps with prompts for about twenty numbers of tokens up to 2048. A model that cannot be captured runs without. Left "
-    "out: on for a GPU.",
+    "steps with prompts for about twenty numbers of tokens up to 2048. A model that cannot be captured runs without. "
+    "Left out: on for a GPU.",
     "torch_compile": "compile the model with torch.compile at the start, which takes minutes for a large one; on a CPU "
     "it needs a C++ compiler.",
     "fused_layers": "compute each layer with fewer kernels (norms, rotation and KV write, gated products), where a "
