@@ -42,7 +42,6 @@ _ALWAYS = ("configuration", "load", "output_tokens_per_s", "failed")
 _LATENCIES = [Figure(metric, statistic) for metric in latencies() for statistic in metric.statistics]
 _OF_GROUPS = [figure(f"{which}_ms") for which in ("p50_ttft", "p95_ttft", "p50_tpot", "p95_tpot", "p95_e2el")]
 _TOKENS_A_CHUNK = "tokens a chunk"  # beside an ITL
-_TURNS = {"first": "first turn", "later": "later turns"}
 _WINDOWS = {True: "steady window", False: WHOLE_RUN}
 
 
@@ -61,7 +60,7 @@ def main_table(comparisons: Comparisons, slo: str = "", cache_state: str = "") -
     def preempted(cell: MeasuredCell) -> float | None:
         return cell.counter("num_preemptions_total")
 
-    hits = f"prefix hits ({cache_state})" if cache_state else "prefix hits"
+    hits = say("cells.hits_head", bool(cache_state), state=cache_state)
     columns = [
         column("configuration", "configuration", _configuration),
         identity_columns()[1],
@@ -109,8 +108,8 @@ def _throughput(cell: MeasuredCell) -> Value:
     if rates is None:
         return NONE
     low, high = words.tokens_per_s(rates.low), words.tokens_per_s(rates.high)
-    window = say("cells.whole", value=words.tokens_per_s(whole)) if cell.has_steady and whole is not None else ""
-    notes = (say("tables.repeats", n=rates.n, low=low, high=high), window or WHOLE_RUN * (not cell.has_steady))
+    beside = say("cells.whole", cell.has_steady and whole is not None, value=words.tokens_per_s(whole))
+    notes = (say("tables.repeats", n=rates.n, low=low, high=high), beside, WHOLE_RUN * (not cell.has_steady))
     return entry(rates.median, words.tokens_per_s(rates.median), *notes)
 
 
@@ -138,7 +137,7 @@ def _latency_column(shown: Figure) -> Column:
         if metric.name == "ttft":
             other, other_few = cell.percentile(metric.path, which, not steady)
             beside = words.milliseconds(other) + UNCERTAIN * other_few
-            notes.append("" if other is None else say("cells.other_window", str(steady), value=beside))
+            notes.append(say("cells.other_window", steady, value=beside) * (other is not None))
         if metric.name == "itl" and (per_chunk := cell.several_tokens_per_chunk):
             notes.append(f"{per_chunk:.1f} {_TOKENS_A_CHUNK}")
         return entry(number, text + UNCERTAIN * few, *notes)
@@ -154,8 +153,8 @@ def _key(shown: Figure) -> str:
 
 def _goodput(cell: MeasuredCell) -> Value:
     rate, steady = median(cell.per_repeat("goodput")), median(cell.per_repeat("steady_goodput"))
-    share = words.percent(cell.share_within_slo) if cell.share_within_slo else ""
-    beside = "" if steady is None else say("cells.steady", value=words.significant(steady))
+    share = words.percent(cell.share_within_slo) * bool(cell.share_within_slo)
+    beside = say("cells.steady", steady is not None, value=words.significant(steady))
     return entry(rate, words.significant(rate), share, beside)
 
 
@@ -179,19 +178,18 @@ def _hits(cell: MeasuredCell) -> Value:
 
 def _canaries(cell: MeasuredCell) -> Value:
     counts = cell.canaries
-    text, wrong = say("cells.of", part=counts.wrong, whole=counts.answered), counts.wrong
-    return entry(wrong, text, counts.first_wrong or "", mark="worse" * bool(wrong)) if counts.sent else NONE
+    if not counts.sent:
+        return NONE
+    text = say("cells.of", part=counts.wrong, whole=counts.answered)
+    return entry(counts.wrong, text, counts.first_wrong or "", mark="worse" * bool(counts.wrong))
 
 
 def _failed(cell: MeasuredCell) -> Value:
     failed, total = cell.count("failed"), cell.sent
     kinds = sorted({kind for repeat in cell.repeats for kind in repeat.metrics.failure_kinds})
     why = failure_words(cell.failure_messages, total, kinds=True) or ", ".join(kinds)
-    text = say("cells.of", part=failed, whole=total) if failed else "0"
-    return Value(text, failed, why, "worse" * bool(failed))
-
-
-# --- summary.csv ---
+    text = say("cells.of", bool(failed), part=failed, whole=total)
+    return Value(text or "0", failed, why, "worse" * bool(failed))
 
 
 def flat_rows(table: ReportTable, comparisons: Comparisons) -> list[dict[str, Any]]:
@@ -199,8 +197,8 @@ def flat_rows(table: ReportTable, comparisons: Comparisons) -> list[dict[str, An
     rows = []
     for row, cell in zip(table.rows, comparisons.by_load, strict=True):
         shown = {each.key: value.sort for each, value in zip(table.columns, row.values, strict=True)}
-        flat = shown | _identity(cell)
-        flat = {key: flat[key] for key in dict.fromkeys((*_identity(cell), *shown))}
+        flat = _identity(cell)
+        flat |= {key: value for key, value in shown.items() if key not in flat}
         for part, steady in (("steady", True), ("whole_run", False)):
             flat |= {f"{part}_ttft_ms_{w}": cell.percentile("ttft_ms", w, steady)[0] for w in ("p50", "p95")}
         window = _WINDOWS[cell.has_steady_latency]
@@ -221,9 +219,8 @@ def flat_rows(table: ReportTable, comparisons: Comparisons) -> list[dict[str, An
 
 def _identity(cell: MeasuredCell) -> dict[str, Any]:
     clock = {"clock": cell.clock} if cell.simulated else {}
-    sent = bool(cell.canaries.sent)
-    canaries = {f"canaries_{name}": getattr(cell.canaries, name) if sent else None
-                for name in ("sent", "answered", "wrong")}  # fmt: skip
+    counts = cell.canaries
+    canaries = {f"canaries_{name}": getattr(counts, name) for name in ("sent", "answered", "wrong")}
     return {
         "cell_id": cell.cell_id,
         "config_id": cell.config_id,
@@ -235,7 +232,7 @@ def _identity(cell: MeasuredCell) -> dict[str, Any]:
         "invalid_reasons": "; ".join(cell.invalid_reasons),
         "refused": "; ".join(cell.refused),
         "wrong_answers": "; ".join(cell.wrong_answers),
-        **canaries,
+        **(canaries if counts.sent else dict.fromkeys(canaries)),
         "repeats": len(cell.repeats),
         "invalid_repeats": len(cell.invalid_repeats),
         "completed": cell.count("completed"),
@@ -347,8 +344,7 @@ def _smallest_effects(ratios: Mapping[str, Sequence[Comparison | None]]) -> str:
             parts.append(f"{' to '.join(ends)} in {metric}")
     if parts:
         return say("cells.smallest", sizes=", ".join(parts))
-    some = any(ratio for of_metric in ratios.values() for ratio in of_metric)
-    return say("cells.few_repeats", fewest=FEWEST) if some else ""
+    return say("cells.few_repeats", any(map(any, ratios.values())), fewest=FEWEST)
 
 
 def plateau_table(cells: Sequence[MeasuredCell]) -> ReportTable:
@@ -366,7 +362,8 @@ def group_parts(cells: Sequence[MeasuredCell]) -> tuple[Section, ...]:
     classes = _group_table(cells, "class", {})
     if len({row.group for row in classes.rows}) < 2:
         classes = NO_TABLE
-    turns, raw = _group_table(cells, "turn", _TURNS), say("cells.raw_samples")
+    turns = _group_table(cells, "turn", {"first": "first turn", "later": "later turns"})
+    raw = say("cells.raw_samples")
     return (
         Section("classes", "By class of request", classes, f"{raw} {uncertain_note()}"),
         Section("turns", "By turn of the conversation", turns, raw),

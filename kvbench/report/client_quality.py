@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from kvbench.common import text as words
 from kvbench.report.tables import (
     NO_TABLE,
-    NONE,
     Column,
     Render,
     ReportTable,
@@ -79,7 +78,7 @@ def _valid(cell: MeasuredCell) -> Value:
 
 def _client_cpu(cell: MeasuredCell) -> Value:
     worst, cost = (_worst(cell.client(name)) for name in ("cpu_fraction", "cpu_s_per_1000_output_tokens"))
-    note = "" if cost is None else say("client_quality.cpu_cost", seconds=words.significant(cost))
+    note = say("client_quality.cpu_cost", cost is not None, seconds=words.significant(cost))
     return entry(worst, words.percent(worst), note)
 
 
@@ -95,7 +94,7 @@ def _lag(cell: MeasuredCell) -> Value:
         worst, sources = _worst(cell.client("loop_lag_p99_ms")), ["of the loop; kernel stamps"]
     elif False in cell.client("lag_judged"):
         sources.append("not judged: too few chunks")
-    return entry(worst, words.milliseconds(worst), words.listing(sources)) if worst is not None else NONE
+    return entry(worst, words.milliseconds(worst), words.listing(sources))
 
 
 def _of_machine(cell: MeasuredCell, key: str) -> float | None:
@@ -115,7 +114,7 @@ def worst_of_all(cells: Sequence[MeasuredCell]) -> list[str]:
         values = [_of_machine(cell, key) for cell in cells] + [v for cell in cells for v in cell.client(key)]
         if (value := _worst(values)) is not None:
             worst.append(say("client_quality.worst", key, value=render(value)))
-    return [say("client_quality.worst_of_all", worst=", ".join(worst))] if worst else []
+    return [say("client_quality.worst_of_all", worst=", ".join(worst))] * bool(worst)
 
 
 def calibrations(run: Run) -> list[str]:
@@ -127,7 +126,7 @@ def calibrations(run: Run) -> list[str]:
     for measured in stored.get("measured") or ():
         if "figures" in measured:
             reasons = " ".join(measured.get("reasons") or ())
-            over = say("client_quality.over", reasons=reasons) if reasons else ""
+            over = say("client_quality.over", bool(reasons), reasons=reasons)
             what = words.calibration_words(measured["settings"], measured["figures"])
             sentences.append(say("client_quality.calibrated", measured=what, over=over))
     return sentences

@@ -46,8 +46,10 @@ class RepeatSpread:
 
 def spread(values: Mapping[int, float]) -> RepeatSpread | None:
     """Median, min and max of per-repeat values; None when there are none."""
-    known = list(values.values())
-    return RepeatSpread(float(np.median(known)), min(known), max(known), len(known)) if known else None
+    if not values:
+        return None
+    every = list(values.values())
+    return RepeatSpread(float(np.median(every)), min(every), max(every), len(every))
 
 
 def median(values: Mapping[int, float]) -> float | None:
@@ -57,8 +59,8 @@ def median(values: Mapping[int, float]) -> float | None:
 
 def scatters(cell: MeasuredCell) -> RepeatSpread | None:
     """The spread of a cell's throughput where its repeats scatter by more than SCATTER; None where they do not."""
-    s = spread(cell.throughput())
-    return s if s is not None and s.low > 0 and s.high / s.low > SCATTER else None
+    rates = spread(cell.throughput())
+    return rates if rates is not None and rates.high > SCATTER * rates.low > 0 else None
 
 
 # --- Configurations ---
@@ -84,12 +86,12 @@ def short_name(cell: MeasuredCell, base: MeasuredCell | None) -> str:
 
     The baseline keeps its full name, and so does a configuration whose difference is not known.
     """
-    changed = differing(cell, base) if base is not None and base is not cell else set()
+    changed = differing(cell, base or cell)
     if not changed or "layout" in changed:
         return cell.name
-    page = [f"page {cell.settings['page_size']}"] if "page_size" in changed else []
+    page = f"page {cell.page_size}" * ("page_size" in changed)
     others = [phrase(name, effective(cell.settings, name)) for name in sorted(changed - {"page_size"})]
-    return " with ".join(filter(None, [*page, words.listing(others)]))
+    return " with ".join(filter(None, [page, words.listing(others)]))
 
 
 def tokens_held(cell: MeasuredCell, base: MeasuredCell) -> float | None:
@@ -100,28 +102,22 @@ def tokens_held(cell: MeasuredCell, base: MeasuredCell) -> float | None:
 
 def paging_pair(run: Run) -> tuple[str, str] | None:
     """Names of the paged and the contiguous configuration that differ least, the baseline first; None without."""
-    pairs = {
-        (p.name, c.name): (
-            len(differing(p, c)),
-            not (p.is_baseline or c.is_baseline),
-            abs((p.page_size or 0) - 16),
-        )
-        for p in run.cells
-        for c in run.cells
-        if p.is_paged and c.is_contiguous
-    }
-    return min(pairs, key=lambda names: pairs[names]) if pairs else None
+    pairs = [(p, c) for p in run.cells for c in run.cells if p.is_paged and c.is_contiguous]
+
+    def difference(pair: tuple[MeasuredCell, MeasuredCell]) -> tuple[int, bool, int]:
+        return len(differing(*pair)), not any(c.is_baseline for c in pair), abs((pair[0].page_size or 0) - 16)
+
+    nearest = min(pairs, key=difference, default=None)
+    return nearest and (nearest[0].name, nearest[1].name)
 
 
 def best(cells: Sequence[MeasuredCell]) -> MeasuredCell | None:
     """The valid cell with the highest median of output tokens/s, all of one window; None when there is none."""
     valid = [cell for cell in cells if cell.valid]
     steady = all_steady(valid)
-    known = [(value, cell) for cell in valid if (value := median(cell.throughput(steady))) is not None]
-    return max(known, key=lambda pair: pair[0])[1] if known else None
-
-
-# --- Two cells ---
+    rates = {cell.cell_id: median(cell.throughput(steady)) for cell in valid}
+    measured = [cell for cell in valid if rates[cell.cell_id] is not None]
+    return max(measured, key=lambda cell: rates[cell.cell_id], default=None)
 
 
 def is_steady(metric: str, *cells: MeasuredCell) -> bool:
@@ -243,22 +239,14 @@ class Comparisons:
         for cell in run.cells:
             reference = references[cell.load]
             to_reference[cell.cell_id] = served(cell, reference, THROUGHPUT) if reference else None
+        names = {cell.cell_id: short_name(cell, baselines[cell.load]) for cell in run.cells}
+        both_there = {at: both for at, both in pairs.items() if None not in both}
+        not_varied = _not_varied(run, base) if base else ()
         return cls(
-            clock=run.clock,
-            cells=run.cells,
-            loads=tuple(run.loads),
-            load=load,
-            baselines=baselines,
-            references=references,
-            names={cell.cell_id: short_name(cell, baselines[cell.load]) for cell in run.cells},
-            pair=pair,
-            pairs={at: both for at, both in pairs.items() if None not in both},
-            not_varied=_not_varied(run, base) if base else (),
-            served=served_by_cell,
-            engine=engine_by_cell,
-            decisive=decisive,
-            to_reference=to_reference,
-        )
+            clock=run.clock, cells=run.cells, loads=tuple(run.loads), load=load, baselines=baselines,
+            references=references, names=names, pair=pair, pairs=both_there, not_varied=not_varied,
+            served=served_by_cell, engine=engine_by_cell, decisive=decisive, to_reference=to_reference,
+        )  # fmt: skip
 
     @property
     def base(self) -> MeasuredCell | None:
@@ -280,8 +268,8 @@ class Comparisons:
         """Every cell at that load against the baseline, all in one clock: engine time where it has any, else served."""
         for by_clock in (self.engine, self.served):
             judged = [(cell, by_clock[cell.cell_id], metric) for cell in self.reported for metric in JUDGED]
-            if known := [(cell, one[metric]) for cell, one, metric in judged if metric in one]:
-                return known
+            if changes := [(cell, ratios[metric]) for cell, ratios, metric in judged if metric in ratios]:
+                return changes
         return []
 
     @property
@@ -289,13 +277,12 @@ class Comparisons:
         """Configurations that differ from the baseline in one setting; in the layout only where no pair is compared."""
         effects = []
         for cell in self.cells:
-            base = self.baselines[cell.load]
-            changed = differing(cell, base) if base is not None and cell is not base else set()
-            if base is None or len(changed) != 1 or (self.pairs and changed == {"layout"}):
-                continue
-            (setting,) = changed
-            both = (effective(settings, setting) for settings in (cell.settings, base.settings))
-            effects.append(SettingEffect(setting, *both, cell, base))
+            base = self.baselines[cell.load] or cell
+            changed = differing(cell, base)
+            if len(changed) == 1 and not (self.pairs and changed == {"layout"}):
+                (setting,) = changed
+                both = (effective(settings, setting) for settings in (cell.settings, base.settings))
+                effects.append(SettingEffect(setting, *both, cell, base))
         return effects
 
     def at(self, load: MeasuredLoad) -> list[MeasuredCell]:
@@ -319,16 +306,16 @@ class Comparisons:
 
 
 def against(
-    known: Callable[[str, str], Comparison | None], cell: MeasuredCell, other: MeasuredCell, metric: str
+    to_baseline: Callable[[str, str], Comparison | None], cell: MeasuredCell, other: MeasuredCell, metric: str
 ) -> Comparison | None:
     """A configuration against the baseline, or the baseline against it; None where neither is the baseline.
 
-    ``known``: a cell's id and a metric -> against the baseline.
+    ``to_baseline``: a cell's id and a metric -> against the baseline.
     """
     if other.is_baseline:
-        return known(cell.cell_id, metric)
-    one = known(other.cell_id, metric) if cell.is_baseline else None
-    return one.inverse() if one else None
+        return to_baseline(cell.cell_id, metric)
+    ratio = cell.is_baseline and to_baseline(other.cell_id, metric)
+    return ratio.inverse() if ratio else None
 
 
 def _against_baseline(
@@ -357,16 +344,16 @@ def _decided_load(run: Run, decisive: Mapping[str, Mapping[str, Comparison]]) ->
     """In closed loop a throughput decides a load; in open loop the arrivals set it, so a p95 decides as well."""
     for load in reversed(run.loads):
         metrics = JUDGED if load.mode == "open" else (THROUGHPUT,)
-        known = [decisive[cell.cell_id] for cell in run.at(load)]
-        if any(one[metric].decided for one in known for metric in metrics if metric in one):
+        ratios = [decisive[cell.cell_id] for cell in run.at(load)]
+        if any(by_metric[metric].decided for by_metric in ratios for metric in metrics if metric in by_metric):
             return load
     return run.loads[-1] if run.loads else None
 
 
 def _not_varied(run: Run, base: MeasuredCell) -> tuple[str, ...]:
-    known = {*base.settings, *(_ASKED if run.is_built_in else ())}
     varied = {name for cell in run.at(base.load) for name in differing(cell, base)}
-    return tuple(setting_title(name) for name in _ASKED if name in known - varied)
+    asked = [name for name in _ASKED if name not in varied and (run.is_built_in or name in base.settings)]
+    return tuple(map(setting_title, asked))
 
 
 # --- In words ---
@@ -374,8 +361,8 @@ def _not_varied(run: Run, base: MeasuredCell) -> tuple[str, ...]:
 
 def marked(comparison: Comparison) -> str:
     """1.65x; ≈1.02x when level; 1.65x? when not told apart from 1, as ``RATIO_MARKS`` explains."""
-    level, undecided = comparison.call == Call.LEVEL, comparison.call == Call.UNDECIDED
-    return f"{'≈' if level else ''}{words.ratio(comparison.ratio)}{'?' if undecided else ''}"
+    level, undecided = (comparison.call == call for call in (Call.LEVEL, Call.UNDECIDED))
+    return "≈" * level + words.ratio(comparison.ratio) + "?" * undecided
 
 
 def amount(ratio: float) -> str:
@@ -383,7 +370,8 @@ def amount(ratio: float) -> str:
     if ratio >= 2:
         return f"{_number(ratio, times=True)}x"
     number = _number(ratio, times=False)
-    return f"{number if number == '0' or number[0] == '−' else f'+{number}'} %"
+    grown = number != "0" and not number.startswith("−")
+    return "+" * grown + f"{number} %"
 
 
 def interval(comparison: Comparison) -> str:

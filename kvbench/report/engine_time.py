@@ -72,7 +72,7 @@ def engine_time_note(measured: EngineTime) -> str:
     visible = [e.smallest for e in effects if e.metric == THROUGHPUT and e.smallest is not None]
     ends = dict.fromkeys(f"{100 * end:.1f}" for end in (min(visible), max(visible))) if visible else ()
     times = say("engine_time.launches", n=launches)
-    longer = say("engine_time.first_turns", steps=first) if first and first != lengths else ""
+    longer = say("engine_time.first_turns", first not in ("", lengths), steps=first)
     sentences = {
         say("engine_time.unfinished", launches=times): not measured.finished,
         say("engine_time.turns", launches=times, steps=lengths, first=longer): True,

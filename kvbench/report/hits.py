@@ -131,8 +131,8 @@ class HitLedger:
         values = {"name": self.cell.marked_name, "load": self.cell.load.short, "hit": self.percent(self.hit)}
         if self.shared is None:
             return say("hits.not_simulated", reason=self.reason, **values)
-        lost = self.signed(self.largest_gap) if self.largest_gap else ""
-        return say("hits.ledger", "gap" if lost else "other", shared=self.percent(self.shared), gap=lost, **values)
+        lost = self.largest_gap and self.signed(self.largest_gap)
+        return say("hits.ledger", bool(lost), shared=self.percent(self.shared), gap=lost, **values)
 
 
 def signed_percent(share: float) -> str:
@@ -233,7 +233,7 @@ def _ledger(run: Run, cell: MeasuredCell) -> HitLedger:
     if sent is None:
         sent = _sum(number(repeat.metrics.total_input_tokens) for repeat in repeats) or 0.0
     counted = _sum(number(_counted(repeat)) for repeat in repeats)
-    told = _sum(number(repeat.metrics.total_cached_tokens) for repeat in repeats)
+    told_in_answers = _sum(number(repeat.metrics.total_cached_tokens) for repeat in repeats)
     reason = "".join(reasons[:1])
     if simulated and totals["lru"] is None:
         reason = say("hits.no_capacity")
@@ -241,7 +241,7 @@ def _ledger(run: Run, cell: MeasuredCell) -> HitLedger:
         reason = say("hits.some_repeats", some=len(simulated), every=len(cell.repeats), reason=reason)
     elif simulated and "steady" in run.cache_state:
         reason = say("hits.not_emptied")
-    return HitLedger(cell, sent, counted, told, **totals, reason=reason)
+    return HitLedger(cell, sent, counted, told_in_answers, **totals, reason=reason)
 
 
 def _source(run: Run, cell: MeasuredCell, repeat: Repeat) -> _SimulationInput:

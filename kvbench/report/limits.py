@@ -109,15 +109,13 @@ class Rule:
 
     def evidence(self, facts: LoadFacts) -> str:
         """Says what it saw in ``facts``, for which it holds."""
-        asked = f" of {facts.asked:g}" if facts.asked else ""
+        asked = say("limits.asked", bool(facts.asked), asked=facts.asked)
         running = words.decimal(facts.running)
-        ran = "" if facts.running is None else say("limits.ran", running=running, asked=asked)
-        busy = "" if facts.busy is None else say("limits.busy", busy=words.percent(facts.busy))
-        scaled = ""
-        if facts.scaling is not None:
-            more, rate = words.ratio(facts.running_growth), words.ratio(facts.rate_growth)
-            scaled = say("limits.scaled", more=more, below=facts.below, rate=rate)
-        peak = "" if facts.kv_peak is None else say("limits.peak", peak=words.percent(facts.kv_peak))
+        ran = say("limits.ran", facts.running is not None, running=running, asked=asked)
+        busy = say("limits.busy", facts.busy is not None, busy=words.percent(facts.busy))
+        more, rate = words.ratio(facts.running_growth), words.ratio(facts.rate_growth)
+        scaled = say("limits.scaled", facts.scaling is not None, more=more, below=facts.below, rate=rate)
+        peak = say("limits.peak", facts.kv_peak is not None, peak=words.percent(facts.kv_peak))
         return say(
             "limits.rule", self.name, ran=ran, compute=", ".join(filter(None, (busy, scaled))), peak=peak,
             kv_wait=words.percent(facts.kv_wait), preemptions=words.significant(facts.preemptions, 2),
@@ -324,7 +322,7 @@ class Break:
         """at 3/s (KV memory); at 5/s where no limit was seen; not up to 5/s"""
         if self.at is None:
             return say("limits.not_up_to", load=self.cells[-1].load.short)
-        return self.at.load.where + (f" ({self.limit})" if self.limit not in (NOTHING, UNKNOWN) else "")
+        return say("limits.where", self.limit not in (NOTHING, UNKNOWN), where=self.at.load.where, limit=self.limit)
 
 
 def breaks(comparisons: Comparisons, every: Sequence[CellLimit]) -> list[Break]:

@@ -86,7 +86,7 @@ def validity(run: Run) -> Validity:
             why = failed_words(cell.failure_messages, count, cell.sent)
             failed.append(say("provenance.failed", cell.doubt, cell=_named(cell), why=why))
     invalid = _grouped_reasons(run.cells)
-    incomplete = [say("provenance.missing", cells=", ".join(run.missing))] if run.missing else []
+    incomplete = [say("provenance.missing", cells=", ".join(run.missing))] * bool(run.missing)
     if run.not_kept:
         incomplete = [say("provenance.not_kept", cells=words.plural(len(run.missing), "cell"))]
     incomplete += [*run.short, *run.problems]
@@ -114,7 +114,7 @@ def _grouped_reasons(cells: Sequence[MeasuredCell]) -> list[str]:
     lines = []
     for (reason, where), *others in kinds.values():
         names = ", ".join(dict.fromkeys(name for _, name in others))
-        more = say("provenance.more_like_it", count=len(others), names=names) if others else ""
+        more = say("provenance.more_like_it", bool(others), count=len(others), names=names)
         lines.append(f"{where}: {reason.rstrip('.')}{more}")
     return lines
 
@@ -158,7 +158,7 @@ def random_weights(run: Run) -> bool:
 def code_paths(run: Run) -> list[str]:
     """Says what besides the page table distinguishes the built-in engine's layouts, in a run of both."""
     both = any(cell.is_contiguous for cell in run.cells) and any(cell.is_paged for cell in run.cells)
-    return [say("provenance.code_paths", "simulated" if run.simulated else "")] if both and run.is_built_in else []
+    return [say("provenance.code_paths", bool(run.simulated))] * (both and run.is_built_in)
 
 
 def repeats_are(run: Run) -> str:
@@ -254,8 +254,10 @@ def _once(texts: Iterable[str]) -> str:
 def _threads(info: ServerInfo) -> str:
     """``2, bound to cores 0 and 1``, and what is said of it; empty where the server does not tell."""
     threads, cores = info.resolved.num_threads, info.resolved.bound_cores
-    bound = f", bound to {core_words(cores)}" if cores else ""
-    return "; ".join((f"{threads}{bound}", *info.server.notes)) if threads else ""
+    if not threads:
+        return ""
+    bound = say("provenance.bound", bool(cores), cores=core_words(cores or ()))
+    return "; ".join((f"{threads}{bound}", *info.server.notes))
 
 
 def _launches(run: Run) -> list[tuple[str, str]]:
@@ -275,8 +277,8 @@ def kv_capacity(capacity: Capacity) -> str:
     if not (tokens := capacity.capacity_tokens):
         return ""
     size = capacity.kv_bytes or tokens * (capacity.bytes_per_token or 0)
-    kind = f" of {capacity.kv_type}" if capacity.kv_type else ""
-    return f"{words.count(tokens)} tokens" + (f", {words.data_size(size)}{kind}" if size else "")
+    kind = say("provenance.kind", bool(capacity.kv_type), kind=capacity.kv_type)
+    return f"{words.count(tokens)} tokens" + say("provenance.memory", bool(size), size=words.data_size(size), kind=kind)
 
 
 def made_from(run: Run) -> str:
@@ -296,9 +298,9 @@ def _made_from(cell: MeasuredCell, duration_s: Any) -> str:
     if scales := [scale for scale in notes.length_scale if scale]:
         parts.append("lengths x " + words.listing([f"{scale:.3g}" for scale in scales]))
     if notes.trace is not None:
-        part = say("provenance.part_of_trace", seconds=notes.duration_s) if notes.duration_s else "the trace"
+        part = say("provenance.part_of_trace", bool(notes.duration_s), seconds=notes.duration_s)
         if notes.rate_scale is not None:
-            part += say("provenance.speed", "own" if notes.rate_scale == 1 else "other", speed=notes.rate_scale)
+            part += say("provenance.speed", notes.rate_scale == 1, speed=notes.rate_scale)
         parts.append(part)
         if notes.trace_requests:
             parts.append(words.plural(notes.trace_requests, "request"))
@@ -337,7 +339,7 @@ def simulated_details(run: Run) -> list[str]:
     """Says what limits the numbers of a simulated run, the most important first."""
     if not (engine := run.simulated):
         return []
-    source = engine.cost_model + (f" by {engine.calibration}" if engine.calibration else ", not calibrated")
+    source = say("provenance.calibrated", bool(engine.calibration), model=engine.cost_model, file=engine.calibration)
     kinds: dict[str, str] = {}  # of sentences that differ in their numbers only the one of the highest load
     for cell in run.by_load:
         for part in RequestNotes.model_validate(cell.notes).cost_model or ():

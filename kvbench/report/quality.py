@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from kvbench.common import text as words
 from kvbench.report.comparisons import Comparisons, amount, interval, sized, spread, tokens_held
 from kvbench.report.provenance import model_name, random_weights
-from kvbench.report.tables import NONE, Part, ReportTable, Row, Section, Value, entry, listed_table, texts
+from kvbench.report.tables import NO_TABLE, NONE, Part, ReportTable, Row, Section, Value, entry, listed_table, texts
 from kvbench.report.wording import say
 from kvbench.runs.model import MeasuredCell, Run
 from kvbench.runs.quality import MARGINS, ConfigurationFigures, QualityResult, figure, is_beyond
@@ -71,7 +71,7 @@ class Quality:
         if self.figures is None:
             return say("quality.canaries", n=self.canaries)
         kld = kld_text(figure(self.figures, "mean"))
-        return say("quality.kld", "doubt" if self.doubt else "other", kld=kld, doubt=self.doubt)
+        return say("quality.kld", bool(self.doubt), kld=kld, doubt=self.doubt)
 
     def __str__(self) -> str:
         """KLD 0.0009, perplexity +0.2 %, passkeys 98 %"""
@@ -122,7 +122,9 @@ def times(ratio: float) -> str:
 def saturation_words(cell: MeasuredCell) -> str:
     """0.2 % of the sampled K and V have fp8's largest code; empty where none has."""
     cut, sampled = (cell.counter(f"kv_{which}_values_total") for which in ("saturated", "sampled"))
-    return say("quality.saturated", share=fine_percent(cut / sampled)) if cut and sampled else ""
+    if not (cut and sampled):
+        return ""
+    return say("quality.saturated", share=fine_percent(cut / sampled))
 
 
 def qualities(run: Run) -> dict[str, Quality]:
@@ -166,13 +168,13 @@ def answer_sentences(run: Run, result: QualityResult, short_names: Mapping[str, 
     every = result.configurations
     outside = [names.get(config_id, config_id) for config_id, figures in every.items() if figures.outside]
     values = {"whole": words.plural(len(every), "configuration"), "names": words.and_more(outside)}
-    within = say("quality.within", "some" if outside else "all", outside=len(outside), **values)
+    within = say("quality.within", bool(outside), outside=len(outside), **values)
     yield within + say("quality.missing", n=len(names.keys() - every.keys())) + "."
     if result.note:
         yield result.note
     elif result.beside:
         own = model_name(run) or "the run's own model"
-        why = say("quality.random") if random_weights(run) else ""
+        why = say("quality.random", random_weights(run))
         yield say("quality.other_model", model=result.model, own=own, why=why)
     if different := result.differs_from(run.manifest):
         yield say("quality.other_code", different="; ".join(different))
@@ -189,17 +191,16 @@ def prices(comparisons: Comparisons, by_id: Mapping[str, Quality]) -> Iterator[s
         if not (is_quantised(cell) and quality.figures):
             continue
         text = f"{comparisons.names[cell.cell_id]}: {quality}"
-        held = tokens_held(cell, comparisons.base) if comparisons.base else None
+        held = comparisons.base and tokens_held(cell, comparisons.base)
         if held and held >= _VISIBLE:
             text += say("quality.held", ratio=words.significant(held, 2))
         speed = comparisons.throughput_of(cell)
         if speed and speed.decided:
             clock = say("quality.in_clock", speed.clock, clock=speed.clock)
             text += " ".join(filter(None, [" at", amount(speed.ratio), "tokens/s", interval(speed), clock]))
-        verdict = say("quality.verdict", "limits") if quality.outside else quality.verdict
+        verdict = say("quality.price", quality.verdict or "safe")
         outliers = outlier_words(cell, quality.figures.kv_outliers)
-        text = f"{text}: {verdict or say('quality.verdict', 'safe')}."
-        yield f"{text} {outliers}." if outliers else text
+        yield f"{text}: {verdict}." + say("quality.outliers", bool(outliers), outliers=outliers)
 
 
 # --- The tables ---
@@ -221,13 +222,17 @@ def _signed_percent(value: float) -> str:
 
 
 def _interval(low: float | None, high: float | None, render: Callable[[float], str]) -> str:
-    return "" if low is None or high is None else f"{render(low)} to {render(high)}"
+    if low is None or high is None:
+        return ""
+    return f"{render(low)} to {render(high)}"
 
 
 def _number(figures: ConfigurationFigures | None, name: str, render: Callable[[float], str]) -> Value:
     """A figure with its interval, whose ends are named as the figure is with ``_low`` and ``_high``."""
     number, low, high = (figure(figures, name + end) for end in ("", "_low", "_high"))
-    return NONE if number is None else entry(number, render(number), _interval(low, high, render))
+    if number is None:
+        return NONE
+    return entry(number, render(number), _interval(low, high, render))
 
 
 def _share(figures: ConfigurationFigures | None, name: str, agreeing: str, whole: str) -> Value:
@@ -290,31 +295,35 @@ def answer_quality_table(result: QualityResult, comparisons: Comparisons) -> Rep
     for config_id in dict.fromkeys([*names, *result.configurations]):
         figures, cell = result.configurations.get(config_id), reported.get(config_id)
         within = Value("not measured")
-        if figures:
-            reasons = words.and_more(figures.outside, _MOST_REASONS, "; ")
-            within = Value("outside", 1, reasons, "worse") if figures.outside else Value("within", 0)
+        if figures and figures.outside:
+            within = Value("outside", 1, words.and_more(figures.outside, _MOST_REASONS, "; "), "worse")
+        elif figures:
+            within = Value("within", 0)
         shown = (*texts(names.get(config_id, config_id)), within, *_speed_and_room(cell, comparisons))
         rows.append(Row(cell, (*shown, *_figures(figures, result.limits)), "configurations"))
     limits = (_limit(key, shown, result.limits) for key, shown in _COLUMNS.items())
     rows.append(Row(None, (Value("limit"), *(NONE,) * 3, *limits), "limit"))
-    at = f", {comparisons.load.short}" if comparisons.load else ""
-    titles = {"configuration": "configuration", "within": "limits", "tokens_per_s": f"output tok/s{at}"}
+    rate = ", ".join(filter(None, ("output tok/s", comparisons.load and comparisons.load.short)))
+    titles = {"configuration": "configuration", "within": "limits", "tokens_per_s": rate}
     titles |= {"capacity": "tokens held"} | {key: shown.title for key, shown in _COLUMNS.items()}
     return listed_table([(key, title, say("quality.hint", key)) for key, title in titles.items()], rows)
 
 
 def _figures(figures: ConfigurationFigures | None, limits: Mapping[str, float]) -> Iterator[Value]:
     """An entry a column, marked where it is beyond its limit."""
-    full_pool = any("full pool" in why for why in figures.outside) if figures else False
+    full_pool = figures is not None and any("full pool" in why for why in figures.outside)
     for key, shown in _COLUMNS.items():
         value = shown.of(figures)
         beyond = key in limits and isinstance(value.sort, float) and is_beyond(key, value.sort, limits[key])
-        yield replace(value, mark="worse") if beyond or (key == "full_pool" and full_pool) else value
+        if beyond or (key == "full_pool" and full_pool):
+            value = replace(value, mark="worse")
+        yield value
 
 
 def _limit(key: str, shown: _QualityColumn, limits: Mapping[str, float]) -> Value:
-    sign = "≥" if MARGINS.get(key, 0.0) < 0 else "≤"
-    return Value(f"{sign} {shown.limit(limits[key])}") if key in limits else NONE
+    if key not in limits:
+        return NONE
+    return Value(say("quality.limit", MARGINS.get(key, 0.0) < 0, limit=shown.limit(limits[key])))
 
 
 def _speed_and_room(cell: MeasuredCell | None, comparisons: Comparisons) -> tuple[Value, Value]:
@@ -322,12 +331,14 @@ def _speed_and_room(cell: MeasuredCell | None, comparisons: Comparisons) -> tupl
     if cell is None:
         return NONE, NONE
     rates, change = spread(cell.throughput()), comparisons.throughput_of(cell)
-    note = f"{sized(change)} {change.clock}" if change else ""
-    rate = rates.median if rates else None
-    held = cell.capacity.capacity_tokens or None
-    more = tokens_held(cell, comparisons.base) if comparisons.base else None
-    ratio = f"{words.significant(more, 2)}x" if more and abs(more - 1) > 0.05 else ""
-    return entry(rate, words.tokens_per_s(rate), note), entry(held, words.count(held), ratio)
+    speed, room, held = NONE, NONE, cell.capacity.capacity_tokens
+    if rates:
+        note = " ".join((sized(change), change.clock) if change else ())
+        speed = entry(rates.median, words.tokens_per_s(rates.median), note)
+    if held:
+        more = (comparisons.base and tokens_held(cell, comparisons.base)) or 1.0
+        room = entry(held, words.count(held), times(more) * (abs(more - 1) > 0.05))
+    return speed, room
 
 
 def passkey_table(result: QualityResult, names: Mapping[str, str]) -> ReportTable:
@@ -342,11 +353,13 @@ def passkey_table(result: QualityResult, names: Mapping[str, str]) -> ReportTabl
         if share is not None and share < 1:
             columns[names.get(config_id, config_id)] = figures
     rows = []
-    for key, title in _BINS.items() if len(columns) > 1 else ():
+    if len(columns) < 2:
+        return NO_TABLE
+    for key, title in _BINS.items():
         bins = [{part.of: (part.right, part.asked) for part in getattr(f.passkey, key)} for f in columns.values()]
         every = list(dict.fromkeys(name for counts in bins for name in counts))
         wrong = {name for counts in bins for name, (right, asked) in counts.items() if right < asked}
-        all_right = [name for name in every if name not in wrong] if key == "by_residue" else []
+        all_right = [name for name in every if name not in wrong and key == "by_residue"]
         named = {name: [counts.get(name) for counts in bins] for name in every if name not in all_right}
         if all_right:
             merged = ([counts[name] for name in all_right if name in counts] for counts in bins)

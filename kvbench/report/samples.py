@@ -33,7 +33,7 @@ class Agreement:
 
     def __str__(self) -> str:
         """47 of 48 equal in all tokens"""
-        return say("samples.equal", "tokens" if self.by_tokens else "text", equal=self.equal, both=self.both)
+        return say("samples.equal", self.by_tokens, equal=self.equal, both=self.both)
 
 
 @dataclass(frozen=True)
@@ -155,5 +155,5 @@ def section(samples: OutputSamples | None) -> Section:
     """A row a configuration: outputs that are the baseline's; no rows where no outputs are stored."""
     agreements = samples.agreements if samples else ()
     rows = [Row(None, (*texts(one.configuration), Value(str(one), one.equal / one.both))) for one in agreements]
-    note = say("samples.random") if samples and samples.random_weights else ""
+    note = say("samples.random", samples is not None and samples.random_weights)
     return Section("outputs", "Equal to the baseline", listed_table(("configuration", "outputs"), rows), note)

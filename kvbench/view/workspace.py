@@ -171,8 +171,8 @@ class Workspace:
 
     def _open(self, folder: Path) -> Run:
         for path, names, files in os.walk(folder):
-            for each in (*names, *files):
-                self._check_link(Path(path, each))
+            for name in (*names, *files):
+                self._check_link(Path(path, name))
         run = read_run(folder)
         if run.damaged and not run.cells:
             raise UsageError(run.damaged[0])

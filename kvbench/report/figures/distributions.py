@@ -128,9 +128,10 @@ def drawing(comparisons: Comparisons, look: Mapping[str, LineStyle]) -> Drawing 
         cells = [cell for cell in comparisons.at(load) if cell.valid]
         frame = distributions(cells)
         if len(frame):
-            window = "steady" if all_steady_latency(cells) else "whole"
             left = len(comparisons.at(load)) - frame["configuration"].nunique()
-            caption = say("distributions.caption", window, clock=words.upper_first(comparisons.clock))
+            caption = say(
+                "distributions.caption", all_steady_latency(cells), clock=words.upper_first(comparisons.clock)
+            )
             caption += say("distributions.left_out", n=left)
             return Drawing("distributions", _title(cells), caption, distributions_figure(frame, look), _WIDTH)
     return None

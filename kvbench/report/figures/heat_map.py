@@ -150,8 +150,7 @@ def drawing(run: Run, comparisons: Comparisons) -> Drawing | None:
         frame = heat_map(run, comparisons, load)
         if len(frame):
             time = str(frame["time"].iloc[0])
-            spread = "repeats" if time in (SERVED, SIMULATED) else "interval"
-            caption = say("heat_map.caption", spread, load=load.label, time=time)
+            caption = say("heat_map.caption", time in (SERVED, SIMULATED), load=load.label, time=time)
             caption += say("heat_map.uncoloured") * bool(frame["ratio"].isna().any())
             width = 130 + 90 * frame[_settings(frame)[-2]].nunique()
             return Drawing("heat-map", _title(frame), caption, heat_map_figure(frame), width)
@@ -163,7 +162,7 @@ def _title(frame: pd.DataFrame) -> str:
     better = frame[frame["decided"] & (frame["ratio"] > 1)]
     if better.empty:
         settings = words.listing([setting_title(key) for key in _settings(frame)])
-        return say("heat_map.none_ahead", "decided" if frame["decided"].any() else "open", settings=settings)
+        return say("heat_map.none_ahead", bool(frame["decided"].any()), settings=settings)
     top = better.loc[better["ratio"].idxmax()]
     values = {"name": top["configuration"], "ratio": top["text"]}
     return say("heat_map.furthest", measured=frame["ratio"].notna().sum(), **values)

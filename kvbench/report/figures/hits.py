@@ -84,7 +84,7 @@ def _figure(bars: pd.DataFrame, look: Mapping[str, LineStyle]) -> go.Figure:
         colours = {"level": look[panel["configuration"].iloc[0]].colour, "lost": _LOST, "unexplained": GREY}
         texts = [_text(bar.kind, bar.change / 100) for bar in panel.itertuples()]
         hovers = [
-            say("hits.hover", "why" if bar.why else "other", step=bar.step, text=text, tokens=bar.tokens, why=bar.why)
+            say("hits.hover", bool(bar.why), step=bar.step, text=text, tokens=bar.tokens, why=bar.why)
             for bar, text in zip(panel.itertuples(), texts, strict=True)
         ]
         figure.add_bar(
