@@ -344,8 +344,8 @@ def _decided_load(run: Run, decisive: Mapping[str, Mapping[str, Comparison]]) ->
     """In closed loop a throughput decides a load; in open loop the arrivals set it, so a p95 decides as well."""
     for load in reversed(run.loads):
         metrics = JUDGED if load.mode == "open" else (THROUGHPUT,)
-        known = [decisive[cell.cell_id] for cell in run.at(load)]
-        if any(one[metric].decided for one in known for metric in metrics if metric in one):
+        ratios = [decisive[cell.cell_id] for cell in run.at(load)]
+        if any(by_metric[metric].decided for by_metric in ratios for metric in metrics if metric in by_metric):
             return load
     return run.loads[-1] if run.loads else None
 

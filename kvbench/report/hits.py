@@ -233,7 +233,7 @@ def _ledger(run: Run, cell: MeasuredCell) -> HitLedger:
     if sent is None:
         sent = _sum(number(repeat.metrics.total_input_tokens) for repeat in repeats) or 0.0
     counted = _sum(number(_counted(repeat)) for repeat in repeats)
-    told = _sum(number(repeat.metrics.total_cached_tokens) for repeat in repeats)
+    told_in_answers = _sum(number(repeat.metrics.total_cached_tokens) for repeat in repeats)
     reason = "".join(reasons[:1])
     if simulated and totals["lru"] is None:
         reason = say("hits.no_capacity")
@@ -241,7 +241,7 @@ def _ledger(run: Run, cell: MeasuredCell) -> HitLedger:
         reason = say("hits.some_repeats", some=len(simulated), every=len(cell.repeats), reason=reason)
     elif simulated and "steady" in run.cache_state:
         reason = say("hits.not_emptied")
-    return HitLedger(cell, sent, counted, told, **totals, reason=reason)
+    return HitLedger(cell, sent, counted, told_in_answers, **totals, reason=reason)
 
 
 def _source(run: Run, cell: MeasuredCell, repeat: Repeat) -> _SimulationInput:

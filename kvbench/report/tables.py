@@ -163,8 +163,8 @@ def identity_columns() -> list[Column]:
 
 def recomputed_column() -> Column:
     """The column of the tokens that were computed again after a preemption."""
-    of = "recomputed_tokens_total"
-    return number_column("recomputed_tokens", "recom\u00adputed", lambda cell: cell.counter(of), words.count)
+    counter = "recomputed_tokens_total"
+    return number_column("recomputed_tokens", "recom\u00adputed", lambda cell: cell.counter(counter), words.count)
 
 
 def cell_table(
