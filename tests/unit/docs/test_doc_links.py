@@ -1,4 +1,4 @@
-"""The pages of the documentation: each path that they name exists, and each relative link and anchor leads somewhere."""
+"""The pages of the documentation name paths that exist, and their links and anchors lead somewhere."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _PATH = re.compile(rf"(?<![\w./~-])(?:{_FOLDERS})/[\w./*-]*[\w*/]")
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 _WRITTEN = {"ci/noise/"}
-"""What a reader's own commands write."""
+"""Paths that a reader's own commands write."""
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors of a page's headings, as GitHub makes them: a repeated one gets a number."""
+    """Returns the anchors of a page's headings, as GitHub makes them: a repeated one gets a number."""
     text, seen, result = _FENCED.sub("", page.read_text()), Counter[str](), set[str]()
     for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE):
         shown = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading)
@@ -31,7 +31,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def broken_links(page: Path) -> Iterator[str]:
-    """The relative links of a page to a file or an anchor that is not there."""
+    """Yields the relative links of a page to a file or an anchor that is not there."""
     for link in _LINK.findall(page.read_text()):
         if "://" in link:
             continue
@@ -42,7 +42,7 @@ def broken_links(page: Path) -> Iterator[str]:
 
 
 def missing_paths(page: Path) -> Iterator[str]:
-    """The paths of this repository that a page names and that are not there; a ``*`` may stand for anything."""
+    """Yields the paths that a page names and that are not there; a ``*`` stands for anything."""
     for path in sorted(set(_PATH.findall(page.read_text())) - _WRITTEN):
         if not any(ROOT.glob(path.rstrip("/"))):
             yield path
