@@ -10,7 +10,7 @@ from kvbench.effects.comparison import FEWEST, Call
 from kvbench.metrics.definitions import ENGINE
 from kvbench.report.answers import count_words, gain, in_clock, joined, loss, room_words, throughput_words, ttft_words
 from kvbench.report.comparisons import THROUGHPUT, amount, signed_interval, spread
-from kvbench.report.decision import Advice, Candidate, Decision, Verdict
+from kvbench.report.decision import Advice, Candidate, Decision, Worth
 from kvbench.report.limits import growth_brief
 from kvbench.report.quality import is_quantised
 from kvbench.report.tables import UNCERTAIN
@@ -66,13 +66,11 @@ def _alone(decision: Decision) -> list[str]:
     rates = spread(cell.throughput())
     if cell.doubt or rates is None:
         return _doubt(decision, cell)
-    rate, low, high = map(words.tokens_per_s, (rates.median, rates.low, rates.high))
-    bounds = say("headline.bounds", rates.n > 1, low=low, high=high)
+    bounds = say("headline.bounds", rates.n > 1, rates=rates)
     (ttft, few), whole = cell.percentile("ttft_ms", "p95"), say("headline.whole_run", not cell.has_steady_latency)
-    name, place = words.upper_first(cell.name), {"clock": cell.clock, "where": cell.load.where}
     return [
-        say("headline.alone", name=name, rate=rate, bounds=bounds, **place),
-        say("headline.alone_ttft", bool(ttft), ttft=words.ms(ttft), mark=UNCERTAIN * few + whole),
+        say("headline.alone", cell=cell, rates=rates, bounds=bounds),
+        say("headline.alone_ttft", bool(ttft), ttft=ttft, mark=UNCERTAIN * few + whole),
         say("headline.nothing_to_compare"),
     ]
 
@@ -90,23 +88,21 @@ def _not_told(decision: Decision) -> list[str]:
     if base.doubt or len(doubtful) > len(candidates) / 2:
         return _doubt(decision, doubtful[0])
     names = say("headline.changed", n=len(candidates), name=brief_name(candidates[0]))
-    first = say("headline.cannot_tell", names=names, base=base.name, where=base.load.where)
+    first = say("headline.cannot_tell", names=names, base=base)
     smallest = [one.throughput.smallest for one in candidates if one.throughput and one.throughput.smallest]
     if not smallest:
         return [first, say("headline.no_interval", fewest=FEWEST)]
-    return [first, say("headline.smallest", change=words.percent(max(smallest)))]
+    return [first, say("headline.smallest", change=max(smallest))]
 
 
 def _doubt(decision: Decision, cell: MeasuredCell) -> list[str]:
     """Says in a few words why a cell cannot be compared."""
-    place = {"name": cell.name, "where": cell.load.where}
     if cell.doubt == "refused":
-        return [say("headline.refused", failed=cell.count("failed"), sent=cell.sent, **place)]
+        return [say("headline.refused", cell=cell, failed=cell.count("failed"))]
     if cell.doubt == WRONG:
-        counts = cell.canaries
-        return [say("headline.wrong", name=cell.name, wrong=counts.wrong, answered=counts.answered)]
+        return [say("headline.wrong", cell=cell)]
     if not cell.doubt:
-        return [say("headline.no_throughput", **place)]
+        return [say("headline.no_throughput", cell=cell)]
     why = re.sub(r"^repeat \d+: ", "", (cell.invalid_reasons or ("no reason recorded",))[0])
     short = " ".join(re.split(r"[;:,(]| while ", why)[0].split()[:9]).rstrip(".")
     cells = decision.comparisons.cells
@@ -120,7 +116,7 @@ def _best(decision: Decision) -> list[str]:
     assert best.best is not None  # it won by that
     quality, change = best.quality, gain(best, best.best)
     first = say("headline.best", advice, name=brief_name(best), size=change, doubt=quality.doubt)
-    beside = ttft_words(best) if best.verdict == Verdict.PAYS else throughput_words(best)
+    beside = ttft_words(best) if best.verdict == Worth.PAYS else throughput_words(best)
     others = {
         Advice.SHIP: (beside, quality.brief * is_quantised(best.cell), room_words(best)),
         Advice.WOULD_BRING: (beside, growth_brief(decision.breaks), room_words(best)),
@@ -155,12 +151,12 @@ def _only(decision: Decision) -> list[str]:
     """The run has one candidate, and it is not ahead."""
     one = decision.conclusion.advised
     name, where = brief_name(one), one.cell.load.where
-    if one.verdict == Verdict.COSTS and one.throughput:
+    if one.verdict == Worth.COSTS and one.throughput:
         return [say("headline.do_not_ship", name=name, loss=gain(one, one.throughput)), ttft_words(one)]
     call = throughput_words(one)
     if one.throughput:
         call += in_clock(one.throughput)
-    if one.verdict == Verdict.MIXED_P95 and one.best_p95:
+    if one.verdict == Worth.MIXED_P95 and one.best_p95:
         best = one.best_p95
         return [say("headline.risk", name=name, gain=gain(one, best), loss=loss(one, best)), call]
     if one.worst:
@@ -174,12 +170,12 @@ def _only(decision: Decision) -> list[str]:
 def _keep(decision: Decision) -> list[str]:
     base = decision.base
     assert base is not None
-    return [say("headline.keep", name=base.name, where=base.load.where, others=_not_ahead(decision.candidates))]
+    return [say("headline.keep", base=base, others=_not_ahead(decision.candidates))]
 
 
 def _not_ahead(candidates: Sequence[Candidate]) -> str:
     """Writes ``2 changes are not ahead, 5 not decided``."""
-    undecided = sum(one.verdict == Verdict.UNDECIDED for one in candidates)
+    undecided = sum(one.verdict == Worth.UNDECIDED for one in candidates)
     rest = len(candidates) - undecided
     return joined(say("headline.not_ahead", n=rest), say("headline.undecided", n=undecided))
 

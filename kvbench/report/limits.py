@@ -109,20 +109,11 @@ class Rule:
 
     def evidence(self, facts: LoadFacts) -> str:
         """Says what it saw in ``facts``, for which it holds."""
-        asked = say("limits.asked", bool(facts.asked), asked=facts.asked)
-        running = words.decimal(facts.running)
-        ran = say("limits.ran", facts.running is not None, running=running, asked=asked)
-        busy = say("limits.busy", facts.busy is not None, busy=words.percent(facts.busy))
-        more, rate = words.ratio(facts.running_growth), words.ratio(facts.rate_growth)
-        scaled = say("limits.scaled", facts.scaling is not None, more=more, below=facts.below, rate=rate)
-        peak = say("limits.peak", facts.kv_peak is not None, peak=words.percent(facts.kv_peak))
-        return say(
-            "limits.rule", self.name, ran=ran, compute=", ".join(filter(None, (busy, scaled))), peak=peak,
-            kv_wait=words.percent(facts.kv_wait), preemptions=words.significant(facts.preemptions, 2),
-            headroom=words.ratio(facts.headroom), clock=facts.headroom_in, running=running,
-            seats=words.count(facts.seats), grown=words.decimal(facts.grown), client=words.percent(facts.client_cpu),
-            queued=words.percent(facts.queued), stall=words.significant(facts.stall, 2),
-        )  # fmt: skip
+        ran = say("limits.ran", facts.running is not None, facts=facts)
+        busy = say("limits.busy", facts.busy is not None, facts=facts)
+        scaled = say("limits.scaled", facts.scaling is not None, facts=facts)
+        compute = ", ".join(filter(None, (busy, scaled)))
+        return say("limits.rule", self.name, facts=facts, ran=ran, compute=compute)
 
 
 def _batch_is_full(facts: LoadFacts) -> bool:

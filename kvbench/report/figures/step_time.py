@@ -7,20 +7,10 @@ from collections.abc import Iterator, Sequence
 import pandas as pd
 
 from kvbench.common import text as words
+from kvbench.report import tables
 from kvbench.report.figures.bars import COLUMNS, BarPart, bars
 from kvbench.report.style import Drawing, room_for_labels
-from kvbench.report.tables import (
-    Column,
-    Part,
-    ReportTable,
-    Section,
-    Value,
-    cell_table,
-    column,
-    entry,
-    identity_columns,
-    number_column,
-)
+from kvbench.report.tables import Column, Part, ReportTable, Section, Value
 from kvbench.report.wording import say
 from kvbench.runs.kv_ledger import share_of_steps
 from kvbench.runs.metric_names import SIMULATED_SECONDS
@@ -120,21 +110,21 @@ def step_time_table(every_cell: Sequence[MeasuredCell]) -> ReportTable:
         def value(cell: MeasuredCell) -> Value:
             spent = seconds[cell.cell_id][phase]
             share, ms = spent / sum(seconds[cell.cell_id].values()), _ms_a_step(cell, spent)
-            return entry(share, words.percent(share), "" if ms is None else f"{words.significant(ms)} ms")
+            return tables.entry(share, words.percent(share), "" if ms is None else f"{words.significant(ms)} ms")
 
-        return column(phase, PHASES[phase].title, value)
+        return tables.column(phase, PHASES[phase].title, value)
 
     def whole(cell: MeasuredCell) -> float | None:
         return _ms_a_step(cell, sum(seconds[cell.cell_id].values()))
 
     columns = [
-        *identity_columns(),
-        number_column("steps", "steps", lambda cell: cell.counter("steps_total"), words.count),
-        number_column("step_ms", "ms a step", whole, words.milliseconds),
+        *tables.identity_columns(),
+        tables.number_column("steps", "steps", lambda cell: cell.counter("steps_total"), words.count),
+        tables.number_column("step_ms", "ms a step", whole, words.milliseconds),
         *map(phase_column, PHASES),
-        number_column("hash_share", "hashing", lambda cell: share_of_steps(cell, "hash_seconds"), words.percent),
+        tables.number_column("hash_share", "hashing", lambda cell: share_of_steps(cell, "hash_seconds"), words.percent),
     ]
-    return cell_table(columns, [c for c in every_cell if c.cell_id in seconds], not_zero=("move", "hash_share"))
+    return tables.cell_table(columns, [c for c in every_cell if c.cell_id in seconds], not_zero=("move", "hash_share"))
 
 
 def _simulated_table(every_cell: Sequence[MeasuredCell]) -> ReportTable:
@@ -152,7 +142,7 @@ def _simulated_table(every_cell: Sequence[MeasuredCell]) -> ReportTable:
             parts = seconds[cell.cell_id]
             return parts.get(name, 0.0) / sum(parts.values())
 
-        return number_column(name, name.replace("_", "-"), share, words.percent)
+        return tables.number_column(name, name.replace("_", "-"), share, words.percent)
 
     cells = [cell for cell in every_cell if cell.cell_id in seconds]
-    return cell_table([*identity_columns(), *map(part_column, names)], cells)
+    return tables.cell_table([*tables.identity_columns(), *map(part_column, names)], cells)

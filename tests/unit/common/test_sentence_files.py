@@ -83,7 +83,7 @@ def entries(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, t
 
 
 def fields(template: str) -> set[str]:
-    return {name for _, name, _, _ in string.Formatter().parse(template) if name is not None}
+    return {name.partition(".")[0] for _, name, _, _ in string.Formatter().parse(template) if name is not None}
 
 
 @pytest.mark.parametrize("file", FILES)
