@@ -18,7 +18,7 @@ class Wording(string.Formatter):
     An entry is a template of `str.format`, or a table of forms. A form is named by the caller, who may give True or
     False for ``yes`` and ``no``; without a name the value ``n`` chooses: ``zero`` where the table has it, ``one``, else
     ``other``. A template that is no table is the form ``yes``, whose ``no`` is empty. A part between bars is left out
-    where a value in it is None, empty or "–". Behind a colon stands one of ``formats``, or a format of Python.
+    where a value in it is None, NaN, empty or "–". Behind a colon stands one of ``formats``, or a format of Python.
 
         keep = "Keep {name}: {reason}"
         changes = { one = "1 change is not ahead", other = "{n} changes are not ahead" }
@@ -55,7 +55,8 @@ class Wording(string.Formatter):
     def _is_known(self, part: str, values: Mapping[str, Any]) -> bool:
         """Tests whether each place of an optional part has a value."""
         names = [name for _, name, _, _ in self.parse(part) if name is not None]
-        return all(self.get_field(name, (), values)[0] not in _UNKNOWN for name in names)
+        known = (self.get_field(name, (), values)[0] for name in names)
+        return all(value not in _UNKNOWN and value == value for value in known)  # NaN is not equal to itself
 
     def format_field(self, value: Any, format_spec: str) -> str:
         """Writes a value in one of ``formats``, else as Python does."""

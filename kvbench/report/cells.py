@@ -78,7 +78,7 @@ def _ratio_columns(comparisons: Comparisons) -> list[Column]:
         reference = comparisons.references[cell.load]
         if cell is reference:
             return Value("1", 1.0) if cell.valid else NONE
-        return tables.ratio_value(comparisons.to_reference[cell.cell_id], cell, reference) if reference else NONE
+        return tables.ratio_value(comparisons.to_reference[cell.cell_id], cell, reference)
 
     title = f"ratio to {named.name if named else 'baseline'}"
     return [Column("ratio", title, say("cells.ratio_hint", marks=RATIO_MARKS), ratio)]

@@ -257,7 +257,7 @@ class Decision:
     qualities: Mapping[str, Quality]
     limits: tuple[CellLimit, ...]
     breaks: tuple[Break, ...]
-    by_load: Mapping[MeasuredLoad, tuple[Candidate, ...]]
+    by_load: Mapping[MeasuredLoad | None, tuple[Candidate, ...]]
 
     @classmethod
     def of(cls, run: Run) -> Decision:
@@ -285,7 +285,7 @@ class Decision:
     @property
     def candidates(self) -> tuple[Candidate, ...]:
         """The configurations beside the baseline at that load."""
-        return self.by_load[self.load] if self.load else ()
+        return self.by_load.get(self.load, ())
 
     @property
     def pair(self) -> tuple[str, str] | None:

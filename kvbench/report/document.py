@@ -85,7 +85,7 @@ def document(run: Run, price_per_hour: float | None = None) -> Document:
     decision = Decision.of(run)
     comparisons = decision.comparisons
     state = decision.validity
-    device = provenance.on_what(run) if run.simulated else None
+    device = provenance.on_what(run)
     banner = say("document.banner", state.status)
     outputs = None if run.simulated else samples.output_samples(comparisons, provenance.random_weights(run))
     slo = words.slo_words(run.load_section.get("slo"))
@@ -210,9 +210,9 @@ def _counted(run: Run) -> str:
     return "; ".join(filter(None, parts))
 
 
-def _marked(drawing: Drawing, device: str | None) -> Drawing:
+def _marked(drawing: Drawing, device: str) -> Drawing:
     """The figure; of a run that is simulated on a ``device`` its caption says so."""
-    if device is None:
+    if not device:
         return drawing
     caption = words.upper_first(re.sub(r"^Simulated[.;] ", "", drawing.caption))
     return replace(drawing, caption=say("document.simulated_on", device=device, caption=caption))

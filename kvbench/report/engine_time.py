@@ -31,19 +31,21 @@ def engine_time_table(comparisons: Comparisons, measured: EngineTime | None) -> 
         effects = [measured.of(cell_id, metric) for metric in JUDGED]
         if not any(effects):
             continue
-        values = [_value(effect) if effect else NONE for effect in effects]
+        values = list(map(_value, effects))
         cell = cells.get(cell_id)
         if cell is None:
             rows.append(Row(None, (*tables.texts(cell_id), NONE, *values, NONE), "not served"))
             continue
         base = comparisons.baselines[cell.load]
-        ratio = tables.ratio_value(comparisons.as_served(cell, THROUGHPUT), cell, base) if base else NONE
+        ratio = tables.ratio_value(comparisons.as_served(cell, THROUGHPUT), cell, base)
         load = Value(cell.load.short, cell.load.value)
         rows.append(Row(cell, (*tables.texts(cell.name), load, *values, ratio), cell.load))
     return tables.listed_table(("configuration", "load", *_HEADS), rows)
 
 
-def _value(effect: Comparison) -> Value:
+def _value(effect: Comparison | None) -> Value:
+    if effect is None:
+        return NONE
     call = CALLS[effect.call]
     if effect.call == Call.UNDECIDED and effect.smallest is not None:
         call += say("engine_time.would_show", size=100 * effect.smallest)

@@ -132,9 +132,8 @@ def _title(cells: Sequence[MeasuredCell]) -> str:
     steady = all_steady_latency(cells)
     measured = [(cell, *cell.percentile("ttft_ms", "p95", steady)) for cell in cells]
     values = [value for _, value, _ in measured if value is not None]
-    ends = list(dict.fromkeys(words.ms(end) for end in (min(values), max(values)))) if values else []
+    ends = list(dict.fromkeys(words.ms(pick(values)) for pick in (min, max) if values))
     base = [words.ms(value) for cell, value, _ in measured if cell.is_baseline and value is not None and len(ends) > 1]
     few = UNCERTAIN * any(few for _, _, few in measured)
-    form = "baseline" if base else "p95" if ends else "none"
     load, spread = style.under(cells[0].load), " to ".join(ends) + few
-    return say("distributions.title", form, load=load, spread=spread, baseline="".join(base))
+    return say("distributions.title", bool(ends), load=load, spread=spread, baseline="".join(base))

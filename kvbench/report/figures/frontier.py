@@ -219,7 +219,7 @@ def _number(row: pd.Series, name: str) -> Value:
     value, low, high = (row[name + end] for end in _ENDS)
     if pd.isna(value):
         return Value("–")
-    note = say("frontier.interval", bool(pd.notna(low)), low=words.significant(low), high=words.significant(high))
+    note = say("frontier.interval", low=low, high=high)
     return Value(words.significant(value) + UNCERTAIN * bool(row.get(f"{name}_few")), value, note)
 
 

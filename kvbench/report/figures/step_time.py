@@ -78,12 +78,10 @@ def drawing(cells: Sequence[MeasuredCell]) -> Drawing | None:
     rows = []
     for cell, phases in frame.groupby("cell_id", sort=False):
         whole, at = phases["ms"].sum(min_count=1), 0.0
-        length = "" if pd.isna(whole) else say("step_time.label", ms=words.significant(whole))
         for row in phases.itertuples():
-            ms = "" if pd.isna(row.ms) else say("step_time.hover_ms", ms=words.significant(row.ms))
-            share, what = words.percent(row.share / 100), say("tables.hint", row.phase, slo="")
-            hover = say("step_time.hover", title=PHASES[row.phase].title, share=share, ms=ms, what=what)
-            label = f"{row.configuration}{length}"
+            title, what = PHASES[row.phase].title, say("tables.hint", row.phase, slo="")
+            hover = say("step_time.hover", title=title, share=row.share / 100, ms=row.ms, what=what)
+            label = say("step_time.label", name=row.configuration, ms=whole)
             rows.append((cell, label, row.load, row.phase, at, row.share, f"{row.share:.0f} %", hover))
             at += row.share
     shown = pd.DataFrame(rows, columns=COLUMNS)
@@ -97,9 +95,8 @@ def _title(frame: pd.DataFrame) -> str:
     shares = frame.pivot_table(index="cell_id", columns="phase", values="share", observed=True) / 100
     largest = str(shares.mean().idxmax())
     low, high = words.percent(shares[largest].min()), words.percent(shares[largest].max())
-    text = low if low == high else f"{low[:-2]}–{high}"
-    values = {"phase": words.upper_first(PHASES[largest].title), "share": text}
-    return say("step_time.title", largest, scheduling=words.percent(shares["schedule"].max()), **values)
+    values = {"phase": PHASES[largest].title, "share": f"{low[:-2]}–" * (low != high) + high}
+    return say("step_time.title", largest, scheduling=shares["schedule"].max(), **values)
 
 
 def step_time_table(every_cell: Sequence[MeasuredCell]) -> ReportTable:
