@@ -123,8 +123,8 @@ def numbers(decision: Decision, one: Candidate) -> str:
         return say("answers.no_ratio", doubt=one.cell.doubt or one.base.doubt)
     decided = [p95 for p95 in one.p95.values() if p95.call in (Call.BETTER, Call.WORSE)]
     texts = [_number(decision, comparison) for comparison in (one.throughput, *decided)]
-    as_served = served(one.cell, one.base, THROUGHPUT) if one.throughput.clock == ENGINE else None
-    if as_served and as_served.low is not None:  # of fewer repeats the ratio says nothing
+    as_served = served(one.cell, one.base, THROUGHPUT)
+    if one.throughput.clock == ENGINE and as_served and as_served.low is not None:  # else the ratio says nothing
         texts.insert(1, say("answers.as_served", as_served.call, ratio=as_served.ratio))
     undecided = words.listing([figure(metric).title for metric, p95 in one.p95.items() if not p95.decided])
     is_named = bool(undecided) and one.verdict in (Worth.PAYS, Worth.NO_CHANGE)

@@ -89,7 +89,7 @@ def _throughput(cell: MeasuredCell) -> Value:
     if rates is None:
         return NONE
     low, high = words.tokens_per_s(rates.low), words.tokens_per_s(rates.high)
-    beside = say("cells.whole", cell.has_steady and whole is not None, value=words.tokens_per_s(whole))
+    beside = say("cells.whole", cell.has_steady and whole is not None, value=whole)
     notes = (say("tables.repeats", n=rates.n, low=low, high=high), beside, WHOLE_RUN * (not cell.has_steady))
     return tables.entry(rates.median, words.tokens_per_s(rates.median), *notes)
 
@@ -135,7 +135,7 @@ def _key(shown: Figure) -> str:
 def _goodput(cell: MeasuredCell) -> Value:
     rate, steady = median(cell.per_repeat("goodput")), median(cell.per_repeat("steady_goodput"))
     share = words.percent(cell.share_within_slo) * bool(cell.share_within_slo)
-    beside = say("cells.steady", steady is not None, value=words.significant(steady))
+    beside = say("cells.steady", steady is not None, value=steady)
     return tables.entry(rate, words.significant(rate), share, beside)
 
 
@@ -177,13 +177,13 @@ def flat_rows(table: ReportTable, comparisons: Comparisons) -> list[dict[str, An
     """Returns plain numbers for summary.csv: the table of all cells plus what it abbreviates."""
     rows = []
     for row, cell in zip(table.rows, comparisons.by_load, strict=True):
-        shown = {each.key: value.sort for each, value in zip(table.columns, row.values, strict=True)}
+        shown = {column.key: value.sort for column, value in zip(table.columns, row.values, strict=True)}
         flat = _identity(cell)
         flat |= {key: value for key, value in shown.items() if key not in flat}
         for part, steady in (("steady", True), ("whole_run", False)):
             flat |= {f"{part}_ttft_ms_{w}": cell.percentile("ttft_ms", w, steady)[0] for w in ("p50", "p95")}
         window = _WINDOWS[cell.has_steady_latency]
-        flat |= {f"{key}_window": window for each in _LATENCIES if (key := _key(each)) in shown}
+        flat |= {f"{key}_window": window for latency in _LATENCIES if (key := _key(latency)) in shown}
         flat |= {"tokens_per_chunk": median(cell.per_repeat("tokens_per_chunk"))}
         if rates := spread(cell.throughput()):
             bounds = {"min": rates.low, "max": rates.high, "window": _WINDOWS[cell.has_steady]}

@@ -67,8 +67,7 @@ def _valid(cell: MeasuredCell) -> Value:
 
 def _client_cpu(cell: MeasuredCell) -> Value:
     worst, cost = (_worst(cell.client(name)) for name in ("cpu_fraction", "cpu_s_per_1000_output_tokens"))
-    note = say("client_quality.cpu_cost", cost is not None, seconds=words.significant(cost))
-    return tables.entry(worst, words.percent(worst), note)
+    return tables.entry(worst, words.percent(worst), say("client_quality.cpu_cost", cost is not None, seconds=cost))
 
 
 def _processes(cell: MeasuredCell) -> Value:
@@ -115,7 +114,6 @@ def calibrations(run: Run) -> list[str]:
     for measured in stored.get("measured") or ():
         if "figures" in measured:
             reasons = " ".join(measured.get("reasons") or ())
-            over = say("client_quality.over", bool(reasons), reasons=reasons)
             what = words.calibration_words(measured["settings"], measured["figures"])
-            sentences.append(say("client_quality.calibrated", measured=what, over=over))
+            sentences.append(say("client_quality.calibrated", measured=what, reasons=reasons))
     return sentences

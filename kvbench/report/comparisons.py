@@ -238,7 +238,9 @@ class Comparisons:
         to_reference = {cell.cell_id: served(cell, references[cell.load], THROUGHPUT) for cell in run.cells}
         names = {cell.cell_id: short_name(cell, baselines[cell.load]) for cell in run.cells}
         both_there = {at: both for at, both in pairs.items() if None not in both}
-        not_varied = _not_varied(run, base) if base else ()
+        varied = {name for cell in run.at(load) for name in differing(cell, base or cell)}
+        asked = [name for name in _ASKED if name not in varied and base]
+        not_varied = tuple(setting_title(name) for name in asked if run.is_built_in or name in base.settings)
         return cls(
             clock=run.clock, cells=run.cells, loads=tuple(run.loads), load=load, baselines=baselines,
             references=references, names=names, pair=pair, pairs=both_there, not_varied=not_varied,
@@ -345,12 +347,6 @@ def _decided_load(run: Run, decisive: Mapping[str, Mapping[str, Comparison]]) ->
         if any(by_metric[metric].decided for by_metric in ratios for metric in metrics if metric in by_metric):
             return load
     return next(reversed(run.loads), None)
-
-
-def _not_varied(run: Run, base: MeasuredCell) -> tuple[str, ...]:
-    varied = {name for cell in run.at(base.load) for name in differing(cell, base)}
-    asked = [name for name in _ASKED if name not in varied and (run.is_built_in or name in base.settings)]
-    return tuple(map(setting_title, asked))
 
 
 # --- In words ---

@@ -89,6 +89,12 @@ class Candidate:
         return self.throughput or self.best_p95
 
     @property
+    def won_by(self) -> Comparison:
+        """The same of a configuration that is known to be ahead."""
+        assert self.best is not None, self.name
+        return self.best
+
+    @property
     def verdict(self) -> Worth:
         """The verdict by the rule in this module's docstring; a gain is not graded."""
         call, better, worse = self.throughput_call, self.best_p95 is not None, self.worst is not None

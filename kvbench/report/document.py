@@ -167,8 +167,7 @@ def best_few(decision: Decision) -> list[str]:
     names = list(dict.fromkeys(cell.name for cell in decision.comparisons.cells))
     if len(names) <= _MOST_COLOURED:
         return names
-    advised = [decision.conclusion.candidate] if decision.conclusion.candidate else []
-    candidates = (*advised, *wins(decision.candidates), *decision.candidates)
+    candidates = filter(None, (decision.conclusion.candidate, *wins(decision.candidates), *decision.candidates))
     bases = [cell.name for cell in decision.comparisons.cells if cell.is_baseline]
     first = dict.fromkeys((*bases, *(decision.pair or ()), *(one.cell.name for one in candidates), *names))
     return list(first)[:_MOST_COLOURED]
@@ -196,12 +195,8 @@ def _counted(run: Run) -> str:
     repeats = [len(cell.repeats) for cell in run.cells]
     low, high = min(repeats), max(repeats)
     repeats_words = say("document.repeats", low == high, low=low, high=words.plural(high, "repeat"))
-    valid, cells, cores = (
-        sum(cell.valid for cell in run.cells),
-        len(run.cells) + len(run.missing),
-        run.manifest.cpu.cores,
-    )
-    counted = say("document.counted", valid=valid, cells=cells, repeats=repeats_words)
+    valid, cells = sum(cell.valid for cell in run.cells), len(run.cells) + len(run.missing)
+    counted, cores = say("document.counted", valid=valid, cells=cells, repeats=repeats_words), run.manifest.cpu.cores
     parts = [
         counted + say("document.too_few", high < FEWEST, clock=run.clock, fewest=FEWEST),
         say("document.failed", n=sum(cell.count("failed") for cell in run.cells)),

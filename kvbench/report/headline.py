@@ -51,7 +51,7 @@ def brief_name(one: Candidate) -> str:
 def _not_served(decision: Decision) -> list[str]:
     """Says what engine time knows where no load was finished over HTTP."""
     run = decision.run
-    effects = run.engine_time.effects if run.engine_time else ()
+    effects = getattr(run.engine_time, "effects", ())
     ahead = [one for one in effects if one.metric == THROUGHPUT and one.call == Call.BETTER]
     if not ahead:
         return [say("headline.no_load")]
@@ -73,11 +73,6 @@ def _alone(decision: Decision) -> list[str]:
         say("headline.alone_ttft", bool(ttft), ttft=ttft, mark=UNCERTAIN * few + whole),
         say("headline.nothing_to_compare"),
     ]
-
-
-def _no_baseline(decision: Decision) -> list[str]:
-    assert decision.load is not None
-    return [say("headline.no_baseline", where=decision.load.where)]
 
 
 def _not_told(decision: Decision) -> list[str]:
@@ -113,8 +108,7 @@ def _doubt(decision: Decision, cell: MeasuredCell) -> list[str]:
 def _best(decision: Decision) -> list[str]:
     """The best configuration: to ship it, or what is known against it."""
     advice, best = decision.conclusion.advice, decision.conclusion.advised
-    assert best.best is not None  # it won by that
-    quality, change = best.quality, gain(best, best.best)
+    quality, change = best.quality, gain(best, best.won_by)
     first = say("headline.best", advice, name=brief_name(best), size=change, doubt=quality.doubt)
     beside = ttft_words(best) if best.verdict == Worth.PAYS else throughput_words(best)
     others = {
@@ -140,10 +134,9 @@ def _paging(decision: Decision) -> list[str]:
     if decision.conclusion.advice == Advice.PAGING_RISK:
         assert kept.best_p95 is not None
         return [say("headline.paging_risk", gain=gain(kept, kept.best_p95), loss=loss(kept, kept.best_p95), **names)]
-    assert kept.best is not None
-    first = say("headline.keep_paging", gain=gain(kept, kept.best), **names)
+    first = say("headline.keep_paging", gain=gain(kept, kept.won_by), **names)
     if kept.worst:
-        return [first, say("answers.but", loss=loss(kept, kept.best))]
+        return [first, say("answers.but", loss=loss(kept, kept.won_by))]
     return [first, _not_ahead([one for one in decision.candidates if one.cell is not kept.base])]
 
 
@@ -183,7 +176,7 @@ def _not_ahead(candidates: Sequence[Candidate]) -> str:
 _CLAUSES: Mapping[Advice, Callable[[Decision], list[str]]] = {
     Advice.NOT_SERVED: _not_served,
     Advice.ALONE: _alone,
-    Advice.NO_BASELINE: _no_baseline,
+    Advice.NO_BASELINE: lambda decision: [say("headline.no_baseline", load=decision.load)],
     Advice.NOT_TOLD: _not_told,
     Advice.RISK: _risk,
     Advice.PAGING: _paging,

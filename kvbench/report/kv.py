@@ -53,9 +53,9 @@ def ledger_table(cells: Sequence[MeasuredCell], ledgers: Ledgers) -> ReportTable
         def value(cell: MeasuredCell) -> Value:
             uses = ledgers[cell.cell_id]
             size, share = uses.parts[use], uses.share(use)
-            scales = uses.scales if use == "tokens" else 0.0
-            note = say("kv.with_scales", size=words.data_size(size), scales=words.data_size(scales))
-            return tables.entry(share, words.percent(share), *[note if scales else words.data_size(size)] * bool(size))
+            scales = uses.scales * (use == "tokens") or None
+            note = say("kv.with_scales", bool(size), size=size, scales=scales)
+            return tables.entry(share, words.percent(share), note)
 
         return tables.column(f"kv_{use}", USES[use], value)
 
@@ -114,9 +114,8 @@ def _swapped(cell: MeasuredCell) -> Value:
     if not out:
         return tables.entry(out, "0")
     lost = cell.counter("swap_lost_slots_total") or 0.0
-    notes = [say("kv.back", size=words.data_size(back))]
-    notes += [say("kv.lost", tokens=words.plural(lost, "token"))] * bool(lost)
-    return tables.entry(out, words.data_size(out), ", ".join(notes))
+    lost_words = words.plural(lost, "token") * bool(lost)
+    return tables.entry(out, words.data_size(out), say("kv.back", size=back, lost=lost_words))
 
 
 # --- Sentences ---

@@ -152,11 +152,11 @@ class CellLimit:
 def judge(facts: LoadFacts) -> tuple[str, tuple[str, ...]]:
     """The limit, and the evidence of every rule that holds; "nothing was full" speaks only where no limit is named."""
     seen = [(rule.limit, rule.evidence(facts)) for rule in RULES if rule.holds(facts)]
-    named = next((limit for limit, _ in seen if limit not in ("", NOTHING)), None)
+    named = [limit for limit, _ in seen if limit not in ("", NOTHING)]
     if named:
-        return named, tuple(text for limit, text in seen if limit != NOTHING)
-    nothing = [text for limit, text in seen if limit == NOTHING]
-    return NOTHING if nothing else UNKNOWN, tuple(nothing + [text for limit, text in seen if not limit])
+        return named[0], tuple(text for limit, text in seen if limit != NOTHING)
+    seen.sort(key=lambda pair: pair[0] != NOTHING)
+    return next((limit for limit, _ in seen if limit), UNKNOWN), tuple(text for _, text in seen)
 
 
 def limits(comparisons: Comparisons) -> list[CellLimit]:
@@ -348,7 +348,7 @@ def growth_parts(every: Sequence[Break], loads: Sequence[MeasuredLoad]) -> Itera
     rows = []
     for one in every:
         at = {cell.load: cell for cell in one.cells}
-        entries = [_p95(at[load], one.steady) if load in at else NONE for load in loads]
+        entries = [_p95(at.get(load), one.steady) for load in loads]
         entries.append(Value(one.words, one.at.load.value if one.at else None, "", "worse" * bool(one.at)))
         rows.append(Row(one.cells[-1], (*texts(one.name), *entries)))
     table = listed_table(("configuration", *(load.short for load in loads), "breaks"), rows, numbers_from=1)
@@ -365,6 +365,8 @@ def growth_brief(every: Sequence[Break]) -> str:
     return ", ".join([say("limits.first_broken", name=first.name, where=load.where), *base])
 
 
-def _p95(cell: MeasuredCell, steady: bool) -> Value:
+def _p95(cell: MeasuredCell | None, steady: bool) -> Value:
+    if cell is None:
+        return NONE
     value, few = cell.percentile("ttft_ms", "p95", steady)
     return Value(words.ms(value) + UNCERTAIN * few, value)

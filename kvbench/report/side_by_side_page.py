@@ -80,13 +80,13 @@ def _throughput(first: CellSide, side: CellSide) -> Comparison | None:
 def _ratio_words(ratio: Comparison) -> str:
     if ratio.low is None:
         return words.ratio(ratio.ratio)
-    return say("side_by_side.ratio", ratio.call, ratio=words.ratio(ratio.ratio), bounds=_bounds(ratio))
+    return say("side_by_side.ratio", ratio.call, ratio=ratio.ratio, bounds=_ends(ratio))
 
 
-def _bounds(ratio: Comparison) -> str:
-    """Writes ``1.52–1.80``, or why there is no interval."""
+def _ends(ratio: Comparison) -> str:
+    """Writes ``1.52–1.80``; empty without an interval."""
     if ratio.low is None or ratio.high is None:
-        return ratio.basis
+        return ""
     return f"{words.ratio(ratio.low)[:-1]}–{words.ratio(ratio.high)[:-1]}"
 
 
@@ -143,7 +143,8 @@ def _effect_row(group: Group, side: CellSide, again: bool) -> tuple[Value, ...]:
     if side is not first:
         by_metric = {ratio.metric: ratio for ratio in ratios(first, side)}
         basis = next((ratio.basis for ratio in by_metric.values()), say("side_by_side.without"))
-        title = "" if again else title
+        if again:
+            title = ""
     entries = [_effect(metric, cell, first.cell, by_metric.get(metric)) for metric in compared()]
     name = Value(title, None, cell.doubt, "worse" * bool(cell.doubt))
     return (name, Value(named(side, group)), *entries, Value(basis))
@@ -157,7 +158,7 @@ def _effect(metric: str, cell: MeasuredCell, first: MeasuredCell, ratio: Compari
         text += say("side_by_side.whole_run")
     if ratio is None:
         return Value(text, value)
-    note = marked(ratio) + say("side_by_side.bounds", ratio.low is not None, bounds=_bounds(ratio))
+    note = marked(ratio) + say("side_by_side.bounds", bounds=_ends(ratio))
     if value and other and contradicts(ratio.ratio, value / other):
         note += f"; {MEDIANS} {words.ratio(value / other)}"
     return Value(text, value, note, mark_of(ratio.call))

@@ -132,7 +132,7 @@ def ratio_value(ratio: Comparison | None, cell: MeasuredCell, other: MeasuredCel
 
 def mark_of(call: Call) -> str:
     """Returns the mark of an entry with this call: better, worse or none."""
-    return str(call) if call in (Call.BETTER, Call.WORSE) else ""
+    return {Call.BETTER: "better", Call.WORSE: "worse"}.get(call, "")
 
 
 # --- Columns and tables ---
@@ -185,7 +185,7 @@ def cell_table(
             sorts = [number or None for number in sorts]
         if candidate.key in always or any(number is not None for number in sorts):
             shown.append(candidate)
-    rows = (Row(cell, tuple(each.of(cell) for each in shown), cell.load) for cell in cells)
+    rows = (Row(cell, tuple(shown_column.of(cell) for shown_column in shown), cell.load) for cell in cells)
     return ReportTable(tuple(shown), tuple(rows), numbers_from)
 
 

@@ -171,7 +171,7 @@ def packed(page: str, script: str) -> str:
 
 def _narrowed(node: Any) -> Any:
     if isinstance(node, list):
-        return [_narrowed(each) for each in node]
+        return [_narrowed(inner) for inner in node]
     if not isinstance(node, dict):
         return node
     if node.get("dtype") == "f8" and "bdata" in node:

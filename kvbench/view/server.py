@@ -54,7 +54,7 @@ def make_app(workspace: Workspace) -> FastAPI:
     @lru_cache(_KEPT_PAGES)
     def run_page(slug: str, stamp: Stamp) -> str:
         """The report of a run while its files are those of ``stamp``."""
-        return pages.run(_found(lambda: workspace.run(workspace.row(slug))), LINKS)
+        return pages.run(_or_404(lambda: workspace.run(workspace.row(slug))), LINKS)
 
     @lru_cache(1)
     def history_page(stamps: tuple[tuple[str, Stamp], ...]) -> str:
@@ -66,7 +66,7 @@ def make_app(workspace: Workspace) -> FastAPI:
 
     @app.get("/runs/{slug}", response_class=HTMLResponse)
     def run(slug: str) -> str:
-        row = _found(lambda: workspace.row(slug))
+        row = _or_404(lambda: workspace.row(slug))
         if row.state == DAMAGED:
             raise HTTPException(404, f"{row.workload} {row.name} is damaged: {row.sentence}")
         return run_page(slug, row.stamp)
@@ -119,7 +119,7 @@ def _runs_page(workspace: Workspace, request: Request, error: str = "") -> str:
     return pages.runs(workspace, LINKS, query.getlist("cell"), shown, error)
 
 
-def _found(find: Callable):
+def _or_404(find: Callable):
     """Returns what ``find`` does; its UsageError becomes an answer with status 404."""
     try:
         return find()

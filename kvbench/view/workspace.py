@@ -149,7 +149,7 @@ class Workspace:
                     progress(len(rows), len(folders))
                 first = f"{slug(folder.parent.name)}-{slug(folder.name)}"[:_LONGEST_SLUG]  # a good file name
                 numbered = itertools.chain([first], (f"{first}-{number}" for number in itertools.count(2)))
-                name = next(each for each in numbered if each not in slugs)
+                name = next(text for text in numbered if text not in slugs)
                 slugs.add(name)
                 row, stamp = self._rows.get(folder), _stamp(folder)
                 same = row is not None and (row.slug, row.stamp) == (name, stamp)

@@ -94,8 +94,8 @@ def distributions_figure(frame: pd.DataFrame, look: Mapping[str, LineStyle]) -> 
         figure.update_xaxes(title_text=f"{LATENCIES[metric]}, ms", tickangle=0, row=row, col=column, **axis)
     figure.update_yaxes(range=[0, 101], ticksuffix=" %", tickvals=[25, 50, 75, 100])  # 0 would lie on the ticks below
     style.finish(figure, 2 * _PANEL + _GAP + _LEGEND + 56)
-    style.legend_outside(figure, -0.13, above=False)
-    figure.update_layout(margin={"t": 20, "b": 56})
+    legend = {"y": -0.13, "yref": "paper", "yanchor": "top", "traceorder": "normal"}  # more lines shrink the panels
+    figure.update_layout(legend=legend, margin={"t": 20, "b": 56})
     if len(set(groups)) > 1:
         figure.update_layout(updatemenus=[_menu(frame, groups)])
     return style.below_each_other(figure, legend_lines=frame["configuration"].nunique(), panel=170)

@@ -183,11 +183,6 @@ def timeline_figure(frame: pd.DataFrame) -> go.Figure:
     return legend_below(figure, height, list(in_legend.values()), margin)
 
 
-def _width(columns: int) -> int:
-    """The least width of the figure [px]; a phone has 370."""
-    return max(370, 140 * columns + 70)
-
-
 def _lines(name: str) -> list[str]:
     """A configuration's name in lines that are as narrow as its column."""
     first, *more = name.split(" + ")
@@ -234,4 +229,4 @@ def timeline_drawing(decision: Decision, load: MeasuredLoad, ledgers: Ledgers) -
     filled = ", ".join(f"{name} {words.percent(share)}" for name, share in shares.items())
     title = say("kv.timeline_title", bool(filled), load=under(load), filled=filled)
     key = f"kv-timeline-{load.mode}-{load.value:g}"
-    return Drawing(key, title, caption, timeline_figure(frame), _width(len(cells)))
+    return Drawing(key, title, caption, timeline_figure(frame), max(370, 140 * len(cells) + 70))
