@@ -111,12 +111,12 @@ class Options:
     @property
     def stated(self) -> list[str]:
         """The names of the options that have a value."""
-        return [each.name for each in fields(self) if each.name != "given" and getattr(self, each.name)]
+        return [option.name for option in fields(self) if option.name != "given" and getattr(self, option.name)]
 
     @classmethod
     def typed(cls, name: str) -> str:
         """Returns the option ``name`` as it is typed, and an argument as help writes it."""
-        (metadata,) = (each.metadata for each in fields(cls) if each.name == name)
+        (metadata,) = (option.metadata for option in fields(cls) if option.name == name)
         if "argument" in metadata:
             return str(metadata["argument"])
         names = metadata.get("option", {}).get("names")
@@ -124,11 +124,11 @@ class Options:
 
     def values(self) -> dict[str, Any]:
         """Returns every option by its name."""
-        return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "given"}
+        return {option.name: getattr(self, option.name) for option in fields(self) if option.name != "given"}
 
     def part(self, group: type[AnyOptions]) -> AnyOptions:
         """Returns the options of one of the base classes."""
-        return group(**{each.name: getattr(self, each.name) for each in fields(group) if each.name != "given"})
+        return group(**{option.name: getattr(self, option.name) for option in fields(group) if option.name != "given"})
 
 
 AnyOptions = TypeVar("AnyOptions", bound=Options)

@@ -140,7 +140,7 @@ def stop(process: Child, grace_s: float = 6.0) -> int:
 
     -SIGKILL when not even that has ended it in time: a process stuck in the kernel goes as soon as it gets out.
     """
-    known = process.remember()
+    members = process.remember()
     _signal_family(process, signal.SIGTERM)
     _signal_family(process, signal.SIGCONT)  # a stopped process gets a TERM only when it goes on
     try:
@@ -151,7 +151,7 @@ def stop(process: Child, grace_s: float = 6.0) -> int:
             code = process.wait(timeout=5)
         except subprocess.TimeoutExpired:
             code = -signal.SIGKILL
-    kill_family(process.pid, process.mark, known)  # those that the leader left behind
+    kill_family(process.pid, process.mark, members)  # those that the leader left behind
     process.release_watchdog()
     return code
 
@@ -170,10 +170,10 @@ def family(pid: int, mark: str) -> set[psutil.Process]:
     return members
 
 
-def kill_family(pid: int, mark: str, known: Iterable[psutil.Process] = ()) -> None:
-    """KILL for the group of ``pid`` and its family, ``known`` members first; waits until they are gone (2 s)."""
+def kill_family(pid: int, mark: str, remembered: Iterable[psutil.Process] = ()) -> None:
+    """Kills the group of ``pid`` and its family, ``remembered`` members first; waits until they are gone (2 s)."""
     _signal_group(pid, signal.SIGKILL)
-    members = {*known, *family(pid, mark)}
+    members = {*remembered, *family(pid, mark)}
     _signal_each(members, signal.SIGKILL)
     deadline = time.monotonic() + _KILLED_S
     while any(map(_runs, members)) and time.monotonic() < deadline:

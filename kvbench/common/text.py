@@ -103,9 +103,9 @@ def listing(items: Sequence[str]) -> str:
     return f"{', '.join(items[:-1])} and {items[-1]}"
 
 
-def nearest(name: str, known: Iterable[str], most: int = 1) -> list[str]:
-    """The names among `known` that differ from `name` by a slip or a missing part, the nearest first."""
-    return difflib.get_close_matches(name, list(known), most)
+def nearest(name: str, candidates: Iterable[str], most: int = 1) -> list[str]:
+    """The names among `candidates` that differ from `name` by a slip or a missing part, the nearest first."""
+    return difflib.get_close_matches(name, list(candidates), most)
 
 
 def plural(number: float, noun: str) -> str:

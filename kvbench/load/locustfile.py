@@ -226,10 +226,10 @@ def _drawn(environment: Environment) -> tuple[LoadSpec, RequestList]:
         given = ["--host", environment.host or "", "--test", str(NODE.test), *arguments_of(environment.parsed_options)]
         command = [sys.executable, "-m", "kvbench.measure.locust_job", *given, str(path)]
         drawn = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
-        said = drawn.stderr.strip().splitlines()
+        messages = drawn.stderr.strip().splitlines()
         if drawn.returncode:
-            raise ValueError(said[-1].removeprefix("kvbench: ") if said else "no requests could be drawn.")
-        for note in said:
+            raise ValueError(messages[-1].removeprefix("kvbench: ") if messages else "no requests could be drawn.")
+        for note in messages:
             print(note, file=sys.stderr)
         spec = read_spec(path)
         return spec, requests_of(spec)

@@ -179,7 +179,7 @@ def _latencies(good: pd.DataFrame) -> dict[str, Distribution]:
     """The distribution of each latency of successful rows; of those that need not be there, with a sample."""
     values = {metric: np.asarray(metric.samples(good)) for metric in definitions.latencies() if metric.samples}
     spread = {metric: distribution(samples[~np.isnan(samples)]) for metric, samples in values.items()}
-    return {metric.path: each for metric, each in spread.items() if metric.always or each.n}
+    return {metric.path: latencies for metric, latencies in spread.items() if metric.always or latencies.n}
 
 
 def _group(good: pd.DataFrame) -> GroupLatencies:

@@ -380,7 +380,9 @@ def failure_words(messages: Mapping[str, FailureMessage], sent: int, kinds: bool
     ``messages``: the most frequent of each kind of failure, as ``most_frequent_failures`` returns them; with ``kinds``
     in front of each.
     """
-    return ", ".join(f"{each.requests} of {sent}: {_quoted(kind, each, kinds)}" for kind, each in messages.items())
+    return ", ".join(
+        f"{message.requests} of {sent}: {_quoted(kind, message, kinds)}" for kind, message in messages.items()
+    )
 
 
 def failed_words(messages: Mapping[str, FailureMessage], failed: int, sent: int, kinds: bool = False) -> str:

@@ -111,12 +111,12 @@ def read_set(path: Path) -> list[PromptText]:
 def in_tokens(texts: Sequence[PromptText], set_name: str, encode: Encode, begin: Sequence[int] = ()) -> list[Prompt]:
     """The prompts whose every turn has a token, in a model's tokens; ``begin``: what all its prompts start with."""
     prompts = []
-    for each in texts:
-        first, *later = (tuple(encode(turn)) for turn in each.turns)
+    for text in texts:
+        first, *later = (tuple(encode(turn)) for turn in text.turns)
         turns = ((*begin, *first), *later)
         if all(turns):
-            name = f"{set_name}/{each.prompt_id}"
-            prompts.append(Prompt(name, set_name, turns, each.max_tokens, each.answer, each.depth))
+            name = f"{set_name}/{text.prompt_id}"
+            prompts.append(Prompt(name, set_name, turns, text.max_tokens, text.answer, text.depth))
     return prompts
 
 

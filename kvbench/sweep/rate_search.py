@@ -120,9 +120,9 @@ def _condition(part: str) -> Condition:
         if share > 1:
             raise ValueError(f"{part!r}: a share of the requests is at most 1 or 100%; write for example goodput>=95%.")
         return Condition(part, "goodput", "", share)
-    for what, known in (("stat", STATISTICS), ("metric", LATENCIES)):
-        if match[what] not in known:
-            raise ValueError(f"{part!r}: {match[what]!r} is not known; use one of {', '.join(known)}.")
+    for what, allowed in (("stat", STATISTICS), ("metric", LATENCIES)):
+        if match[what] not in allowed:
+            raise ValueError(f"{part!r}: {match[what]!r} is not known; use one of {', '.join(allowed)}.")
     limit = value * (1000.0 if match["unit"] == "s" else 1.0)
     return Condition(part, f"{match['metric']}_ms", STATISTICS[match["stat"]], limit)
 

@@ -444,11 +444,11 @@ class Sweep:
         config_id = block.configuration.config_id
         accepted = accept_server(self.stored.manifest, config_id, info, force=self.force)
         manifest = self.stored.manifest = with_server(accepted, config_id, info)
-        capacity, told = dict(manifest.capacity), info.capacity.to_json()
-        if told:  # what the server has made of the budget wins over the arithmetic
+        capacity, reported = dict(manifest.capacity), info.capacity.to_json()
+        if reported:  # what the server has made of the budget wins over the arithmetic
             before = capacity.get(config_id, Capacity())
-            told["kv_budget_bytes"] = told.get("budget_bytes", before.kv_budget_bytes)
-            capacity[config_id] = before.model_copy(update=told)
+            reported["kv_budget_bytes"] = reported.get("budget_bytes", before.kv_budget_bytes)
+            capacity[config_id] = before.model_copy(update=reported)
             self.known.capacity[config_id] = capacity[config_id]  # which the next server of it is held against
         new = [note for note in dict.fromkeys(info.server.notes) if note not in manifest.notes]
         for note in new:
