@@ -1,4 +1,4 @@
-"""What a model's weights take: parameters counted from its config, at the bytes that its checkpoint has for each."""
+"""Computes the bytes of a model's weights: parameters counted from its config, times the checkpoint's bytes a piece."""
 
 from __future__ import annotations
 

@@ -179,7 +179,7 @@ class RequestOption(click.Option):
         return extra
 
     def short_record(self, ctx: click.Context) -> tuple[str, str] | None:
-        """Its row in --help: one name, or with a letter two."""
+        """Returns the option's row in --help: one name, or two where it has a letter."""
         all_names = self.opts
         dashes = [name for name in all_names if name.startswith("--")]
         self.opts = [name for name in all_names if name not in dashes[1:]]

@@ -61,7 +61,7 @@ def as_yaml(value: Any) -> str:
 
 
 def json_at(value: Any, *path: str) -> Any:
-    """Returns what lies at ``path`` in JSON from outside; None where it, or an object on the way to it, is missing."""
+    """Returns what lies at ``path`` in JSON from outside; None where it or an object above it is missing."""
     for name in path:
         if not isinstance(value, dict):
             return None

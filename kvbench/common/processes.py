@@ -83,7 +83,7 @@ class Child(subprocess.Popen[bytes]):
         )
 
     def remember(self) -> frozenset[psutil.Process]:
-        """Stores the family as it is now, so that ``stop`` and the watchdog find it even if the child dies first."""
+        """Stores the family of now, so that ``stop`` and the watchdog find it even if the child dies first."""
         self.known |= family(self.pid, self.mark)
         if self._watchdog is not None and self._watchdog.stdin is not None:
             lines = "".join(f"{p.pid} {p.create_time()!r}\n" for p in self.known if p.is_running())

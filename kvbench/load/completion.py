@@ -261,7 +261,7 @@ def _count_reasoning(out: Completion, chunks: Sequence[Chunk]) -> int | None:
 
 
 def _count_hidden(out: Completion, chunks: Sequence[Chunk]) -> int:
-    """Counts the reasoning tokens for which no chunk came, as far as they can be told from chunks of several tokens.
+    """Counts reasoning tokens without a chunk, as far as they can be told from chunks of several tokens.
 
     Beside chunks of reasoning there are some where each chunk of the rest has one token: a summary was streamed, or a
     part. A tag in the text shows that the reasoning is in it.

@@ -296,7 +296,7 @@ def _drive(environment: Environment) -> None:
 
 
 def _leave(environment: Environment, problem: str | None = None) -> None:
-    """This node has nothing more to do; ``problem``: why it could not do its part."""
+    """Ends this node's part of the test; ``problem``: why it could not do it."""
     if problem is not None:
         _not_driven(environment, problem)
     if isinstance(environment.runner, WorkerRunner):
@@ -314,7 +314,7 @@ def _say_used_up(environment: Environment) -> None:
 
 
 def _end(environment: Environment) -> None:
-    """Without a web UI Locust ends; with one it is ready for the next test."""
+    """Ends Locust without a web UI; with one it gets ready for the next test."""
     if environment.parsed_options.csv_prefix:  # Locust writes its CSV once a second, and not when it ends
         gevent.sleep(2 * CSV_STATS_INTERVAL_SEC)
     if environment.parsed_options.headless:

@@ -91,7 +91,7 @@ class Sample:
 
     @property
     def slip_s(self) -> float:
-        """The delay of its send behind its intended start [s], without the time it was made to wait for a place."""
+        """The send's delay behind the intended start [s], without the wait for a place under a limit."""
         return self.ts - self.t0 - self.queued_s
 
     @property

@@ -138,7 +138,7 @@ def launch_ratios(bases: Sequence[Steps], others: Sequence[Steps], same_work: bo
 
 
 def share_ends(steps: Steps, shares: int) -> np.ndarray:
-    """[shares + 1] the engine times [s] from 0 at which each of so many equal shares of the tokens were made.
+    """The engine times [s], from 0, at which each of ``shares`` equal shares of the tokens was made. [shares + 1]
 
     Between the ends of steps by interpolation. A step without tokens belongs to the next one that has some, or after
     the last of them to that.
@@ -235,7 +235,7 @@ def noise(y: np.ndarray) -> tuple[float, int]:
 
 
 def effect_of_values(base: Iterable[float], other: Iterable[float], metric: str = "") -> Comparison:
-    """The ratio of a percentile, from the value of each launch of the base and of the other engine; all above 0.
+    """The ratio of a percentile, from each launch's value of the base and the other engine, all above 0.
 
     metric: empty for a time that is none of METRICS, so that its comparison has no call
     """

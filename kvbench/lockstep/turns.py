@@ -1,4 +1,4 @@
-"""Whose step is next: engines take turns so that all meet the same speed of the machine.
+"""Decides whose step is next: engines take turns so that all meet the same speed of the machine.
 
 A machine shared with others changes its speed by 10 % within a second. Engines that compute their steps in turns, a few
 milliseconds each, are slowed down alike, so the ratio of their times is known far better than either time. The next

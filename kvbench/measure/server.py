@@ -1,4 +1,4 @@
-"""A server that is up, the load that it is measured under, and the requests of that load as it takes them."""
+"""A running server, the load that it is measured under, and that load's requests as it takes them."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def with_default_ends(load: LoadConfig, target: Target) -> LoadConfig:
 
 
 def with_server_defaults(load: LoadConfig, target: Target) -> LoadConfig:
-    """The load; where it declares no ends of answers, or no state of the cache, with those that the server can have."""
+    """Fills in the ends of answers and the cache state that the load leaves open, as the server can."""
     load = with_default_ends(load, target)
     if "cache_state" in load.model_fields_set or target.starts_cold or target.reset_prefix_cache() is not None:
         return load

@@ -315,7 +315,7 @@ class Figure:
 
     @property
     def title(self) -> str:
-        """For a table and a sentence: ``p95 TTFT``, ``output tokens/s``."""
+        """The name in tables and sentences: ``p95 TTFT``, ``output tokens/s``."""
         return f"{self.statistic} {self.metric.short}" if self.statistic else self.metric.short
 
     @property

@@ -123,7 +123,7 @@ def _token_counts(good: pd.DataFrame) -> dict[str, float | None]:
 
 
 def _open_after_last(requests: pd.DataFrame) -> dict[str, float | None]:
-    """The median time [ms] that a stream stayed open after its last chunk, and its share of the time from the send."""
+    """The median time [ms] that streams stayed open after their last chunk, and its share of the whole request."""
     open_s, spent_s = (rows.ends(requests) - rows.stored(requests, name) for name in ("last", "ts"))
     whole = np.isfinite(open_s) & np.isfinite(spent_s)
     total = float(spent_s[whole].sum())

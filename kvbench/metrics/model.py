@@ -360,7 +360,7 @@ class LoadMetrics(PooledLatencies, Rates):
 
     @property
     def is_refusal(self) -> bool:
-        """Tests whether the server answered a part of the load and refused too much of it by errors of its own.
+        """Tests whether the server answered a part of the load and refused too much by its own errors.
 
         If it answered nothing, or too many requests failed in another way, something else is wrong.
         """

@@ -31,7 +31,9 @@ def by_sequence(values: Sequence[float] | np.ndarray, choices: Choices) -> list[
 def sequence_tpots(
     times: Sequence[float] | np.ndarray, choices: Choices, tokens: Sequence[int] | np.ndarray | None, total: float
 ) -> np.ndarray:
-    """(last - first chunk) / (tokens - 1) of each sequence; NaN for one token, or all in one chunk. float64 [sequences]
+    """Computes `(last - first chunk) / (tokens - 1)` of each sequence. float64 [sequences]
+
+    NaN for one token, or all tokens in one chunk.
 
     tokens: of each chunk; None where that is not known: the request's ``total`` is then shared out evenly over them
     """
@@ -142,7 +144,7 @@ def longest_gaps(requests: pd.DataFrame) -> np.ndarray:
 
 
 def times_per_output_token(requests: pd.DataFrame) -> np.ndarray:
-    """tpot [ms] of every sequence that has one, of all rows together. float64 [sequences]"""
+    """The tpot [ms] of every sequence that has one, over all rows. float64 [sequences]"""
     tpots = np.concatenate([np.empty(0), *_tpots(requests)])
     return tpots[~np.isnan(tpots)] * MS
 

@@ -153,7 +153,7 @@ def _depth_label(prompt: Prompt) -> tuple[int, str]:
 
 
 def _length_label(prompt: Prompt) -> tuple[int, str]:
-    """Its power of two: 257 to 512."""
+    """Returns the power of two of a prompt's length, and its range in words: `257 to 512`."""
     power = (prompt.length - 1).bit_length()
     return power, f"{2 ** (power - 1) + 1} to {2**power}"
 
@@ -213,7 +213,9 @@ def interval_of(name: str, columns: np.ndarray, statistic: Callable[[np.ndarray]
 
 
 def share_of(right: int, asked: int) -> dict[str, float]:
-    """share, low and high by Wilson's interval, which has a width at 0 and 100 % too, where a bootstrap has none."""
+    """Computes a share with its low and high end by Wilson's interval.
+
+    It has a width at 0 and 100 % too, where a bootstrap has none."""
     if not asked:
         return {}
     low, high = stats.binomtest(right, asked).proportion_ci(method="wilson")

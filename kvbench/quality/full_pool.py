@@ -118,7 +118,7 @@ class FullPool:
         self._problems.append((self.step, f"{got}, expected {expected}"))
 
     def lost(self) -> Iterator[tuple[int, int, int]]:
-        """(request, number of the answer, tokens that came) of each answer that has too few."""
+        """Lists (request, number of the answer, tokens that came) of each answer that has too few tokens."""
         for index, request in enumerate(self.requests):
             for number in range(request.n):
                 came = len(self.answers.get((index, number), ()))

@@ -53,7 +53,7 @@ class PromptText:
 
     @property
     def row(self) -> str:
-        """Its line in a file."""
+        """The prompt as a line in a file."""
         others = {name: value for name, value in vars(self).items() if name != "prompt_id"}
         return json.dumps({"id": self.prompt_id, **others}, ensure_ascii=True) + "\n"
 

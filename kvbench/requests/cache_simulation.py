@@ -149,7 +149,7 @@ class CacheReplay:
         return (len(request.prompt) - 1) // self._page_size
 
     def _uses(self) -> list[list[tuple[int, bool]]]:
-        """(number of an admission, whether it looks the page up or computes it anyway). [pages] of ascending numbers
+        """Lists (number of an admission, whether it looks the page up or computes it anyway). [pages], ascending
 
         The first admission has the number 1.
         """
@@ -162,7 +162,7 @@ class CacheReplay:
 
 
 def _events(requests: Sequence[ServedRequest], page_size: int | None = None) -> list[tuple[float, int, int, int]]:
-    """(time, what happens, index of the request, tokens computed), in order; of one time and kind that of the requests.
+    """Lists (time, kind of event, index of the request, tokens computed) in order, ties in the requests' order.
 
     With ``page_size``, also when each page of an output is taken: the output is taken to grow evenly.
     """

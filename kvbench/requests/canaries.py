@@ -187,7 +187,7 @@ class WrongAnswer:
 
     @property
     def words(self) -> str:
-        """from token 3 on: 17 4, not 12 9"""
+        """Writes `from token 3 on: 17 4, not 12 9`."""
         sides = [side.strip() or "nothing" for side in (self.got, self.expected)]
         return f"from {self.by.removesuffix('s')} {self.position} on: {sides[0]}, not {sides[1]}"
 

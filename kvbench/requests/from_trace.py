@@ -141,7 +141,7 @@ def _about(prompts: TracePrompts, part: Trace, paths: Sequence[str], in_sessions
 
 @functools.lru_cache(maxsize=1)
 def _read(files: tuple[tuple[str, int], ...], name: str, page_size: int | None) -> Trace:
-    """Kept for the next repeat of a sweep. ``files``: paths and when they changed."""
+    """Reads a trace, and keeps it for the next repeat of a sweep. ``files``: paths and when they changed."""
     return read_trace([path for path, _ in files], name, page_size)
 
 

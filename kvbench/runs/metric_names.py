@@ -31,7 +31,7 @@ class MetricValues:
 
 
 def check_name(name: str) -> None:
-    """Raises ValueError for a name without a dot that is none of ours; dotted ones are as the server has counters."""
+    """Raises ValueError for a name without a dot that is no metric of kvbench; servers name the dotted ones."""
     if "." not in name:
         figure(name)
 

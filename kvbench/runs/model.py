@@ -221,7 +221,7 @@ class MeasuredCell:
 
     @property
     def several_tokens_per_chunk(self) -> float | None:
-        """The mean number of tokens in a chunk, over the repeats; None where a chunk has one, or that is not known."""
+        """The mean number of tokens in a chunk, over the repeats; None where it is one or not known."""
         per_chunk = self.per_repeat("tokens_per_chunk").values()
         mean = math.fsum(per_chunk) / len(per_chunk) if per_chunk else 0.0
         return mean if mean >= SEVERAL_TOKENS else None
@@ -327,7 +327,7 @@ class Run:
 
     @property
     def is_built_in(self) -> bool:
-        """Tests whether the engine is the built-in one, whose defaults are known; a run that does not tell is of it."""
+        """Tests whether the engine is the built-in one, whose defaults are known; so are runs that do not tell."""
         return self.manifest.backend in (None, "kvbench") or bool(self.simulated)
 
     @property

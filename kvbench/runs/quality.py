@@ -238,7 +238,7 @@ def limits_of(control: ConfigurationFigures) -> dict[str, float]:
 
 
 def is_beyond(name: str, value: float, limit: float) -> bool:
-    """Tests whether a figure breaks its limit, which is the least value of a share and the largest of all others."""
+    """Tests whether a figure breaks its limit: the least value for a share, the largest for all others."""
     return value < limit if MARGINS[name] < 0 else value > limit
 
 

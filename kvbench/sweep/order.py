@@ -1,4 +1,4 @@
-"""What a sweep measures next.
+"""Chooses what a sweep measures next.
 
 Loads that were not measured come first, as planned; then disturbed ones again, each on a fresh server. Under
 --max-minutes the first repeat of every cell is always measured. What time is left goes to one comparison with the
@@ -159,7 +159,7 @@ def _by_decision(design: Design, rest: Sequence[Block], measured: Measured) -> l
 
 
 def _undecided(config_id: str, base: str, cells: Sequence[Cell], measured: Measured) -> tuple[int, float]:
-    """The fewest valid repeats that a load has of both, and the widest interval of the log ratio to the baseline.
+    """The fewest valid repeats that both have at a load, and the widest interval of the log ratio.
 
     Over loads, of output throughput and p95 TTFT, among those without a verdict; 0 if all have one.
     """

@@ -1,4 +1,4 @@
-"""What a sweep will run, and what is known before a launch: what is refused, the KV of each configuration, the plan."""
+"""Plans a sweep before the first launch: what is refused, the KV of each configuration, the order and the time."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def _no_limits(sized: Sequence[Configuration], capacity: Mapping[str, Capacity])
 
 
 def at_once(configuration: Configuration, capacity: Capacity, lengths: Lengths) -> tuple[float, Callable[[int], float]]:
-    """Counts requests of the mean size that fit at once, and the share of the KV that the ``n`` largest take.
+    """Counts requests of mean size that fit at once, and the KV share that the ``n`` largest take.
 
     With prefix caching a shared prefix is there once.
     """

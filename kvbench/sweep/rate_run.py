@@ -101,7 +101,7 @@ class RunLength:
 
 
 def patience_s(conditions: Sequence[Condition], slo: Slo | None) -> float:
-    """The seconds T after which an overload of 100 % breaks the SLO; an overload of a share x needs T / x.
+    """The seconds T until an overload of 100 % breaks the SLO; one of a share x needs T / x.
 
     After T seconds the last requests wait T, so the quantile q of a latency that includes the wait is q * T: it
     reaches its limit at T = limit / q. Infinite where no latency of the SLO includes the wait.

@@ -355,7 +355,7 @@ def _narrow(threshold: RateInterval, bounds: Bounds, highest: float) -> bool:
 def _next_rate(
     met: Sequence[float], missed: Sequence[float], likely: Posterior, bounds: Bounds, highest: float
 ) -> float:
-    """A rate that tells much; at most twice one that met the SLO, as a higher one would only pile up a queue."""
+    """The next rate to try: at most twice one that met the SLO, as a higher one would only pile up a queue."""
     if not met:
         rate = bounds.start if not missed else min(missed) / 2
     elif not missed:

@@ -137,7 +137,7 @@ class Canaries(StrictModel):
 
 
 class LoadConfig(StrictModel):
-    """What is sent: how many users or requests a second, which prompts, how often."""
+    """The load that is sent: how many users or requests a second, which prompts, how often."""
 
     mode: Literal["closed", "open"] = "closed"
     """closed: users who each wait for their answer before they send again; open: requests arrive at times of their own,

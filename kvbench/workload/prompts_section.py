@@ -141,7 +141,7 @@ class Sessions(StrictModel):
 
 
 class SharedPrefix(StrictModel):
-    """What prompts begin with; its tokens come on top of the class's `prompt_tokens`."""
+    """A prefix that prompts share; its tokens come on top of the class's `prompt_tokens`."""
 
     tokens: _Count
     """how long it is"""
