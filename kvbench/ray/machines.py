@@ -24,7 +24,8 @@ from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.common.files import read_json, unpack, write_json
 from kvbench.common.git import git_state
 from kvbench.common.machine import environment
-from kvbench.common.ray_cluster import (
+from kvbench.common.text import and_more, plural
+from kvbench.ray.cluster import (
     MAX_LOST,
     Cluster,
     ClusterNode,
@@ -36,7 +37,6 @@ from kvbench.common.ray_cluster import (
     cluster_at,
     usable_nodes,
 )
-from kvbench.common.text import and_more, plural
 from kvbench.runs.manifest import StoredManifest, environment_differences
 from kvbench.runs.results import ClusterExecution, ClusterMachine, Environment, GitState, LostBlock, Manifest
 from kvbench.sweep.block import BlockRunner, Finished, ThisMachine, why_unanswered
@@ -98,7 +98,7 @@ class CellNeeds:
 
 def needs_of(workload: Workload, design: Design, request: SweepRequest) -> CellNeeds:
     """The needs of the cells of ``design``, by the workload's profile or ``device`` and the flags of the server."""
-    devices = {each.settings.get("device", "auto") for each in design.configurations}
+    devices = {configuration.settings.get("device", "auto") for configuration in design.configurations}
     on_gpu = "cuda" in devices or (workload.profile == "gpu" and devices != {"cpu"})
     gpus = 1
     for count in _PARALLEL.findall(" ".join(filter(None, (request.serve_cmd, request.target_args)))):
@@ -188,7 +188,7 @@ class RayMachines(ThisMachine):
         )
 
     def next_block(self, left: Sequence[Block]) -> Block | None:
-        """The first block whose repeat has run on a free machine, else of a repeat that has run nowhere, else any."""
+        """Returns the first block whose repeat has run on a free machine, else has run nowhere, else any."""
         if self._slots.left and (self._again or not self._slots.free):
             return None
         begun = [*self._slots.running.values(), *self._again]
@@ -334,9 +334,9 @@ def machines_for(
 
     Raises UsageError where there is none, or they are not alike.
     """
-    found = usable_nodes(cluster, cell_needs.needs, f"{cell_needs} for a cell", wait_s, say)
-    _require_alike([(node, Environment(**found.facts[node.node_id].environment)) for node in found.nodes])
-    return RayMachines(cluster, cell_needs, *parts, found.nodes, found.facts, wait_s, list(found.left_out))
+    usable = usable_nodes(cluster, cell_needs.needs, f"{cell_needs} for a cell", wait_s, say)
+    _require_alike([(node, Environment(**usable.facts[node.node_id].environment)) for node in usable.nodes])
+    return RayMachines(cluster, cell_needs, *parts, usable.nodes, usable.facts, wait_s, list(usable.left_out))
 
 
 def _require_alike(machines: Sequence[tuple[ClusterNode, Environment]]) -> None:
@@ -345,8 +345,8 @@ def _require_alike(machines: Sequence[tuple[ClusterNode, Environment]]) -> None:
     for node, now in machines[1:]:
         differences, _ = environment_differences(before.model_copy(update={"git": GitState()}), now)
         if differences:
-            words = and_more([each.replace(" then, ", f" on {first.name}, ").replace(" now)", f" on {node.name})")
-                              for each in differences], 3)  # fmt: skip
+            words = and_more([difference.replace(" then, ", f" on {first.name}, ").replace(" now)", f" on {node.name})")
+                              for difference in differences], 3)  # fmt: skip
             raise UsageError(
                 f"the machines of the Ray cluster are not alike, and a sweep on both would compare them: {words}; name "
                 "a resource that one kind alone has with --device-resource"
