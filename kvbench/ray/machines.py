@@ -291,7 +291,9 @@ class RayMachines(ThisMachine):
         stored = read_json(path) if path.is_file() else []
         if new := [row for row in end.calibrations if row not in stored]:
             write_json(path, stored + new)
-        self.runner.keeps_cache.extend(each for each in end.keeps_cache if each not in self.runner.keeps_cache)
+        self.runner.keeps_cache.extend(
+            config_id for config_id in end.keeps_cache if config_id not in self.runner.keeps_cache
+        )
         if end.refused is not None:
             raise UsageError(end.refused)
         if end.problem is not None:
@@ -345,8 +347,8 @@ def _require_alike(machines: Sequence[tuple[ClusterNode, Environment]]) -> None:
     for node, now in machines[1:]:
         differences, _ = environment_differences(before.model_copy(update={"git": GitState()}), now)
         if differences:
-            words = and_more([difference.replace(" then, ", f" on {first.name}, ").replace(" now)", f" on {node.name})")
-                              for difference in differences], 3)  # fmt: skip
+            machines_named = (text.replace(" then, ", f" on {first.name}, ") for text in differences)
+            words = and_more([text.replace(" now)", f" on {node.name})") for text in machines_named], 3)
             raise UsageError(
                 f"the machines of the Ray cluster are not alike, and a sweep on both would compare them: {words}; name "
                 "a resource that one kind alone has with --device-resource"
