@@ -1,4 +1,4 @@
-"""What the engine's steps took: scheduling, preparing, moving KV, executing, sampling, output; simulated ones too."""
+"""The parts of the engine's steps, also simulated ones: scheduling, preparing, moving KV, executing, sampling, output."""
 
 from __future__ import annotations
 
