@@ -105,7 +105,7 @@ class WorkloadFacts:
         return self._careful(effects[subject.config_id])
 
     def ratio(self, to: Settings, against: Settings | None = None) -> Comparison:
-        """The ratio of output tokens/s of ``to`` to those ``against`` (None: the baseline), from its own noise alone."""
+        """The ratio of output tokens/s of ``to`` to those ``against`` (None: the baseline), by its own noise."""
         return self._careful(effect(self.launch_ratios(to, against)))
 
     def _careful(self, ratio: Comparison) -> Comparison:

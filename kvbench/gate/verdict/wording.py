@@ -181,8 +181,8 @@ def worst_first(findings: Iterable[Finding]) -> list[Finding]:
 def explained(findings: Sequence[Finding], most: int, sentence: str) -> list[tuple[str, Finding]]:
     """The sentences to print below a table of ``findings``, with their findings.
 
-    Sentences that the verdict's ``sentence`` contains are left out, and those of failures after the first, whose rows say
-    the same. A finding with details is always included, by its title if its sentence is left out.
+    Sentences that the verdict's ``sentence`` contains are left out, and those of failures after the first, whose rows
+    say the same. A finding with details is always included, by its title if its sentence is left out.
     """
     sentences = []
     for i, finding in enumerate(findings):

@@ -1,4 +1,4 @@
-"""The parts of the engine's steps, also simulated ones: scheduling, preparing, moving KV, executing, sampling, output."""
+"""The parts of the engine's steps, also of simulated ones: schedule, prepare, move KV, execute, sample, output."""
 
 from __future__ import annotations
 
