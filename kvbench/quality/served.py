@@ -145,7 +145,8 @@ def manner_of(served: Served, ids: Sequence[int], text: str) -> Manner:
         echoed = _parsed(_Completion, served.ask(ids, 1, **_ECHO)) if by_id else None
         return Manner(by_id, fields, echoed is not None and echoed.choices[0].losses(len(ids)) is not None)
     raise UsageError(
-        f"{served.http.base_url}/v1/completions answered a prompt of {len(ids)} tokens {answer.status}: "
+        f"{served.http.base_url}/v1/completions answered a prompt of {len(ids)} tokens with status "
+        f"{answer.status}: "
         f"{answer.text[:200]}"
     )
 
@@ -165,8 +166,8 @@ def _check_weights(served: Served, reference: _Reference) -> None:
     fingerprint = info.model.weights_fingerprint if info else None
     if fingerprint and fingerprint not in reference.loaded.fingerprints():
         raise UsageError(
-            f"{served.http.base_url} serves {info.model.name} with the weights {fingerprint[:12]}, and --model is "
-            f"{reference.loaded.info.name} with other ones: name the model that is served"
+            f"{served.http.base_url} serves {info.model.name} with the weights {fingerprint[:12]}, but --model "
+            f"{reference.loaded.info.name} has other weights: name the served model"
         )
 
 

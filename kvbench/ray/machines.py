@@ -351,7 +351,7 @@ def _require_alike(machines: Sequence[tuple[ClusterNode, Environment]]) -> None:
             words = and_more([text.replace(" now)", f" on {node.name})") for text in machines_named], 3)
             raise UsageError(
                 f"the machines of the Ray cluster are not alike, and a sweep on both would compare them: {words}; name "
-                "a resource that one kind alone has with --device-resource"
+                "with --device-resource a resource that only one kind has"
             )
 
 

@@ -108,8 +108,8 @@ def fitting(made: CanarySet, vocab_size: int, max_model_len: int) -> tuple[Canar
     largest = max(max(canary.prompt_token_ids + canary.answer_token_ids) for canary in made.canaries)
     if largest >= vocab_size:
         raise ValueError(
-            f"the canaries are of {made.model} and hold the token id {largest}, and the model that is served has "
-            f"{vocab_size} tokens, so it is another; name its own in load.canaries.file."
+            f"the canaries were made for {made.model} and hold the token id {largest}, but the served model has "
+            f"{vocab_size} tokens; name the canaries of the served model in load.canaries.file."
         )
     if not (canaries := made.that_fit(max_model_len)):
         shortest = min(len(canary.prompt_token_ids) + len(canary.answer_token_ids) for canary in made.canaries)

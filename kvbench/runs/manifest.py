@@ -239,8 +239,8 @@ def accept_server(manifest: Manifest, config_id: str, info: ServerInfo, *, force
         return manifest
     if not force:
         raise UsageError(
-            f"the server of {config_id} is not what this run has measured so far: {'; '.join(differences)}. Serve the "
-            f"same again, start a new run without --resume, {_MIX}"
+            f"the server of {config_id} differs from the one that this run has measured so far: "
+            f"{'; '.join(differences)}. Serve that one again, start a new run without --resume, {_MIX}"
         )
     *earlier, last = manifest.resumed  # --force comes with --resume only
     facts = info.model_dump(include={"model", "resolved", "versions"}, exclude_unset=True)

@@ -235,7 +235,7 @@ class PageSize:
                 f"{-(-tokens // self.given)}: {way_out}"
             )
         raise ValueError(
-            f"{pages} page ids for {tokens} tokens, which fits no page size that fits the requests before it "
+            f"{pages} page ids for {tokens} tokens contradict the page size of the requests before it "
             f"({self._span()} tokens): mend or remove the request"
         )
 
@@ -254,7 +254,7 @@ class PageSize:
         if len(powers) == 1:
             return powers[0], f"guessed: the only power of two among the {self._span()} tokens that the lengths fit"
         raise ValueError(
-            f"the page size of {path} cannot be told from its lengths, which {self._span()} tokens would fit: give it "
+            f"the page size of {path} cannot be told from its lengths: {self._span()} tokens would fit them. Give it "
             f"with {_OPTION} (in a workload: load.prompts.page_size)"
         )
 

@@ -328,7 +328,7 @@ def test_a_partly_filled_page_never_becomes_a_full_one(tmp_path):
     assert lengths(requests) == [11, 11] and [r.prefix_tokens for r in requests] == [10, 10]
     with pytest.raises(ValueError, match=r"even with pages of 2 tokens it would need 13 tokens, more than .* 12"):
         made(12)
-    with pytest.raises(ValueError, match=r"length_scale 0.25 makes pages of 4 tokens pages of 1.* at least 0.5, or"):
+    with pytest.raises(ValueError, match=r"length_scale 0.25 shrinks pages of 4 tokens to 1 token.* at least 0.5, or"):
         made(64, length_scale=0.25)
     rows[0]["input_length"], rows[1]["input_length"] = 24, 24
     assert lengths(made(8)) == lengths(made(64, length_scale=0.25)) == [6, 6]  # whole pages may shrink to a token
