@@ -192,7 +192,7 @@ def figures_of(
 
 @dataclass(frozen=True)
 class Attempt:
-    """One measurement. ``reasons``: one sentence for everything that was over the limits or lost.
+    """One calibration. ``reasons``: one sentence for each figure over its limit and each loss.
 
     ``foreign_cpu_cores``: what other processes used meanwhile; ``steal_share``: what the host took of all cores' time;
     None: not known.

@@ -96,7 +96,7 @@ OutputFile = Annotated[Path, WritableFile()]
 
 @dataclass(frozen=True)
 class Options:
-    """The base of requests and of what they share. ``heading``, ``rare``: of the options that a subclass declares.
+    """The base class of requests and of groups of options. ``heading``, ``rare``: of the options a subclass declares.
 
     given: the names of the options that stand on the command line.
     """
@@ -159,7 +159,7 @@ def switch(help: str, *names: str, rare: bool = False, **more: Any) -> Any:
 
 
 def argument(metavar: str, default: Any = MISSING) -> Any:
-    """Declares the field that takes a word which is no option; a tuple takes all words."""
+    """Declares a positional argument; a tuple takes all words."""
     return field(default=default, metadata={"argument": metavar})
 
 
@@ -171,7 +171,7 @@ class RequestOption(click.Option):
         self.heading, self.rare = heading, rare
 
     def get_help_extra(self, ctx: click.Context) -> dict[str, Any]:
-        """Says a range in words, and none that only excludes what no one would give."""
+        """Words a range, unless it only excludes values that no one would give."""
         extra: dict[str, Any] = dict(super().get_help_extra(ctx))
         extra.pop("range", None)
         if isinstance(self.type, click.IntRange | click.FloatRange) and self.type.max is not None:

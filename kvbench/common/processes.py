@@ -112,7 +112,7 @@ def launch(
     env: Mapping[str, str | None] | None = None,
     cwd: Path | None = None,
 ) -> Child:
-    """Start ``command`` in a session (and so a process group) of its own; a terminal's Ctrl-C reaches only us.
+    """Starts ``command`` in a session (and so a process group) of its own; a terminal's Ctrl-C reaches only us.
 
     ``background``: at a lower priority and as a batch job, for a server that shares its cores with the load client.
     ``own_session`` False: in our process group, for one that is to be stopped together with us.
@@ -136,7 +136,7 @@ def launch(
 
 
 def stop(process: Child, grace_s: float = 6.0) -> int:
-    """TERM to the whole family, then KILL; returns the exit code. At most ``grace_s`` + 7 s.
+    """Sends TERM to the whole family, then KILL; returns the exit code after at most ``grace_s`` + 7 s.
 
     -SIGKILL when not even that has ended it in time: a process stuck in the kernel goes as soon as it gets out.
     """

@@ -99,7 +99,7 @@ class DealtOnce(UsersDispatcher):
 
     @property
     def dispatch_in_progress(self) -> bool:
-        """Always: Locust begins no other one on its own."""
+        """Returns True, so that Locust dispatches no users on its own."""
         return True
 
     def add_worker(self, worker_node: WorkerNode) -> None: ...
@@ -108,7 +108,7 @@ class DealtOnce(UsersDispatcher):
 
 
 class OneEach(DealtOnce):
-    """One open-loop user for each worker, whatever --users says: each has arrivals of its own to make."""
+    """Spawns one open-loop user for each worker, whatever --users says: each has arrivals of its own to make."""
 
     def __init__(self, worker_nodes: list[WorkerNode], user_classes: list[type[User]]) -> None:
         super().__init__(worker_nodes, user_classes)

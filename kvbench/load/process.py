@@ -190,7 +190,7 @@ def parse_rest(session: LoadSession, tick: Callable[[], None] = _nothing) -> Non
 
 
 class LoadEvents:
-    """The events of a load, one JSON object a line on stdout, and the signal that stopped it."""
+    """Prints the events of a load, one JSON object a line, and keeps the signal that stopped it."""
 
     def __init__(self, total: int, on_stop: Callable[[], None] = _nothing) -> None:
         self.total, self._on_stop = total, on_stop

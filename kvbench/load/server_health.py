@@ -1,4 +1,4 @@
-"""A watch on whether the server is still there: one request without an answer says little, many in a row say enough."""
+"""Watches whether the server is still there: one request without an answer proves little, many in a row do."""
 
 from __future__ import annotations
 

@@ -267,7 +267,7 @@ def for_other_requests(
 
 
 def _weighted_quantile(values: Sequence[np.ndarray], counts: np.ndarray, quantile: float) -> np.ndarray:
-    """The quantile [draws] of values of which each draw has so many. ``counts`` [draws, requests]"""
+    """The quantile [draws] of the values, each request's taken as often as ``counts`` [draws, requests] says."""
     owner = np.repeat(np.arange(len(values)), [len(request) for request in values])
     pooled = np.concatenate(values)
     order = np.argsort(pooled)
@@ -323,7 +323,7 @@ def with_confidence(comparison: Comparison, confidence: float) -> Comparison:
 
 
 def fewest_launches(configurations: int) -> int:
-    """The fewest that may decide the effects of so many configurations; one more where there is one alone."""
+    """The fewest launches that may decide the effects of so many configurations; one more for a single one."""
     if configurations * (FEWEST_POOLED - 1) >= POOLED_FREEDOM:
         return FEWEST_POOLED
     return FEWEST_LAUNCHES + (configurations == 1)

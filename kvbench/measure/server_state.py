@@ -73,7 +73,7 @@ def leak_reasons(after: MetricsSample | None) -> list[str]:
 
 
 def with_default_ends(load: LoadConfig, target: Target) -> LoadConfig:
-    """The load; without ignore_eos where it does not declare that, and the server ends answers as its model does."""
+    """The load, without ignore_eos if it does not declare it and the server ends answers where the model does."""
     if target.ends_answers and "ignore_eos" not in load.model_fields_set:
         return load.model_copy(update={"ignore_eos": False})
     return load
@@ -133,7 +133,7 @@ def _reset(target: Target) -> bool:
 
 @dataclass(frozen=True)
 class CacheUse:
-    """The use of the prefix cache, the bounds of its hits (None: not known), why it was not in the declared state."""
+    """The use of the prefix cache, the bounds of its hits (None: not known), and why it was not in the declared state."""
 
     counts: CacheCounts
     bounds: CacheBounds | None

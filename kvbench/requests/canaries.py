@@ -48,7 +48,7 @@ class Canary:
 
 @dataclass(frozen=True)
 class CanarySet:
-    """The canaries of one model, told by ``weights_fingerprints`` in each dtype (as in /server_info)."""
+    """The canaries of one model, identified by ``weights_fingerprints`` in each dtype (as in /server_info)."""
 
     model: str
     weights_fingerprints: tuple[str, ...]
@@ -169,7 +169,7 @@ def mix(
 
 
 def _arrivals(requests: Sequence[RequestSpec]) -> list[float | None]:
-    """The arrival at each place: of the next request that has one, at the end the last; None in closed loop."""
+    """The arrival at each place: that of the next request with one, at the end the last one; None in closed loop."""
     arrivals = [max((r.arrival_s for r in requests if r.arrival_s is not None), default=None)]
     for request in reversed(requests):
         arrivals.append(arrivals[-1] if request.arrival_s is None else request.arrival_s)
@@ -178,7 +178,7 @@ def _arrivals(requests: Sequence[RequestSpec]) -> list[float | None]:
 
 @dataclass(frozen=True)
 class WrongAnswer:
-    """A difference of an answer: from which token or character on (``position``), and both sides from there."""
+    """A difference of an answer: the first differing token or character (``position``), and both sides from there."""
 
     position: int  # 0 is the first
     expected: str
@@ -213,7 +213,7 @@ def first_difference(
 def answers_of(
     token_ids: Sequence[int], text: str, answers: int, length: int
 ) -> Iterable[tuple[Sequence[int] | None, str]]:
-    """The ``answers`` of one request apart; ids are None where not all of them are known.
+    """Splits the ``answers`` of one request; ids are None where not all of them are known.
 
     ``token_ids``: of all answers in turn, ``length`` tokens long; ``text``: theirs, a line break between two.
     """

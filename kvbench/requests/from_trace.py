@@ -198,7 +198,7 @@ def _with_outputs(prompts: TracePrompts, trace: Trace, rng: np.random.Generator)
 
 
 def _of_lengths(prompts: TracePrompts, trace: Trace, context: DrawContext) -> tuple[Iterator[Ids], np.ndarray, Notes]:
-    """Random token ids of the trace's lengths, each drawn when it is asked for: nothing is shared."""
+    """Random token ids of the trace's lengths, drawn when they are needed; prompts share nothing."""
     longest = int((trace.prompt_tokens + trace.output_tokens).max())
     fixed = prompts.length_scale != "auto"
     scale = float(prompts.length_scale) if fixed else fit_scale(max(longest, 1), context.max_model_len)

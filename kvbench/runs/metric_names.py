@@ -55,7 +55,7 @@ def value_of(values: Mapping[str, float], name: str) -> float | None:
 
 
 def window_of(name: str, *cells: MeasuredCell) -> str:
-    """The words "whole run" for a throughput or latency that is of it, whichever cell makes it so; else empty."""
+    """Returns "whole run" for a throughput or latency over the whole run in any of the cells; else empty."""
     figure = find(name)
     if figure is None or figure.steady:
         return ""

@@ -198,7 +198,7 @@ class MeasuredCell:
         return float(sum(values)) if values else None
 
     def latency_groups(self, kind: str) -> Mapping[str, GroupLatencies]:
-        """The pooled latencies that lead of each group of requests; ``kind``: "per_class" or "per_turn"."""
+        """The leading pooled latencies of each group of requests; ``kind``: "per_class" or "per_turn"."""
         return self.pooled.at(self._latencies(kind, self.has_steady_groups(kind))) or {}
 
     def has_steady_groups(self, kind: str) -> bool:
@@ -207,7 +207,7 @@ class MeasuredCell:
         return self.has_steady_latency and steady is not None and kind in steady.model_fields_set
 
     def percentile(self, metric: str, which: str, steady: bool | None = None) -> tuple[float | None, bool]:
-        """A latency percentile over the pooled raw samples, and whether it is of too few samples to be certain.
+        """A latency percentile over the pooled raw samples, and whether it has too few samples to be certain.
 
         ``steady``: over the requests due in the steady windows, or all; None: as ``has_steady_latency`` says.
         """

@@ -222,7 +222,7 @@ class PageSize:
         self.low, self.high = (self.given, self.given) if self.given else (1, MOST_TOKENS)
 
     def add(self, pages: int, tokens: int) -> None:
-        """Leaves out the sizes that do not fit this request. Raises ValueError when none is left."""
+        """Drops the page sizes that do not fit this request. Raises ValueError when none is left."""
         low = max(self.low, tokens // (pages + 1) + 1)
         high = min(self.high, tokens // (pages - 1)) if pages > 1 else self.high
         if low <= high:

@@ -126,7 +126,7 @@ def test_outputs_that_nobody_said_are_the_workloads(tmp_path):
     requests = build(tmp_path / "t", text, load=CLOSED, output_tokens=33)
     assert [r.max_tokens for r in requests] == [9, 33] and requests[1].prompt_token_ids == (700, 701)
     assert requests[0].session is None
-    with pytest.raises(ValueError, match=r"output of 1 of 2 requests; .* load\.prompts\.output_tokens"):
+    with pytest.raises(ValueError, match=r"output length for 1 of 2 requests; .* load\.prompts\.output_tokens"):
         build(tmp_path / "t", load=CLOSED)
     with pytest.raises(ValueError, match="token id 9000, but the model's vocabulary ends before 8192"):
         build(tmp_path / "t", lines({"prompt": [9000]}), load=CLOSED, output_tokens=3)
