@@ -133,7 +133,7 @@ def _reset(target: Target) -> bool:
 
 @dataclass(frozen=True)
 class CacheUse:
-    """The use of the prefix cache, the bounds of its hits (None: not known), and why it was not in the declared state."""
+    """The use of the prefix cache, the bounds of its hits (None: not known), why it was not in the declared state."""
 
     counts: CacheCounts
     bounds: CacheBounds | None
