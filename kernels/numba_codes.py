@@ -81,7 +81,7 @@ def store_values(builder: ir.IRBuilder, value: ir.Value, address: ir.Value, elem
 
 
 def _load_fp8(builder: ir.IRBuilder, address: ir.Value, dim: int, offset: int, width: int, kind: int) -> ir.Value:
-    """Two neighbouring pieces build the same 32-wide code, of which LLVM keeps one: half the integer work."""
+    """Load fp8 values. Two neighbouring pieces build the same 32-wide code, of which LLVM keeps one."""
     first = offset // 32 * 32
     paired = width == LANES and first + 32 <= dim
     w, start = (32, first) if paired else (width, offset)
@@ -181,7 +181,7 @@ def largest_of(typingctx, x, dim):
 
 @intrinsic(prefer_literal=True)
 def encode_row(typingctx, x, codes, scale, dim, kind):
-    """Codes of the floats ``x[:dim]`` over ``scale`` (not 0), at the address ``codes``."""
+    """Write the codes of the floats ``x[:dim]`` over ``scale`` (not 0) to the address ``codes``."""
     d_count, k = dim.literal_value, kind.literal_value
 
     def codegen(context, builder, signature, args):
@@ -207,7 +207,7 @@ def encode_row(typingctx, x, codes, scale, dim, kind):
 
 @intrinsic(prefer_literal=True)
 def decode_row(typingctx, codes, target, factor, dim, kind):
-    """Floats ``factor x value`` of the row at ``codes``, at ``target``."""
+    """Write the floats ``factor x value`` of the row at ``codes`` to ``target``."""
     d_count, k = dim.literal_value, kind.literal_value
 
     def codegen(context, builder, signature, args):

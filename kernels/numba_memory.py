@@ -13,7 +13,7 @@ from numba.extending import intrinsic
 
 
 def _cache_folder() -> str:
-    """Where compiled kernels are kept: a folder named after all the kernels' sources.
+    """The folder of compiled kernels, named after all the kernels' sources.
 
     Numba looks only at the file that defines a kernel, so an edit of a helper in another file would leave machine code
     of the old one in use.
@@ -77,7 +77,7 @@ def stack_bytes(typingctx, count):
 
 @intrinsic
 def copy_bytes(typingctx, target, source, count):
-    """memcpy of ``count`` bytes."""
+    """Copy ``count`` bytes by memcpy."""
 
     def codegen(context, builder, signature, args):
         pointer_type = ir.PointerType(ir.IntType(8))
@@ -90,7 +90,7 @@ def copy_bytes(typingctx, target, source, count):
 
 @intrinsic
 def fill_bytes(typingctx, target, value, count):
-    """memset of ``count`` bytes to ``value``."""
+    """Set ``count`` bytes to ``value`` by memset."""
 
     def codegen(context, builder, signature, args):
         place = builder.inttoptr(args[0], ir.PointerType(ir.IntType(8)))

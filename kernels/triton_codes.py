@@ -1,4 +1,6 @@
-"""How the codes of a quantised cache become operands of ``tl.dot``: in registers, in one to two instructions a value.
+"""Turns codes of a quantised cache into operands of ``tl.dot``, in registers.
+
+That takes one to two instructions a value.
 
 A row of codes is loaded as words of 16 bits, because those are what ``ldmatrix`` moves and transposes: a tile of bytes
 would be read from shared memory byte by byte. A word holds a column of each *part*: of two parts (a byte each: fp8,
@@ -189,7 +191,8 @@ def fp8_value(byte, KIND: tl.constexpr, FP8_HARDWARE: tl.constexpr):
 @triton.jit
 def unpack_keys(words, dtype: tl.constexpr, KIND: tl.constexpr, FP8_HARDWARE: tl.constexpr):
     """Words of K (int16) -> its parts in dtype (float16 or float32): fp8's values, an integer's u / 2**24, or 16 times
-    as much in the high half bytes of int4."""
+    as much in the high half bytes of int4.
+    """
     if KIND == "auto":
         return (words,)
     elif dtype == tl.float32 or not ASSEMBLER:

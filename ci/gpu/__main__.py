@@ -36,7 +36,7 @@ print(json.dumps({"torch": torch.__version__, "cuda": torch.version.cuda, "avail
 
 def parser() -> argparse.ArgumentParser:
     """The arguments of ``ci/gpu.sh``."""
-    found = argparse.ArgumentParser(
+    arguments = argparse.ArgumentParser(
         prog="ci/gpu.sh",
         description="Check kernels and engine on an NVIDIA GPU against references, time them against the ceilings "
         "measured in the same sitting, and write a summary of at most 8 files. No network is used and no setting of "
@@ -44,24 +44,30 @@ def parser() -> argparse.ArgumentParser:
         epilog="Parts: " + "; ".join(f"{part.name} ({part.what})" for part in PARTS) + ". Exit codes: 0 all that could "
         "run passed, 1 a check or part failed or none ran, 2 bad arguments or no GPU.",
     )
-    found.add_argument("outdir", type=Path, metavar="OUTDIR", help="where the results go; made if it is not there")
-    found.add_argument(
+    arguments.add_argument("outdir", type=Path, metavar="OUTDIR", help="where the results go; made if it is not there")
+    arguments.add_argument(
         "--quick", action="store_true", help="all of it in less than 10 minutes: fewer cases and repeats"
     )
-    found.add_argument("--wheels", type=Path, metavar="DIR", help="a folder of wheels (ci/gpu_wheels.sh fills one)")
-    found.add_argument(
+    arguments.add_argument("--wheels", type=Path, metavar="DIR", help="a folder of wheels (ci/gpu_wheels.sh fills one)")
+    arguments.add_argument(
         "--part", dest="parts", nargs="+", action="extend", default=[], metavar="NAME",
         help="only these parts, and facts; `engine` for all models",
     )  # fmt: skip
-    found.add_argument(
+    arguments.add_argument(
         "--entry", choices=ENTRIES, help="the parts of an entry of docs/gpu.md's queue, with their times"
     )
-    found.add_argument("--time-limit", type=float, metavar="SECONDS", help="for everything together (--quick: 570)")
-    found.add_argument("--against", type=Path, metavar="DIR", help="an earlier OUTDIR: its figures beside, on one host")
-    found.add_argument("--commit", metavar="SHA", help="what to put down as the commit where this is no git checkout")
-    found.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: with --tiny, to test the runner")
-    found.add_argument("--tiny", action="store_true", help="with --device cpu: shapes of seconds")
-    return found
+    arguments.add_argument("--time-limit", type=float, metavar="SECONDS", help="for everything together (--quick: 570)")
+    arguments.add_argument(
+        "--against", type=Path, metavar="DIR", help="an earlier OUTDIR: its figures beside, on one host"
+    )
+    arguments.add_argument(
+        "--commit", metavar="SHA", help="what to put down as the commit where this is no git checkout"
+    )
+    arguments.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: with --tiny, to test the runner"
+    )
+    arguments.add_argument("--tiny", action="store_true", help="with --device cpu: shapes of seconds")
+    return arguments
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[Part]]:
@@ -101,16 +107,16 @@ def no_gpu() -> str | None:
         done = subprocess.run(
             [sys.executable, "-c", _GPU_PROBE], capture_output=True, text=True, timeout=GPU_PROBE_SECONDS
         )
-        found = json.loads(done.stdout.splitlines()[-1])
+        device = json.loads(done.stdout.splitlines()[-1])
     except subprocess.TimeoutExpired:
         return f"torch did not answer within {GPU_PROBE_SECONDS:.0f} s whether there is a GPU: look at nvidia-smi"
     except (ValueError, IndexError):
         reason = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
         return f"{sys.executable} cannot import torch ({reason}): install a CUDA build of torch, or set PYTHON"
-    if not found["available"]:
-        built = f"for CUDA {found['cuda']}" if found["cuda"] else "for the CPU"
+    if not device["available"]:
+        built = f"for CUDA {device['cuda']}" if device["cuda"] else "for the CPU"
         return (
-            f"no NVIDIA GPU here: torch {found['torch']}, built {built}, sees no CUDA device; run this on a machine "
+            f"no NVIDIA GPU here: torch {device['torch']}, built {built}, sees no CUDA device; run this on a machine "
             "with a GPU and a CUDA build of torch"
         )
     return None

@@ -60,15 +60,17 @@ def run_case(case: KernelProblem, device: str) -> dict[str, Any]:
         return {"status": "skipped", "reason": str(error)}
     torch.manual_seed(0)
     drawn = problems.draw(case, device)
-    found = {
+    distances = {
         "decode": problems.check_decode(case, drawn, backend, device),
         "prefill": problems.check_prefill(case, drawn, backend, device),
     }
     write = problems.check_write(case, drawn, backend, device)
     limit = TOLERANCE[case.dtype]
-    wrong = [f"{what} is {value:.2g} from float64, limit {limit:g}" for what, value in found.items() if value > limit]
+    wrong = [
+        f"{what} is {value:.2g} from float64, limit {limit:g}" for what, value in distances.items() if value > limit
+    ]
     wrong += [f"write: {write}"] if write else []
-    return {"status": "failed" if wrong else "passed", "reason": "; ".join(wrong), **found}
+    return {"status": "failed" if wrong else "passed", "reason": "; ".join(wrong), **distances}
 
 
 def keep(report: Report, name: str, result: dict[str, Any]) -> None:

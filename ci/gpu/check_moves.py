@@ -90,13 +90,13 @@ def far_cases(tiny: bool) -> dict[str, Callable[[str], str | None]]:
 
     ``tiny``: not as far. Each returns None, or what is wrong, and raises NotHere.
     """
-    found: dict[str, Callable[[str], str | None]] = {}
+    checks: dict[str, Callable[[str], str | None]] = {}
     for kv in ("auto", "int8_per_token_head"):
         case = KernelProblem(kv=kv, kv_heads=8, tiny=tiny, dtype=torch.float32 if tiny else torch.bfloat16)
         far = 5000 if tiny else 2**31 // (case.kv_heads * case.dim) + 4096
         name = f"slots from {far}, {kv}" if tiny else f"slots beyond 2^31 elements, {kv}"
-        found[name] = partial(_far_case, case, far)
-    return found
+        checks[name] = partial(_far_case, case, far)
+    return checks
 
 
 def _far_case(case: KernelProblem, far: int, device: str) -> str | None:

@@ -61,7 +61,7 @@ class Way:
 def ways(device: str) -> list[Way]:
     """All that ``device`` has, the most intricate first."""
     graphs = (True, False) if device == "cuda" else (False,)
-    return [Way(*each) for each in itertools.product(graphs, (True, False), ("recompute", "swap"))]
+    return [Way(*settings) for settings in itertools.product(graphs, (True, False), ("recompute", "swap"))]
 
 
 def save_model(folder: Path) -> str:
@@ -90,14 +90,14 @@ def make_problem(folder: str) -> dict[Tokens, list[int]]:
         for _ in range(TRIES):
             prompt = common + drawn(length - COMMON_TOKENS) if length > COMMON_TOKENS else drawn(length)
             ids = torch.tensor([prompt])
-            told = model.generate(
+            generated = model.generate(
                 ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=OUTPUT_TOKENS,
                 eos_token_id=None, pad_token_id=0, output_logits=True, return_dict_in_generate=True,
             )  # fmt: skip
-            top = torch.cat(told.logits).topk(2).values
+            top = torch.cat(generated.logits).topk(2).values
             assert len(top) == OUTPUT_TOKENS, "generate ended early"
             if float((top[:, 0] - top[:, 1]).min()) > CLEAR_GAP:
-                answers[prompt] = told.sequences[0, length:].tolist()
+                answers[prompt] = generated.sequences[0, length:].tolist()
                 break
         else:
             raise ValueError(f"none of {TRIES} prompts of {length} tokens is clear of rounding")
@@ -121,14 +121,14 @@ def make_engine(loaded: LoadedModel, folder: str, way: Way, pool_slots: int) -> 
 def greedy(engine: Engine, prompts: Sequence[Tokens], name: str) -> list[list[int]]:
     """Tokens by prompt, all requests there at the start."""
     params = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
-    found: list[list[int]] = [[] for _ in prompts]
+    tokens: list[list[int]] = [[] for _ in prompts]
     for index, prompt in enumerate(prompts):
         engine.add_request(Request(f"{name}-{index}", prompt, params))
     while engine.has_work():
         for output in engine.step():
-            found[int(output.request_id.rsplit("-", 1)[1])].extend(output.token_ids)
+            tokens[int(output.request_id.rsplit("-", 1)[1])].extend(output.token_ids)
     engine.check_integrity()
-    return found
+    return tokens
 
 
 def check_way(report: Report, engine: Engine, way: Way, answers: dict[Tokens, list[int]]) -> None:
@@ -178,14 +178,14 @@ class TokenChecks:
     def plan(self) -> list[Planned]:
         """All ways."""
         answers = make_problem(save_model(self._folder))
-        told = [[list(prompt), tokens] for prompt, tokens in answers.items()]
-        (self._folder / "answers.json").write_text(json.dumps(told), encoding="utf-8")
+        pairs = [[list(prompt), tokens] for prompt, tokens in answers.items()]
+        (self._folder / "answers.json").write_text(json.dumps(pairs), encoding="utf-8")
         return [Planned(name, None) for name in self._ways]
 
     def run(self, name: str, report: Report) -> None:
         """One way."""
-        told = json.loads((self._folder / "answers.json").read_text(encoding="utf-8"))
-        answers = {tuple(prompt): tokens for prompt, tokens in told}
+        pairs = json.loads((self._folder / "answers.json").read_text(encoding="utf-8"))
+        answers = {tuple(prompt): tokens for prompt, tokens in pairs}
         folder, way = str(self._folder), self._ways[name]
         if self._loaded is None:
             self._loaded = load_model(EngineConfig(model=folder, dtype="float32", device=self.device))

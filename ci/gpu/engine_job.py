@@ -169,8 +169,8 @@ class EngineJob:
             self.measure(name)
 
     def _settings_are_known(self, name: str) -> bool:
-        known = {field.name for field in dataclasses.fields(EngineConfig)}
-        if unknown := sorted(set(VARIANTS[name]) - known):
+        settings = {field.name for field in dataclasses.fields(EngineConfig)}
+        if unknown := sorted(set(VARIANTS[name]) - settings):
             self.report.skip(name, f"this engine has no setting {', '.join(unknown)}")
         elif self.args.device == "cpu" and VARIANTS[name].get("torch_compile"):
             self.report.skip(name, "on a CPU it takes minutes and a C++ compiler")
@@ -267,14 +267,14 @@ class EngineJob:
             engine.add_request(Request(f"profile-{index}", prompt, params))
         for _ in range(before):
             engine.step()
-        found = profile_device(engine.step, PROFILED_STEPS)
-        if found.busy_share is None:
+        profile = profile_device(engine.step, PROFILED_STEPS)
+        if profile.busy_share is None:
             self.report.skip(PROFILE, "the profiler saw nothing run on the device")
             return
         self.report.put(
-            busy_share_in_decode=found.busy_share, profiled=f"{self.shown_model}, {NUM_SEQUENCES} sequences",
-            kernels_of_a_decode_step=found.kernels, other_kernels_us=found.other_us,
-            kernels_a_decode_step=found.count,
+            busy_share_in_decode=profile.busy_share, profiled=f"{self.shown_model}, {NUM_SEQUENCES} sequences",
+            kernels_of_a_decode_step=profile.kernels, other_kernels_us=profile.other_us,
+            kernels_a_decode_step=profile.count,
         )  # fmt: skip
         while engine.has_work():
             engine.step()

@@ -57,13 +57,13 @@ def torch_facts(device: str) -> dict[str, Any]:
     """Asks torch for its version and, on a GPU, for the device."""
     facts: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda, **host_facts(device)}
     if device == "cuda":
-        found = torch.cuda.get_device_properties(0)
+        gpu = torch.cuda.get_device_properties(0)
         free, total = torch.cuda.mem_get_info(0)
         facts |= {
-            "name": found.name,
-            "capability": f"{found.major}.{found.minor}",
-            "multiprocessors": found.multi_processor_count,
-            "l2_bytes": found.L2_cache_size,
+            "name": gpu.name,
+            "capability": f"{gpu.major}.{gpu.minor}",
+            "multiprocessors": gpu.multi_processor_count,
+            "l2_bytes": gpu.L2_cache_size,
             "memory_bytes": total,
             "memory_free_bytes": free,
             "cudnn": torch.backends.cudnn.version(),

@@ -145,15 +145,15 @@ class CaseRunner:
         """All cases of the plan that the first process tells. ``in_one_group``: whatever groups they have."""
         first = self._start()
         try:
-            (told,) = first.ask({}, PLAN_SECONDS, self._latest())
+            (answer,) = first.ask({}, PLAN_SECONDS, self._latest())
         except ProcessEnded as ended:
             self._report.fail("the list of cases", str(ended))
             first.stop(ask=False)
             return
-        plan = [Planned(**case) for case in told["plan"]]
+        plan = [Planned(**case) for case in answer["plan"]]
         self._left.extend(Planned(c.name, "main", c.seconds) if in_one_group else c for c in plan)
         self._report.put(cases=len(plan))
-        workers = [first, *[None] * (min(told["workers"], len(plan)) - 1)]
+        workers = [first, *[None] * (min(answer["workers"], len(plan)) - 1)]
         threads = [threading.Thread(target=self._work, args=(worker,), daemon=True) for worker in workers]
         for thread in threads:
             thread.start()

@@ -121,9 +121,9 @@ class PartCases(Protocol):
 def plain(value: Any) -> Any:
     """``value`` as JSON can hold it: NaN and infinities become null."""
     if isinstance(value, dict):
-        return {str(key): plain(each) for key, each in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(each) for each in value]
+        return [plain(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

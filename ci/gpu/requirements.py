@@ -24,9 +24,9 @@ def package(requirement: str) -> str:
 def read_requirements(pyproject: Path = PYPROJECT) -> dict[str, str]:
     """Reads the requirement of each package that the machine may lack, by name."""
     project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
-    found = {package(line): line for line in project["dependencies"] if package(line) not in BROUGHT}
+    requirements = {package(line): line for line in project["dependencies"] if package(line) not in BROUGHT}
     extra = {package(line): line for line in project["optional-dependencies"]["test"]}
-    return found | {name: extra[name] for name in FOR_TESTS}
+    return requirements | {name: extra[name] for name in FOR_TESTS}
 
 
 def main() -> None:

@@ -156,11 +156,11 @@ def _code(manifest: dict[str, Any]) -> str:
 
 def _tables(outcomes: list[PartEnd]) -> dict[tuple[str, tuple[str, ...]], list[list[str]]]:
     """Rows by title and columns: parts that tell the same of different things share a table."""
-    found: dict[tuple[str, tuple[str, ...]], list[list[str]]] = {}
+    tables: dict[tuple[str, tuple[str, ...]], list[list[str]]] = {}
     for outcome in outcomes:
         for table in outcome.data.get("tables", []):
-            found.setdefault((table["title"], tuple(table["columns"])), []).extend(table["rows"])
-    return found
+            tables.setdefault((table["title"], tuple(table["columns"])), []).extend(table["rows"])
+    return tables
 
 
 def _table(columns: list[str], rows: list[list[str]]) -> list[str]:

@@ -35,11 +35,11 @@ def ceilings(report: PartReport, args: Any) -> None:
     rows = report.data["rows"]
     if not rows:
         report.data["not_run"] = "no time left"
-    found: dict[str, float] = {}
+    best: dict[str, float] = {}
     for row in rows:
-        found[row["ceiling"]] = max(row["value"], found.get(row["ceiling"], 0.0))
-    report.data["ceilings"] = found
-    report.data["headline"] = ", ".join(f"{name} {value:,.0f}" for name, value in found.items())
+        best[row["ceiling"]] = max(row["value"], best.get(row["ceiling"], 0.0))
+    report.data["ceilings"] = best
+    report.data["headline"] = ", ".join(f"{name} {value:,.0f}" for name, value in best.items())
     shown = [[row["ceiling"], f"{row['value']:,.4g}", row["how"]] for row in rows]
     report.table("Measured ceilings (the largest counts)", ["ceiling", "value", "how"], shown)
 
@@ -167,17 +167,17 @@ def _variants_table(report: PartReport, runs: list[dict[str, Any]], label: str) 
 
 
 def _profile_table(report: PartReport) -> None:
-    found = report.data.get("kernels_of_a_decode_step")
-    if not found:
+    kernel_rows = report.data.get("kernels_of_a_decode_step")
+    if not kernel_rows:
         return
-    total = sum(row["us"] for row in found) + report.data["other_kernels_us"]
+    total = sum(row["us"] for row in kernel_rows) + report.data["other_kernels_us"]
     rows = [
         [row["name"][:90], f"{row['count']:.1f}", f"{row['us']:,.1f}", f"{row['us'] / total:.0%}"]
-        for row in found[:SHOWN_KERNELS]
+        for row in kernel_rows[:SHOWN_KERNELS]
     ]
     launches = report.data["kernels_a_decode_step"]
     report.table(
         f"Largest kernels of a decode step, {report.data['profiled']} ({launches:.0f} kernels and copies a step, "
-        f"{total:,.0f} us; engine.json has {len(found)} of them)",
+        f"{total:,.0f} us; engine.json has {len(kernel_rows)} of them)",
         ["kernel", "times a step", "us a step", "share"], rows,
     )  # fmt: skip

@@ -58,17 +58,17 @@ class KernelTimes:
         """Makes what is timed, by name: for a quick run, and what goes beyond."""
         decodes = cases.tiny_decode_cases() if self.tiny else cases.decode_cases(True)
         prefills = [Prefill(2, 16, 16)] if self.tiny else cases.prefill_cases(True)
-        found: dict[str, Callable[[], None]] = {c.name: partial(self.decode, c) for c in decodes[:9]}
-        found["decode by torch SDPA"] = partial(self.decode_by_sdpa, *((2, 64) if self.tiny else (64, 4096)))
-        found |= {c.name: partial(self.prefill, c) for c in prefills}
-        found |= {f"write {kv}": partial(self.write, kv) for kv in ("auto", *KV_FORMATS)}
-        found |= {f"moves of pages of {size}": partial(self.moves, size) for size in ((16,) if self.tiny else (16, 1))}
-        found |= {c.name: partial(self.decode, c) for c in decodes[9:]}
+        steps: dict[str, Callable[[], None]] = {c.name: partial(self.decode, c) for c in decodes[:9]}
+        steps["decode by torch SDPA"] = partial(self.decode_by_sdpa, *((2, 64) if self.tiny else (64, 4096)))
+        steps |= {c.name: partial(self.prefill, c) for c in prefills}
+        steps |= {f"write {kv}": partial(self.write, kv) for kv in ("auto", *KV_FORMATS)}
+        steps |= {f"moves of pages of {size}": partial(self.moves, size) for size in ((16,) if self.tiny else (16, 1))}
+        steps |= {c.name: partial(self.decode, c) for c in decodes[9:]}
         if quick or self.tiny:
-            return found, {}
+            return steps, {}
         extreme: dict[str, Callable[[], None]] = {c.name: partial(self.prefill, c) for c in cases.prefill_cases(False)}
         extreme |= {c.name: partial(self.decode, c) for c in cases.decode_cases(False)}
-        return found, {name: run for name, run in extreme.items() if name not in found}
+        return steps, {name: run for name, run in extreme.items() if name not in steps}
 
     def plan(self) -> list[Planned]:
         """Times in another process what goes beyond a quick run."""
@@ -180,15 +180,15 @@ class KernelTimes:
             columns = [x.view(case.batch, length, heads.query, heads.dim).transpose(1, 2) for x in wide]
             return F.scaled_dot_product_attention(rows, *columns, is_causal=True)
 
-        found = {}
+        seconds = {}
         for name, step in (("varlen_attn", varlen), ("sdpa", sdpa)):
             if name == "sdpa" and case.context:
                 continue  # its causal mask begins at the first key
             try:
-                found[name] = self.timed(step).median
+                seconds[name] = self.timed(step).median
             except Exception as error:
                 self.report.skip(f"torch {name} beside {case.name}", str(error).splitlines()[0][:200])
-        return found
+        return seconds
 
     def write(self, kv: str) -> None:
         tokens, heads = (64 if self.tiny else 32768), self.heads

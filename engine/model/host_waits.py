@@ -46,7 +46,7 @@ class HostWaits(TorchDispatchMode):
         self._methods.__exit__(*error)
 
     def note(self, name: str, tensor: torch.Tensor) -> None:
-        """``name`` reads ``tensor``."""
+        """Note that the operation ``name`` reads ``tensor``."""
         if tensor.device.type == self._device and name not in self.found:
             self.found.append(name)
 

@@ -97,7 +97,7 @@ def shown(value: Any) -> str:
 def from_validation(error: ValidationError) -> APIError:
     """Pydantic's first error as one sentence that names the field and the value; too long a list comes first."""
     errors = error.errors(include_url=False, include_input=False)  # which costs most where a list is long
-    first = next((each for each in errors if each["type"] == "too_long"), errors[0])
+    first = next((problem for problem in errors if problem["type"] == "too_long"), errors[0])
     path = [str(part) for part in first["loc"]]
     param = ".".join(path) or None
     if first["type"] == "missing":
