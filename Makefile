@@ -39,6 +39,7 @@ sweep: install
 lint: install
 	@$(BIN)/ruff check .
 	@$(BIN)/lint-imports
+	@$(BIN)/python -m ci.plain_words
 
 test: lint
 	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)

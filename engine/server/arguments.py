@@ -21,46 +21,46 @@ HELP = {
     "or config that ships with the engine. Nothing is ever downloaded.",
     "load_format": "auto reads the folder's safetensors; dummy takes seeded random weights: a config is enough.",
     "seed": "seed of the random weights. A request without a seed of its own draws other tokens each time.",
-    "dtype": "of weights and activations. auto: float32 on a CPU, the config's own on a GPU. bfloat16 takes half the "
-    "memory and is faster on a CPU with AMX.",
+    "dtype": "type of weights and activations. auto: float32 on a CPU, the config's own on a GPU. bfloat16 takes half "
+    "the memory and is faster on a CPU with AMX.",
     "device": "auto: the GPU if there is one.",
     "tokenizer": "folder of the tokenizer. Left out: the model folder's own, else the byte-level BPE that ships. "
     "Prompts of token ids need none.",
-    "layout": "where a request's KV lies: paged takes pages as the request grows; contiguous reserves one stretch for "
-    "its longest possible length, the baseline that paging is compared with.",
-    "reservation": "contiguous only: slots reserved for each request, max_model_len at most. max: max_model_len; pow2: "
+    "layout": "where a request's KV lies. paged: in pages, taken as the request grows; contiguous: in one stretch, "
+    "reserved for its longest possible length, as before paging.",
+    "reservation": "contiguous only: slots reserved for each request, at most max_model_len. max: max_model_len; pow2: "
     "the prompt and the next power of two of max_tokens; oracle: the prompt and max_tokens.",
-    "page_size": "tokens a page. Small pages waste fewer slots at a request's end, large ones need a shorter table.",
-    "kv_budget": "memory for K, V and the page table, in bytes or as 512MiB, 2GiB. Both layouts get the same from it. "
+    "page_size": "tokens a page. Small pages waste fewer slots at a request's end; large pages need a shorter table.",
+    "kv_budget": "memory for K, V and the page table, in bytes or as 512MiB, 2GiB; the same for both layouts. "
     "Left out: 256 MiB on a CPU, 80 %% of the free memory of a GPU.",
-    "kv_cache_dtype": "of the stored K and V. auto: the model's. The others hold more tokens in the same budget, at "
-    "some loss of precision; their scales count in the budget.",
-    "enable_prefix_caching": "keep the KV of finished requests and give it to prompts that begin alike (paged only).",
+    "kv_cache_dtype": "type of the stored K and V. auto: the model's. The others hold more tokens in the same budget, "
+    "with less precision; their scales count in the budget.",
+    "enable_prefix_caching": "keep the KV of finished requests, and use it for prompts that begin alike (paged only).",
     "max_model_len": "most tokens of prompt and output together. Left out: the model's own limit, or what the KV "
     "budget holds of one sequence if that is less.",
-    "max_num_seqs": "most sequences computed in one step, and so the most that one request may ask for with n, best_of "
-    "or beams. Left out: 64 on a CPU, 256 on a GPU.",
+    "max_num_seqs": "most sequences computed in one step. A request cannot ask for more with n, best_of or beams. Left "
+    "out: 64 on a CPU, 256 on a GPU.",
     "max_num_batched_tokens": "most tokens computed in one step, prompts and outputs together. Left out: 512 on a CPU, "
     "8192 on a GPU.",
     "enable_chunked_prefill": "let a long prompt be computed over several steps, mixed with the others' tokens.",
-    "max_num_partial_prefills": "most prompts computed side by side. From 2 on, one share of the step is kept for "
+    "max_num_partial_prefills": "most prompts computed side by side. With 2 or more, one share of the step is kept for "
     "short prompts, so that a long one cannot hold them up.",
     "max_num_waiting": "most requests in the waiting queue; one more gets HTTP 429. Left out: no limit.",
     "scheduling_policy": "who is admitted first. fcfs: in order of arrival; priority: the lowest priority that a "
     "request states, then in order of arrival.",
-    "preemption_mode": "what becomes of the newest request when memory runs out. recompute: its KV is given up and "
-    "computed again later; swap: it goes to host memory and comes back, as far as swap_space reaches.",
+    "preemption_mode": "what happens to the newest request when memory runs out. recompute: its KV is freed and "
+    "computed again later; swap: its KV goes to host memory and comes back, as far as swap_space reaches.",
     "swap_space": "host memory for swapped-out KV, in bytes or as 512MiB. Left out: as much as kv_budget.",
     "async_scheduling": "plan the next step and send it to the GPU while this one runs there, without waiting for its "
     "tokens. Left out: on for a GPU, off for a CPU, where nothing would overlap.",
-    "kernel_backend": "whose attention: triton on GPUs, numba on CPUs, torch as the reference. auto picks by device.",
-    "cuda_graphs": "replay steps as CUDA graphs, captured at the start: decodes for some twenty batch sizes, and steps "
-    "with prompts for some twenty numbers of tokens up to 2048. A model that cannot be captured runs without. Left "
-    "out: on for a GPU.",
+    "kernel_backend": "attention kernels: triton for GPUs, numba for CPUs, torch as reference. auto picks by device.",
+    "cuda_graphs": "replay steps as CUDA graphs, captured at the start: decodes for about twenty batch sizes, and "
+    "steps with prompts for about twenty numbers of tokens up to 2048. A model that cannot be captured runs without. "
+    "Left out: on for a GPU.",
     "torch_compile": "compile the model with torch.compile at the start, which takes minutes for a large one; on a CPU "
     "it needs a C++ compiler.",
     "fused_layers": "compute each layer with fewer kernels (norms, rotation and KV write, gated products), where a "
-    "try-out at the start shows the same numbers; what was fused is said in the log. Left out: on where "
+    "test at the start shows the same numbers; the log says what was fused. Left out: on where "
     "kernel_backend is triton or numba, off with torch_compile.",
     "num_threads": "CPU threads of the arithmetic. Left out: all cores that this process may use.",
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvbench.claims import judges
@@ -14,6 +14,7 @@ from kvbench.claims.served import ServedFacts, measure_served
 from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.common.packages import REPOSITORY
 from kvbench.common.parsing import read_yaml
+from kvbench.common.plugins import add_plugins
 from kvbench.workload.file import Workload, load_workload
 
 WORKLOADS = REPOSITORY / "workloads" / "claims"
@@ -25,18 +26,25 @@ ClaimFacts = WorkloadFacts | KernelCost | ServedFacts
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim of claims.yaml, which documents the fields."""
+    """A claim of claims.yaml, which documents the fields, or one that another package adds.
+
+    judge: the name of a function in judges.py; of another package's claim the function
+    workloads: another package's workload files, by the names in `measured`
+    """
 
     name: str
     says: str
     source: str
     measured: Sequence[str]
-    judge: str = ""
+    judge: str | Callable[..., ClaimVerdict] = ""
     published: Sequence[float] = ()
     counted: bool = False
+    workloads: Mapping[str, Path] = field(default_factory=dict)
 
     @property
     def _judge(self) -> Callable[..., ClaimVerdict]:
+        if callable(self.judge):
+            return self.judge
         return getattr(judges, self.judge or self.name.replace("-", "_"))
 
     @property
@@ -52,24 +60,26 @@ class Claim:
 
 
 _FILE = read_yaml(Path(__file__).with_name("claims.yaml"))
-CLAIMS = tuple(Claim(name, **row) for name, row in _FILE["claims"].items())
-_USED = [name for claim in CLAIMS for name in claim.measured if name not in OTHERS]
+CLAIMS = {name: Claim(name, **row) for name, row in _FILE["claims"].items()}
+add_plugins(CLAIMS, "claims", Claim)
+_USED = [name for claim in CLAIMS.values() for name in claim.measured if name not in OTHERS]
 MEASUREMENTS = {name: {"workload": name, "overrides": [], **_FILE["measurements"].get(name, {})} for name in _USED}
 """Name -> the workload's file, and what is set over its values."""
+_OTHER_FILES = {name: file for claim in CLAIMS.values() for name, file in claim.workloads.items()}
 
 
 def chosen(names: Sequence[str]) -> tuple[Claim, ...]:
     """The claims of these names, all without any. Raises UsageError for a name that is not known."""
-    every = [claim.name for claim in CLAIMS]
-    if unknown := [name for name in names if name not in every]:
-        raise UsageError(f"no claim is called {unknown[0]!r}: there are {', '.join(every)}")
-    return tuple(claim for claim in CLAIMS if not names or claim.name in names)
+    if unknown := [name for name in names if name not in CLAIMS]:
+        raise UsageError(f"no claim is called {unknown[0]!r}: there are {', '.join(CLAIMS)}")
+    return tuple(claim for claim in CLAIMS.values() if not names or claim.name in names)
 
 
 def workload_of(measurement: str, profile: str | None) -> Workload:
     """Loads the workload of a measurement. Raises UsageError."""
     row = MEASUREMENTS[measurement]
-    return load_workload(WORKLOADS / f"{row['workload']}.yaml", profile=profile, overrides=tuple(row["overrides"]))
+    file = _OTHER_FILES.get(measurement, WORKLOADS / f"{row['workload']}.yaml")
+    return load_workload(file, profile=profile, overrides=tuple(row["overrides"]))
 
 
 def workloads_of(claims: Sequence[Claim], profile: str | None) -> dict[str, Workload]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pkgutil
 import sys
 
 import click
@@ -11,6 +10,7 @@ from kvbench import __version__
 from kvbench.cli.groups import SectionedGroup
 from kvbench.cli.run_guarded import guarded
 from kvbench.common.packages import check_packages
+from kvbench.common.plugins import add_plugins, shipped
 
 _SECTIONS = {
     "Everyday": ("init", "plan", "sweep", "load", "report", "recommend", "view", "serve", "doctor"),
@@ -24,18 +24,6 @@ _DEV_SECTIONS = {
     "The built-in engine": ("bench-engine", "tune", "canaries"),
     "The simulator": ("calibrate-model", "predict"),
 }
-_COMMANDS = (
-    "init:init", "plan:plan", "sweep:sweep", "simulate:simulate", "report:report", "recommend:recommend",
-    "claims:claims", "load:load", "compare:compare", "gate:gate", "gate_counters:accept", "history:history",
-    "view:view", "quality:quality", "engine:serve", "trace:trace", "cache_sim:cache_sim", "doctor:doctor",
-    "help:help_command",
-)  # fmt: skip
-_DEV_COMMANDS = (
-    "predict:predict", "compare:calibrate", "canaries:canaries", "engine:bench_engine", "tune:tune",
-    "mock_server:mock_server", "calibrate_client:calibrate_client", "calibrate_model:calibrate_model",
-    "doctor:details",
-)  # fmt: skip
-"""The file in this folder and the name of each command."""
 _EXIT_CODES = """\b
 Exit codes:
   0    done
@@ -79,10 +67,10 @@ def cli() -> None:
     """
 
 
-for _group, _names in ((cli, _COMMANDS), (dev, _DEV_COMMANDS)):
-    for _name in _names:
-        _group.add_command(pkgutil.resolve_name(f"{__package__}.{_name}"))
+for _words, _entry in shipped("commands").items():
+    (dev if _words.startswith("dev ") else cli).add_command(_entry.load())
 cli.add_command(dev)
+add_plugins(cli.commands, "commands", click.Command)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -11,7 +11,7 @@ from kvbench.common.options import Options, argument, switch, takes
 from kvbench.common.text import and_more
 
 if TYPE_CHECKING:
-    from kvbench.history.runs import StoredRun
+    from kvbench.runs.stored import StoredRun
 
 _WIDEST = 110  # columns of text
 _MOST_NAMED = 6  # runs to choose from
@@ -80,7 +80,7 @@ def _chosen(results: Path) -> Path:
 
     Raises UsageError where there is none, or where they are of several workloads, engines or folders.
     """
-    from kvbench.history.runs import find_runs, own_runs, read_runs
+    from kvbench.runs.stored import find_runs, own_runs, read_runs
 
     found = find_runs([results])
     if found == [results.resolve()]:

@@ -10,20 +10,15 @@ from typing import TYPE_CHECKING
 from kvbench.common.errors import UsageError, say
 from kvbench.common.option_rules import RAY_OPTIONS, check_goes_with
 from kvbench.common.options import takes
+from kvbench.common.plugins import find_plugin
 from kvbench.sweep.requests import SweepRequest
 from kvbench.workload.options import Answers
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from kvbench.measure.instrument import Instrument
     from kvbench.runs.folder import RunFolder
-    from kvbench.runs.results import Manifest
-    from kvbench.targets.choose import ChosenTarget
     from kvbench.workload.file import Workload
-
-
-_MOST_PREDICTED_STEPS = 200_000  # of all loads: about a minute
 
 
 @takes(SweepRequest)
@@ -73,24 +68,23 @@ def sweep(request: SweepRequest) -> int:
     """
     from rich.console import Console
 
-    from kvbench.cli.quality import measure_run
     from kvbench.lockstep.process import OPEN_LIMIT_S
     from kvbench.runs.manifest import planned_cells
     from kvbench.runs.results import Manifest
+    from kvbench.sweep.instruments import chosen_instrument
     from kvbench.sweep.run import Sweep
 
     check_goes_with(request.given, RAY_OPTIONS, [f"--executor {request.executor}"])
     if request.workload is None and Path(request.resume or "").suffix in (".yaml", ".yml"):
         request = replace(request, workload=request.resume, resume="latest")  # as one would mean it
-    if request.simulate and (request.workload or not request.resume):  # a stored workload has its profile
-        from kvbench.simulation.choose import profile_of
-
-        request = replace(request, profile=profile_of(request))
+    if request.workload or not request.resume:  # a stored workload has its profile
+        request = replace(request, profile=chosen_instrument(request, Manifest()).profile(request))
     loaded, run = workload_and_run(request)
     if request.force and run is None:
         raise UsageError("--force goes with --resume: a new run has nothing to differ from; leave it out")
     stored = run.manifest() if run else Manifest()
-    choice, instrument = _target_and_instrument(loaded, request, stored, begun=run is not None)
+    chosen = chosen_instrument(request, stored)
+    choice, instrument = chosen.choose(loaded, request, stored, begun=run is not None), chosen.instrument
     only = request.only
     if run:
         only = planned_cells(stored, only) if only else stored.only or ()
@@ -104,16 +98,15 @@ def sweep(request: SweepRequest) -> int:
         if request.executor == "ray":
             if not instrument.disturbed_by_machine:
                 raise UsageError("a simulated sweep runs on no device: leave --executor ray out")
-            from kvbench.sweep.ray_machines import ray_machines
-
-            machines["machines"] = stack.enter_context(ray_machines(choice, (loaded, request, stored), only, say))
+            on_machines = find_plugin("executors", request.executor, "--executor")
+            machines["machines"] = stack.enter_context(on_machines(choice, (loaded, request, stored), only, say))
         run_or_plan = Sweep(
             choice,
             Console(),
             only,
             request.output_dir,
             report=None if request.no_report else _predict_and_show,
-            quality=None if request.no_quality else measure_run,
+            quality=None if request.no_quality else find_plugin("after_sweep", "quality", "the step"),
             calibrate=not request.no_calibration,
             resumed=run,
             lockstep_minutes=0.0 if choice.manifest.simulated else request.lockstep_minutes,
@@ -127,47 +120,11 @@ def sweep(request: SweepRequest) -> int:
         return run_or_plan.describe() if request.dry_run else run_or_plan.execute()
 
 
-def _target_and_instrument(
-    loaded: Workload, request: SweepRequest, stored: Manifest, begun: bool
-) -> tuple[ChosenTarget, type[Instrument]]:
-    """Chooses what is measured or simulated, and the instrument that does it. Raises UsageError."""
-    from kvbench.simulation.choose import check_options
-
-    simulates = bool(request.simulate or stored.simulated)
-    if request.simulate and begun and not stored.simulated:
-        raise UsageError("--simulate cannot go on with a run that was measured: start a new run without --resume")
-    check_options(request, simulates=simulates, begun=begun and not request.simulate)
-    if not simulates:
-        if loaded.simulate:
-            say(f"note: {loaded.name} is measured here; its section `simulate` counts with --simulate only")
-        from kvbench.measure.http import HttpInstrument
-        from kvbench.targets.choose import choose
-
-        return choose(loaded, request, stored), HttpInstrument
-    from kvbench.simulation.choose import simulated_target, simulated_workload
-    from kvbench.simulation.instrument import SimulatedInstrument
-
-    if not request.simulate:
-        return simulated_target(loaded), SimulatedInstrument
-    return simulated_target(*simulated_workload(loaded, request, request.changes)), SimulatedInstrument
-
-
 def _predict_and_show(folder: Path, console: Console) -> None:
-    """The report, with a prediction beside each measured cell of the built-in engine where one can be made."""
+    """Writes and shows the report, with a prediction beside each measured cell where the simulator can make one."""
     from kvbench.cli.report import show_report
-    from kvbench.common.console import print_plain
-    from kvbench.common.errors import log_traceback
-    from kvbench.runs.read import read_run
-    from kvbench.simulation.calibrate.predict import predict_run
 
-    run = read_run(folder)
-    if run.is_built_in and not run.simulated:
-        try:
-            predict_run(run, _MOST_PREDICTED_STEPS)
-        except (UsageError, OSError) as error:
-            print_plain(console, f"note: no cell is predicted: {error}")
-        except Exception as error:  # whatever goes wrong here must not cost the report of a measured run
-            print_plain(console, f"note: no cell is predicted ({error!r}, {log_traceback(error)})")
+    find_plugin("after_sweep", "predict", "the step")(folder, console)
     show_report(folder, console)
 
 

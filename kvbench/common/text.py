@@ -108,6 +108,13 @@ def nearest(name: str, known: Iterable[str], most: int = 1) -> list[str]:
     return difflib.get_close_matches(name, list(known), most)
 
 
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Writes the way out of a misspelt name: `; did you mean 'page_size'?`, or all names where none is near."""
+    names = list(known)
+    near = nearest(name, names)
+    return f"; did you mean {near[0]!r}?" if near else f": choose one of {', '.join(names)}"
+
+
 def plural(number: float, noun: str) -> str:
     """1 preemption, 12 preemptions."""
     return f"{count(number)} {noun}{'' if number == 1 else 's'}"

@@ -18,9 +18,10 @@ from kvbench.common.errors import EXIT_INCONCLUSIVE, EXIT_NOTHING, EXIT_OK, EXIT
 from kvbench.common.git import try_git
 from kvbench.effects.comparison import Comparison, independent
 from kvbench.gate.timing.rules import CELL, DEFAULT_RULES
-from kvbench.history.runs import Series, StoredRun, TrendPoint
 from kvbench.history.sentences import say
+from kvbench.history.series import Series, TrendPoint
 from kvbench.metrics.definitions import SERVED
+from kvbench.runs.stored import StoredRun
 
 MARGINS = {rule.name: rule.margins[CELL] for rule in DEFAULT_RULES.metrics}  # how much worse a cell may be
 _MIN_SHA = 7

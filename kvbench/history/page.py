@@ -11,12 +11,13 @@ from plotly.subplots import make_subplots
 
 from kvbench.common import text as words
 from kvbench.history.drift import DRIFTED, OUTCOMES
-from kvbench.history.runs import VALID, StoredRun, TrendPoint, title_of
 from kvbench.history.sentences import say
+from kvbench.history.series import VALID, TrendPoint, title_of
 from kvbench.history.show import NARROWEST, Trend, View, change_text, value_text
 from kvbench.metrics.definitions import HIGHER, LOWER, Figure
 from kvbench.report.page import render
 from kvbench.report.style import CONTIGUOUS, OTHERS, PAGED, Drawing, LineStyle, finish, safe
+from kvbench.runs.stored import StoredRun
 
 _DRIFT_HEADS = (
     "workload", "machine", "cell", "metric", "release", "at release", "now", "change", "95 % interval", "margin",

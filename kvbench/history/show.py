@@ -16,21 +16,10 @@ from rich.text import Text
 from kvbench.common.console import make_table
 from kvbench.common.errors import UsageError
 from kvbench.history.drift import DRIFTED, OUTCOMES, Drift, Releases, drift_sentence, find_drift, find_releases
-from kvbench.history.runs import (
-    VALID,
-    Series,
-    SeriesKey,
-    StoredRun,
-    TrendPoint,
-    all_series,
-    find_runs,
-    own_runs,
-    read_runs,
-    title_of,
-    trend_figures,
-)
 from kvbench.history.sentences import say
+from kvbench.history.series import VALID, Series, SeriesKey, TrendPoint, all_series, title_of
 from kvbench.metrics.definitions import Figure
+from kvbench.runs.stored import StoredRun, find_runs, own_runs, read_runs, trend_figures
 
 NARROWEST = 0.05  # of the middle value: a smaller spread is drawn within this range, so that noise looks small
 

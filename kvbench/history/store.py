@@ -19,10 +19,10 @@ from typing import Any
 
 from kvbench.common.errors import UsageError
 from kvbench.common.files import flush, write_text
-from kvbench.history.runs import RELEASE, OtherKind, StoredRun, command_of, read_object, read_stored_run, release_of
 from kvbench.history.sentences import say
 from kvbench.metrics.definitions import METRICS, SHIPPED
 from kvbench.runs.folder import MANIFEST
+from kvbench.runs.stored import RELEASE, OtherKind, StoredRun, command_of, read_object, read_stored_run, release_of
 
 VERDICT = "verdict.json"
 _NOT_MEASURED = (RELEASE, VERDICT)  # may be written later

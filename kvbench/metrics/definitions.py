@@ -48,6 +48,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvbench.common import text
+from kvbench.common.plugins import add_plugins
 from kvbench.metrics import rows
 
 if TYPE_CHECKING:
@@ -256,7 +257,7 @@ _ROWS = (
 )  # fmt: skip
 METRICS: dict[str, Metric] = {metric.name: metric for metric in _ROWS}
 SHIPPED = frozenset(METRICS)
-"""Rows of others were added: they are shown wherever a table has a selection of these."""
+"""Rows of others were added, by hand or by an entry point: they are shown wherever a table has a selection of these."""
 
 
 def latencies() -> Iterator[Metric]:
@@ -381,3 +382,6 @@ def names() -> list[str]:
     twins = [each.of_steady(True) for each in plain if each.metric.steady]
     shorts = {f"{short}_{metric.path}" for metric in latencies() for short in STATISTICS}
     return [TOKENS_PER_S, *dict.fromkeys([*(each.name for each in (*plain, *twins)), *sorted(shorts)])]
+
+
+add_plugins(METRICS, "metrics", Metric)  # last: a plug-in imports this file

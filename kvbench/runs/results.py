@@ -390,7 +390,11 @@ class SimulatedMachine(Record):
 
 
 class MeasuredTarget(Record):
-    """The target under the names of the command line. ``simulated``: the machine of a simulation."""
+    """The target under the names of the command line.
+
+    simulated: the machine of a simulation
+    instrument: the name of the instrument that measures, where another package added it
+    """
 
     target: str | Mapping[str, Any] | None = None
     serve_cmd: str | None = None
@@ -402,6 +406,7 @@ class MeasuredTarget(Record):
     backend: str | None = None
     shared_machine: bool = False
     simulated: SimulatedMachine | None = None
+    instrument: str | None = None
 
     @property
     def is_built_in(self) -> bool:

@@ -14,14 +14,15 @@ from kvbench.capacity.model import plan_model
 from kvbench.common.errors import UsageError
 from kvbench.common.option_rules import flag
 from kvbench.common.text import data_size, listing
-from kvbench.runs.results import MeasuredTarget
+from kvbench.runs.results import Manifest, MeasuredTarget
 from kvbench.simulation.cost.cost_model import CostCalibration, read_calibration
 from kvbench.simulation.cost.machine import Machine, SettingsByName
 from kvbench.simulation.cost.tables import find_tables, read_tables
 from kvbench.simulation.cost.unit_costs import THIS_CPU, this_cpu
-from kvbench.simulation.instrument import BACKEND, SimulatedTarget, checked
+from kvbench.simulation.instrument import BACKEND, SimulatedInstrument, SimulatedTarget, checked
 from kvbench.simulation.request import SimulateRequest
 from kvbench.simulation.wording import sentence
+from kvbench.sweep.instruments import SweepInstrument
 from kvbench.sweep.requests import SweepRequest
 from kvbench.targets.choose import STORED, ChosenTarget
 from kvbench.workload.file import SimulateSection, Workload, resolve
@@ -45,18 +46,24 @@ def profile_of(request: SweepRequest | SimulateRequest) -> str:
     return request.profile or ("cpu" if request.device == THIS_CPU else "gpu")
 
 
-def check_options(request: SweepRequest | SimulateRequest, *, simulates: bool, begun: bool) -> None:
-    """Raises UsageError for an option that means nothing here. ``begun``: a run that has begun goes on."""
-    given = [flag(name) for name in OPTIONS if getattr(request, name)]
-    if not simulates:
-        for name in given:
-            if name != "--model":
-                raise UsageError(sentence("choose.not_simulated", option=name))
-        return
-    if others := [flag(name) for name in _OTHERS_ONLY if getattr(request, name)]:
-        raise UsageError(sentence("choose.measured_only", option=others[0]))
-    if begun and given:
-        raise UsageError(sentence("choose.begun", option=given[0]))
+class SimulatedSweep(SweepInstrument):
+    """The instrument of ``sweep --simulate``, which simulates the built-in engine on a machine."""
+
+    def profile(self, request: SweepRequest) -> str:
+        return profile_of(request)
+
+    def choose(self, workload: Workload, request: SweepRequest, stored: Manifest, begun: bool) -> ChosenTarget:
+        if others := [flag(name) for name in _OTHERS_ONLY if getattr(request, name)]:
+            raise UsageError(sentence("choose.measured_only", option=others[0]))
+        if not begun:
+            return simulated_target(*simulated_workload(workload, request, request.changes))
+        for name in OPTIONS:
+            if getattr(request, name):
+                raise UsageError(sentence("choose.begun", option=flag(name)))
+        return simulated_target(workload)
+
+
+SWEEP = SimulatedSweep(SimulatedInstrument)
 
 
 def simulated_workload(

@@ -1,6 +1,6 @@
 """One block: a fresh engine of one configuration, warmed up, and its loads one after another.
 
-Blocks run here, one after another; ``RayMachines`` (ray_machines.py) run them elsewhere, several at a time.
+Blocks run here, one after another; ``RayMachines`` (kvbench/ray) run them elsewhere, several at a time.
 """
 
 from __future__ import annotations

@@ -97,6 +97,10 @@ class SweepRequest(Answers, TargetOptions, FormOptions, MachineOptions, ClusterO
         "Measure nothing: simulate the built-in engine on --device, which need not be here. The results are marked as "
         "simulated."
     )
+    instrument: str | None = option(
+        "What runs the loads: http (default), simulated, or the name of an instrument that another package added.",
+        metavar="NAME", rare=True,
+    )  # fmt: skip
     force: bool = switch(
         "With --resume: go on though code, versions or machine differ from the run's start.", rare=True
     )

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.common.machine import usable_cores
+from kvbench.common.plugins import add_plugins
 from kvbench.load.endpoints import OPENAI, PATHS, Dialect
 from kvbench.targets.cores import cores_for
 from kvbench.targets.preset import (
@@ -462,7 +463,7 @@ TRANSFORMERS = Preset(
     },
 )
 
-PRESETS: Mapping[str, Preset] = {preset.name: preset for preset in (VLLM, SGLANG, TGI, LLAMACPP, TRANSFORMERS)}
+PRESETS: dict[str, Preset] = {preset.name: preset for preset in (VLLM, SGLANG, TGI, LLAMACPP, TRANSFORMERS)}
 BUILT_IN = Preset(
     name="openai",
     title="the server",
@@ -480,3 +481,4 @@ GENERIC = dataclasses.replace(
     endpoints=dict.fromkeys(PATHS, ()),
 )
 METRIC_KINDS = (VLLM.metrics, SGLANG.metrics, TGI.metrics, LLAMACPP.metrics, OURS)
+add_plugins(PRESETS, "targets", Preset)  # last: a plug-in imports this file

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from kvbench.common.plugins import add_plugins
 from kvbench.common.text import and_more
 from kvbench.traces.formats import chats, csv, lengths_jsonl, servegen, weka
 from kvbench.traces.model import Trace
@@ -20,6 +21,7 @@ FORMATS = {
     for module in (lengths_jsonl, weka, csv, servegen, chats)
     for format in module.FORMATS
 }  # fmt: skip
+add_plugins(FORMATS, "trace_formats", TraceFormat)
 _MOST_KEYS = 6  # of a file in a sentence
 _SAY_UNIT = "say --format mooncake if its timestamps are in ms, "
 _IN_WORKLOAD = " (in a workload: load.prompts.format)"

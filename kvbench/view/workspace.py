@@ -19,7 +19,6 @@ from textwrap import shorten
 
 from kvbench.common import text as words
 from kvbench.common.errors import UsageError
-from kvbench.history.runs import command_of, find_runs, read_object
 from kvbench.report.decision import Decision
 from kvbench.report.headline import headline
 from kvbench.report.provenance import target, validity
@@ -28,6 +27,7 @@ from kvbench.runs.folder import MANIFEST
 from kvbench.runs.model import MeasuredCell, Run
 from kvbench.runs.quality import QUALITY
 from kvbench.runs.read import read_run
+from kvbench.runs.stored import command_of, find_runs, read_object
 from kvbench.workload.settings import slug
 
 DAMAGED, OTHER = "damaged", "other"  # OTHER: of another command than `kvbench sweep`, which is the row's sentence

@@ -133,17 +133,17 @@ class ModelSection(StrictModel):
     """A config with seeded random weights, or a folder with weights."""
 
     config: str | None = None
-    """name of a config that ships (llama-32m, llama-3.1-8b, ...) or a config JSON: random weights"""
+    """the name of a config that ships (llama-32m, llama-3.1-8b, ...), or a config JSON; weights are random"""
     path: str | None = None
-    """a folder with config.json and safetensors, or kvbench-tiny, which ships, instead of `config`"""
+    """instead of `config`: a folder with config.json and safetensors, or kvbench-tiny, which ships"""
     load_format: Literal["auto", "dummy"] | None = None
-    """auto: weights of the folder; dummy: random ones"""
+    """auto: the weights of the folder; dummy: random weights"""
     seed: int = 0
-    """of random weights"""
+    """seed of random weights"""
     dtype: str | None = None
-    """of weights and activations: float32, bfloat16, float16, auto"""
+    """type of weights and activations: float32, bfloat16, float16 or auto"""
     tokenizer: str | None = None
-    """a folder; left out: the model's own, else the one that ships"""
+    """folder of the tokenizer. Left out: the model's own, else the one that ships"""
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelSection:
@@ -154,16 +154,16 @@ class ModelSection(StrictModel):
 
 
 class SimulateSection(StrictModel):
-    """The machine of `kvbench sweep --simulate`; the options of the same names win over it."""
+    """The machine of `kvbench sweep --simulate`. Options of the same names win over it."""
 
     device: str
     """one kind of GPU: A100-80GB, H200, ... (docs/simulation.md lists those that can be simulated)"""
     tensor_parallel: int = Field(default=1, ge=1, le=64)
-    """how many of them share the model"""
+    """the number of these GPUs that share the model"""
     model: str | None = None
     """a model that `kvbench plan` knows, or its config.json, in place of the workload's"""
     ops: str | None = None
-    """a folder of measured operator times; left out: from the device's data sheet"""
+    """a folder of measured operator times. Left out: times come from the device's data sheet"""
     calibration: str | None = None
     """a file that `kvbench dev calibrate-model` wrote"""
 
@@ -180,26 +180,28 @@ class WorkloadFile(StrictModel):
     """The whole file once the profile is merged in."""
 
     name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """of the folder in results/"""
+    """the name of the folder in results/"""
     description: str = ""
     """a sentence for readers"""
     seed: int = Field(default=0, ge=0, le=2**32 - 1)
-    """of prompts, arrivals and order: the same seed sends the same bytes"""
+    """seed of prompts, arrivals and order; the same seed sends the same bytes"""
     model: ModelSection
     """what the engine serves"""
     engine: Annotated[Data, AfterValidator(_canonical)] = Field(default_factory=dict)
-    """the baseline: one value for each engine setting that is not left at its default"""
+    """the baseline: one value for each engine setting that is not at its default"""
     sweep: Annotated[
         dict[str, list[Any]], BeforeValidator(lambda given: {} if given is None else given), AfterValidator(_canonical)
     ] = Field(default_factory=dict)
-    """engine settings to compare with the baseline: setting: [values]"""
+    """engine settings to compare with the baseline, each with a list of values"""
     design: Literal["one_at_a_time", "full"] = "one_at_a_time"
-    """with two settings of two values each: one_at_a_time measures the baseline and each other value alone (3 of 4
-    combinations); full measures all 4. A combination that --only names is measured either way"""
+    """one_at_a_time: measure the baseline and each other value alone; full: measure every combination. With two
+    settings of two values these are 3 and 4 configurations. A combination that --only names is measured in any case"""
     max_minutes: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    """of a sweep: every cell once in any case, then repeats where they decide most; left out: all repeats"""
+    """stop a sweep after about so many minutes. Every cell is measured once in any case; further repeats go where they
+    decide most. Left out: all repeats"""
     simulate: SimulateSection | None = None
-    """for `kvbench sweep --simulate`: {device: A100-80GB, tensor_parallel: 4}; without that option it is not read"""
+    """the machine of `kvbench sweep --simulate`, such as {device: A100-80GB, tensor_parallel: 4}; ignored without that
+    option"""
     load: Data
     """what is sent"""
 

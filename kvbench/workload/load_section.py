@@ -97,12 +97,12 @@ def load_point(
 
 
 class Slo(StrictModel):
-    """Limits for goodput: a request counts if it meets all."""
+    """Limits for goodput: a request counts if it meets them all."""
 
     ttft_ms: float | None = Field(default=None, gt=0)
     """time to first token"""
     ttfo_ms: float | None = Field(default=None, gt=0)
-    """time to first output (text or a tool call): a request that reasons to its end misses it"""
+    """time to first output (text or a tool call); a request that only reasons misses this limit"""
     tpot_ms: float | None = Field(default=None, gt=0)
     """time per output token"""
     itl_ms: float | None = Field(default=None, gt=0)
@@ -118,91 +118,92 @@ class Slo(StrictModel):
 
 
 class Step(StrictModel):
-    """One step of ``arrivals: step``."""
+    """One step of `arrivals: step`."""
 
     rate: float = Field(ge=0, lt=math.inf)
-    """requests/s; 0 is a pause"""
+    """requests/s; 0: a pause"""
     seconds: float = Field(gt=0, lt=math.inf)
-    """how long"""
+    """length of the step [s]"""
 
 
 class Canaries(StrictModel):
     """Requests whose right answers are known, mixed into the load: a wrong answer fails the cell."""
 
     share: float = Field(gt=0, le=0.5)
-    """of all requests that are sent; the load's own stay as they are, and canaries come between them"""
+    """share of canaries in all requests that are sent. The load's own requests stay as they are; canaries come between
+    them"""
     file: str | None = None
-    """a file that `kvbench dev canaries` wrote, or the name of a set in workloads/canaries; left out: the set that has
-    the name of the model that is served"""
+    """a file that `kvbench dev canaries` wrote, or the name of a set in workloads/canaries. Left out: the set that has
+    the served model's name"""
 
 
 class LoadConfig(StrictModel):
-    """What is sent: how many users or requests a second, which prompts, how often."""
+    """What is sent: users or requests a second, prompts, repeats."""
 
     mode: Literal["closed", "open"] = "closed"
-    """closed: users who each wait for their answer before they send again; open: requests arrive at times of their own,
+    """closed: each user waits for an answer before sending the next request; open: requests arrive at set times,
     however slow the server is"""
     concurrency: Counts | None = None
-    """closed: users; a list gives a load for each"""
+    """closed: number of users; a list makes one load for each number"""
     request_rate: Rates | None = None
-    """open: requests/s (conversations/s with `sessions`); a list gives a load for each; inf: all at once"""
+    """open: requests/s (with `sessions`: conversations/s); a list makes one load for each rate; inf: all at once"""
     num_requests: Counts | None = None
-    """requests of a load; one number, or one for each load"""
+    """requests of a load: one number for all loads, or a list with one for each"""
     prompts: Prompts
     """where prompts come from"""
     endpoint: EndpointName | None = None
-    """the API that the load is sent to: completions, chat (/v1/chat/completions) or responses (OpenAI's), messages
-    (Anthropic's); left out: completions, or the first of them that a server has which runs already. All but completions
-    take texts, to which the server's chat template adds tokens"""
+    """the API: OpenAI's completions, chat (/v1/chat/completions) or responses, or Anthropic's messages. Left out:
+    completions, or the first of the four that a running server has. All but completions take texts, to which the
+    server's chat template adds tokens"""
     extra_body: Annotated[Fields, AfterValidator(check_extra_body)] = Field(default_factory=dict)
-    """further fields of each request's JSON, e.g. {reasoning_effort: low} or {chat_template_kwargs: {enable_thinking:
+    """further fields of each request, e.g. {reasoning_effort: low} or {chat_template_kwargs: {enable_thinking:
     false}}"""
     repeats: int = Field(default=3, ge=1, le=1000)
-    """how often each cell is measured, each time on a fresh server; a verdict needs 3"""
+    """measurements of each cell, each on a fresh server; a verdict needs 3"""
     cache_state: Literal["cold", "primed", "steady"] = "cold"
-    """the prefix cache before a load: cold: emptied; primed: emptied, then the shared prefixes sent once; steady: as
-    the load before left it, which is the default on a server that runs already and cannot be emptied"""
+    """the prefix cache before a load. cold: emptied; primed: emptied, then each shared prefix is sent once; steady: as
+    the load before left it (the default on a running server whose cache cannot be emptied)"""
     ignore_eos: bool = True
-    """outputs are exactly as long as `output_tokens` says"""
+    """true: outputs have exactly the length of `output_tokens`"""
     temperature: float = Field(default=0.0, ge=0)
-    """0: greedy"""
+    """sampling temperature; 0: greedy"""
     slo: Slo | None = None
     """limits for goodput"""
     sessions: Sessions | None = None
     """conversations of several turns (prompts of kind synthetic)"""
     canaries: Canaries | None = None
-    """requests whose right answers are known: {share: 0.1}"""
+    """requests whose right answers are known, such as {share: 0.1}"""
     arrivals: Literal["poisson", "constant", "gamma", "ramp", "step", "trace"] = "poisson"
-    """open: poisson, constant and gamma at `request_rate`; ramp: from `ramp_up_start_rps` to `ramp_up_end_rps`; step:
-    the `steps` one after another; trace: as recorded"""
+    """open: when requests arrive. poisson, constant, gamma: at `request_rate`; ramp: from `ramp_up_start_rps` to
+    `ramp_up_end_rps`; step: the `steps` one after another; trace: at the recorded times"""
     burstiness: float | None = Field(default=None, gt=0, lt=math.inf)
-    """shape of gamma gaps, also of ramps and steps: 1 is poisson, less is burstier"""
+    """shape of gamma-distributed gaps (gamma, ramp, step): 1 is Poisson, less is burstier, more is more regular"""
     max_concurrency: int | None = Field(default=None, ge=1)
-    """open: most requests in flight; the others wait in the client, and the wait is part of their TTFT"""
+    """open: most requests in flight. The others wait in the client, and this wait is part of their TTFT"""
     duration_s: float | None = Field(default=None, gt=0, lt=math.inf)
-    """open: all requests that arrive within it, instead of `num_requests`"""
+    """open, instead of `num_requests`: requests arrive for so many seconds"""
     ramp_up_strategy: Literal["linear", "exponential"] | None = None
-    """how the rate of a ramp grows"""
+    """growth of the rate of a ramp"""
     ramp_up_start_rps: float | None = Field(default=None, ge=0, lt=math.inf)
     """the rate at which a ramp begins"""
     ramp_up_end_rps: float | None = Field(default=None, gt=0, lt=math.inf)
-    """the rate at which it ends"""
+    """the rate at which a ramp ends"""
     ramp_up_s: float | None = Field(default=None, gt=0, lt=math.inf)
-    """seconds of the ramp, then the last rate stays; left out: the whole load"""
+    """seconds of the ramp; then the last rate stays. Left out: the whole load"""
     steps: list[Step] | None = Field(default=None, min_length=1)
-    """rates of `arrivals: step`"""
+    """the steps of `arrivals: step`, each with a rate and its seconds"""
     spread_ticks: bool | Literal["even", "uniform"] = False
-    """spreads the arrivals of a trace that share a tick of a coarse clock; true: uniform"""
+    """spread the arrivals of a trace that share a tick of its coarse clock; true means uniform"""
     processes: int = Field(default=1, ge=1, le=1000)
-    """load processes of this machine that share each load"""
+    """load processes on this machine that share each load"""
     timeout_s: TimeOut = 120.0
     """time-out of a request [s]"""
     connect_timeout_s: TimeOut = 5.0
-    """for name, TCP and TLS together [s]"""
+    """time-out of name lookup, TCP and TLS together [s]"""
     first_byte_timeout_s: TimeOut | None = None
-    """from the send to the first byte [s]; left out: `timeout_s`"""
+    """time-out from the send to the first byte [s]. Left out: `timeout_s`"""
     idle_timeout_s: TimeOut | None = None
-    """between two bytes [s]; left out: `timeout_s`"""
+    """time-out between two bytes [s]. Left out: `timeout_s`"""
 
     @field_serializer("request_rate", when_used="json")
     def _finite(self, rates: tuple[float, ...] | None) -> list[float | str] | None:

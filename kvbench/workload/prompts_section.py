@@ -125,51 +125,52 @@ def scale_lengths(lengths: np.ndarray, scale: float) -> np.ndarray:
 
 
 class Sessions(StrictModel):
-    """Conversations: turn 1 is a prompt of the class, each later turn the whole history and new tokens of the user."""
+    """Conversations. The first turn is a prompt of the class; each later turn is the whole history and new tokens of
+    the user."""
 
     num_sessions: Counts | None = None
-    """conversations of a load, instead of `num_requests`; open loop may have `duration_s` instead"""
+    """conversations of a load, instead of `num_requests`; an open loop may have `duration_s` instead"""
     turns: Turns
-    """how many a conversation has"""
+    """turns of a conversation"""
     think_s: Think = Think.model_validate(0.0)
     """seconds from the end of an answer to the next turn"""
     user_tokens: Length | None = None
-    """new tokens of a later turn; left out: as long as the class's prompts"""
+    """new tokens of each later turn. Left out: as many as the class's prompts have"""
     history: Literal["recorded", "actual"] = "recorded"
-    """the answers in it: recorded: drawn beforehand, so that every byte sent is known before the run; actual: the
+    """the answers in the history. recorded: drawn beforehand, so every byte sent is known before the run; actual: the
     server's own, which must return token ids"""
 
 
 class SharedPrefix(StrictModel):
-    """What prompts begin with; its tokens come on top of the class's `prompt_tokens`."""
+    """A prefix that prompts share. Its tokens come on top of the class's `prompt_tokens`."""
 
     tokens: _Count
-    """how long it is"""
+    """length of the prefix"""
     share: float = Field(default=1.0, gt=0, le=1)
-    """of the prompts that begin with it"""
+    """share of the prompts that begin with it"""
     families: _Count = 1
-    """different prefixes, each used equally often"""
+    """number of different prefixes, all used equally often"""
 
 
 class PromptClass(StrictModel):
     """One kind of request. A single class needs neither name nor share."""
 
     name: str = Field(default="request", min_length=1)
-    """for the report"""
+    """the name in the report"""
     share: float = Field(default=1.0, gt=0, le=1)
-    """of the mix; all shares add up to 1"""
+    """share of the requests; all shares add up to 1"""
     prompt_tokens: Length
-    """without the shared prefix"""
+    """length of the prompt without the shared prefix"""
     output_tokens: Length
-    """how many are generated"""
+    """length of the output"""
     priority: int = Field(default=0, ge=0, le=2**63 - 1)  # what a server and a Parquet column hold
-    """lower is more urgent; not sent to a server that is known to work first come, first served"""
+    """lower is more urgent. It is not sent to a server that is known to work first come, first served"""
     n: int = Field(default=1, ge=1)
-    """answers to a prompt, drawn side by side (parallel sampling); needs a `temperature` above 0"""
+    """answers to each prompt, drawn side by side (parallel sampling); needs a `temperature` above 0"""
     best_of: int | None = Field(default=None, ge=1)
-    """so many are drawn, and the `n` most probable ones are returned, at the end"""
+    """draw so many answers, and return the `n` most probable ones, at the end"""
     beam_width: int | None = Field(default=None, ge=1)
-    """beam search with so many beams, of which the `n` best are returned at the end; it samples nothing"""
+    """search with so many beams, and return the `n` best, at the end; nothing is sampled"""
 
     @model_validator(mode="after")
     def _answers(self) -> PromptClass:
@@ -201,21 +202,21 @@ LengthScale = Annotated[float | Literal["auto"], AfterValidator(_positive)]
 
 
 class SyntheticPrompts(StrictModel):
-    """Random token ids in classes."""
+    """Random token ids, in classes of requests."""
 
     kind: Literal["synthetic"]
-    """random tokens, which share nothing but `shared_prefix`"""
+    """random tokens; prompts share nothing but `shared_prefix`"""
     classes: list[PromptClass] = Field(min_length=1)
-    """kinds of requests"""
+    """the kinds of requests"""
     shared_prefix: Annotated[
         tuple[SharedPrefix, ...],
         BeforeValidator(
             lambda value: as_tuple(value) or (), json_schema_input_type=SharedPrefix | list[SharedPrefix] | None
         ),
     ] = ()
-    """one, or a list where prefixes differ in length or share; a prompt gets one or none"""
+    """a shared prefix, or a list of prefixes that differ in length or share; a prompt gets one or none"""
     length_scale: LengthScale = 1.0
-    """factor of all lengths; auto: so that the longest request fits max_model_len"""
+    """factor of all lengths; auto: the factor with which the longest request fits max_model_len"""
 
     @field_validator("classes")
     @classmethod
@@ -240,27 +241,27 @@ class TextPrompts(StrictModel):
     """Lines of a text file through a tokenizer, cut to exact token counts."""
 
     kind: Literal["text"]
-    """lines of a file in random order"""
+    """lines of a text file, in random order"""
     file: str
-    """the text"""
+    """the text file"""
     tokenizer: str | None = None
-    """a folder; left out: the one that ships"""
+    """folder of the tokenizer. Left out: the one that ships"""
     prompt_tokens: Length
-    """without the shared lines"""
+    """length of the prompt without the shared lines"""
     output_tokens: Length
-    """how many are generated"""
+    """length of the output"""
     shared_prefix_lines: int = Field(default=0, ge=0)
-    """first lines of the file that prompts begin with"""
+    """number of first lines of the file that prompts begin with"""
     shared_prefix_share: float = Field(default=1.0, gt=0, le=1)
-    """of the prompts that begin with them"""
+    """share of the prompts that begin with them"""
     send_text: bool = False
-    """texts are sent in place of token ids"""
+    """send texts in place of token ids"""
 
 
 class TracePrompts(StrictModel):
-    """A recorded trace: its lengths, its arrival times, and its contents as far as it has them.
+    """A recorded trace: its lengths, its arrival times, and its contents if it has them.
 
-    Prompts are the trace's texts or token ids; without these, random token ids, which are equal where page ids are.
+    Prompts are the trace's texts or token ids. Without these they are random token ids, equal where page ids are equal.
     """
 
     kind: Literal["trace"]
@@ -270,33 +271,33 @@ class TracePrompts(StrictModel):
         BeforeValidator(as_tuple, json_schema_input_type=str | list[str]),
         Field(min_length=1),
     ]
-    """a file, several, or a pattern (`*.json`)"""
+    """a file, a list of files, or a pattern (`*.json`)"""
     format: str = "auto"
-    """auto: by its content; see `kvbench trace describe --help`"""
+    """the trace's format; auto: found by the content. `kvbench trace describe --help` lists the formats"""
     page_size: int | None = Field(default=None, ge=1)
-    """of the page ids, if the file does not tell"""
+    """tokens a page of the page ids, if the file does not say"""
     tokenizer: str | None = None
-    """a folder, for texts; left out: the one that ships"""
+    """folder of the tokenizer, for texts. Left out: the one that ships"""
     send_text: bool = False
-    """texts are sent in place of token ids"""
+    """send texts in place of token ids"""
     output_tokens: Length | None = None
-    """for requests whose output the trace does not tell"""
+    """length of the output of requests for which the trace has none"""
     sessions: bool | None = None
-    """each turn of a conversation waits for the one before it and its think time; left out: if the trace has think
-    times or no times"""
+    """true: each turn of a conversation waits for the turn before it and the think time. Left out: true if the trace
+    has think times or no times"""
     turns: Literal["all", "first"] = "all"
-    """first: only the first turn of each conversation"""
+    """first: send only the first turn of each conversation"""
     start_s: float = Field(default=0.0, ge=0)
-    """seconds of the trace that are left out before"""
+    """skip so many seconds of the trace"""
     duration_s: float | None = Field(default=None, gt=0)
-    """seconds of the trace that are played"""
+    """play so many seconds of the trace"""
     rate_scale: float = Field(default=1.0, gt=0)
-    """how fast time passes, think times included"""
+    """play the trace so many times as fast, think times included"""
     length_scale: LengthScale = "auto"
-    """shrinks all lengths by one factor; auto: so that the longest request fits max_model_len. Page ids shrink to whole
-    tokens, so that as many pages are shared as in the trace. Texts are never cut: those that do not fit are left out"""
+    """factor of all lengths; auto: the factor with which the longest request fits max_model_len. Pages shrink to whole
+    tokens, so that as many are shared as in the trace. Texts are never cut: those that do not fit are left out"""
     max_requests: int | None = Field(default=None, ge=1)
-    """the first of the trace"""
+    """send only so many requests, the first of the trace"""
 
     @field_validator("format")
     @classmethod

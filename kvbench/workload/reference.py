@@ -14,20 +14,23 @@ Schema = dict[str, Any]
 _INTRODUCTION = """\
 # A workload file, key by key
 
-Made by `kvbench help workload`; `kvbench init my.yaml` writes a short file, and `workloads/` has longer ones. A JSON
-schema for editors is in [workload.schema.json](workload.schema.json): the first line
-`# yaml-language-server: $schema=PATH/TO/workload.schema.json` makes VS Code complete keys and check values.
+`kvbench help workload` prints this page. `kvbench init my.yaml` writes a short file; `workloads/` has longer ones.
 
-A sweep's cells are all its configurations under all its loads. The configurations are the baseline (`engine`) and what
-`sweep` lists: with `page_size: [16, 32]` and `kv_cache_dtype: [auto, fp8]` there are 4 combinations. `design:
-one_at_a_time`, the default, measures 3 of them, the baseline and each other value alone, so that every difference has
-one cause; `design: full` measures all 4. Loads are the values of `concurrency` or `request_rate`.
+A JSON schema for editors is in [workload.schema.json](workload.schema.json). With the first line
+`# yaml-language-server: $schema=PATH/TO/workload.schema.json` in a file, VS Code completes keys and checks values.
 
-Values of `-o KEY=VALUE` on the command line win over the profile, and the profile over the rest of the file.
+A sweep measures cells. A cell is one configuration under one load.
+
+- **Configurations** are the baseline (`engine`) and the values in `sweep`. With `page_size: [16, 32]` and
+  `kv_cache_dtype: [auto, fp8]` there are 4 combinations. `design: one_at_a_time`, the default, measures the baseline
+  and each other value alone (3 of them), so that every difference has one cause. `design: full` measures all 4.
+- **Loads** are the values of `concurrency` or `request_rate`.
+
+`-o KEY=VALUE` on the command line wins over the profile, and the profile wins over the rest of the file.
 """
 _PROFILES = (
-    "sections that replace values of the file: a mapping of a profile's name to any of the keys above. `cpu` and `gpu` "
-    "are chosen by the machine, others by --profile"
+    "values that replace those of the file: for each profile's name, any of the keys above. `cpu` or `gpu` is chosen "
+    "by the machine, another one by --profile"
 )
 
 
@@ -82,8 +85,8 @@ def workload_reference(engine: Schema) -> str:
 
 
 _ENGINE = (
-    "`engine` has one value a setting, `sweep` a list. Other engines get what they have an option for; the rest is "
-    "named when the sweep begins."
+    "`engine` has one value for each setting, `sweep` a list of values. Another engine gets the settings that it has "
+    "an option for; the others are named when the sweep begins."
 )
 
 

@@ -18,9 +18,9 @@ import torch
 from engine.config import EngineConfig
 from engine.model.loader import LoadedModel, load_model
 from engine.server.tokenizer import ServerTokenizer, load_tokenizer
-from kvbench.cli.quality import quality
 from kvbench.cli.run_guarded import guarded
 from kvbench.quality import measure, prompts
+from kvbench.quality.cli import quality
 from kvbench.quality.prompts import SETS, PromptText
 from kvbench.requests.canaries import SHIPPED, read_canaries, write_canaries
 from kvbench.runs.quality import FORMAT

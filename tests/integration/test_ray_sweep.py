@@ -88,7 +88,7 @@ def test_ctrl_c_stops_the_servers_on_all_machines_and_the_run_can_go_on(machines
 
 @pytest.mark.parametrize("what", ["a closed port", "a port that says nothing"])
 def test_an_address_at_which_no_cluster_answers_is_said(machines, bench, what, monkeypatch):
-    monkeypatch.setattr("kvbench.common.ray_cluster._REACH_S", 0.5)
+    monkeypatch.setattr("kvbench.ray.cluster._REACH_S", 0.5)
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         if what != "a closed port":

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvbench.common.ray_cluster import Cluster, ClusterNode, Lost, Raised, Task, TaskEnded
+from kvbench.ray.cluster import Cluster, ClusterNode, Lost, Raised, Task, TaskEnded
 
 
 def node(name: str, **resources: float) -> ClusterNode:

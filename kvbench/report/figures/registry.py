@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from kvbench.common.plugins import add_plugins
 from kvbench.report.decision import Decision
 from kvbench.report.figures import distributions, heat_map, hits, kv, price, slowest, step_time
 from kvbench.report.hits import hit_ledgers
@@ -46,6 +47,7 @@ _SHIPPED = (
 )
 FIGURES = {figure.name: figure for figure in _SHIPPED}
 """Name -> figure, in the order of the page."""
+add_plugins(FIGURES, "figures", ReportFigure)
 
 
 def drawings(decision: Decision, chapter: str) -> list[Drawing]:

@@ -17,12 +17,14 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from rich.console import Console
 
 from engine.config import EngineConfig
 from engine.execution.simulated_executor import StepTime, StepWork
 from engine.kv.budget import KVCapacity
 from engine.planning import plan_engine
-from kvbench.common.errors import UsageError
+from kvbench.common.console import print_plain
+from kvbench.common.errors import UsageError, log_traceback
 from kvbench.common.files import read_json
 from kvbench.common.records import write_record
 from kvbench.common.text import listing
@@ -33,6 +35,7 @@ from kvbench.runs.folder import DONE
 from kvbench.runs.manifest import stored_workload
 from kvbench.runs.model import MeasuredCell, Repeat, Run, number
 from kvbench.runs.predictions import METRICS, PREDICTIONS, Predicted, Predictions
+from kvbench.runs.read import read_run
 from kvbench.simulation.cost.cost_model import StepTimer
 from kvbench.simulation.cost.machine import SettingsByName
 from kvbench.simulation.cost.unit_costs import MeasuredSteps, UnitCostModel, UnitCosts, fit_unit_costs, measured
@@ -45,6 +48,7 @@ _HOST = ("dtype", "kernel_backend", "num_threads", "torch_compile", "fused_layer
 """Settings of a server on which its unit costs depend; a cell is predicted from cells that agree in them."""
 _SAME_STEPS = 0.02  # by how much the steps of a replay may differ from those that the server counted
 LoadsByCell = Mapping[str, Sequence["_ReplayableLoad"]]
+_MOST_STEPS_AFTER_SWEEP = 200_000  # of all loads: about a minute
 _EVEN_STEP_S = 0.02  # of a replay whose times do not matter; longer than the turnaround
 
 
@@ -133,6 +137,19 @@ class _ReplayableLoad:
     rows: pd.DataFrame
     repeat: Repeat
     host: tuple[Any, ...]
+
+
+def predict_after_sweep(folder: Path, console: Console) -> None:
+    """Predicts the cells of a measured sweep of the built-in engine; what goes wrong is a note, and costs no report."""
+    run = read_run(folder)
+    if not run.is_built_in or run.simulated:
+        return
+    try:
+        predict_run(run, _MOST_STEPS_AFTER_SWEEP)
+    except (UsageError, OSError) as error:
+        print_plain(console, f"note: no cell is predicted: {error}")
+    except Exception as error:  # a fault of the simulator must not cost the report of a measured run
+        print_plain(console, f"note: no cell is predicted ({error!r}, {log_traceback(error)})")
 
 
 def predict_run(run: Run, most_steps: float = math.inf) -> Path:

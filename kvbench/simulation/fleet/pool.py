@@ -16,7 +16,8 @@ from typing import TypeVar
 
 from kvbench.common.errors import MeasurementError, UsageError, say
 from kvbench.common.processes import die_with
-from kvbench.common.ray_cluster import (
+from kvbench.common.text import and_more
+from kvbench.ray.cluster import (
     MAX_LOST,
     Cluster,
     ClusterNode,
@@ -27,7 +28,6 @@ from kvbench.common.ray_cluster import (
     cluster_at,
     usable_nodes,
 )
-from kvbench.common.text import and_more
 from kvbench.simulation.wording import sentence
 
 _LOOK_S = 1.0  # a signal is seen after so long at the latest

@@ -17,7 +17,7 @@ from kvbench.metrics.definitions import ENGINE, THROUGHPUT
 from kvbench.runs.results import Capacity
 
 SIZES = (1, 2, 4, 8, 32, 64)  # beside 16
-JUDGES = {claim.name: claim.verdict for claim in CLAIMS}
+JUDGES = {claim.name: claim.verdict for claim in CLAIMS.values()}
 KINDS = ("easy", "average", "long", "production")
 
 

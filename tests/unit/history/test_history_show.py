@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from kvbench.cli.history import history
 from kvbench.common.errors import UsageError
-from kvbench.history.runs import INCOMPLETE, INVALID, VALID, Series, all_series, find_runs, read_runs, title_of
+from kvbench.history.cli import history
+from kvbench.history.series import INCOMPLETE, INVALID, VALID, Series, all_series, title_of
 from kvbench.history.show import sparkline
+from kvbench.runs.stored import find_runs, read_runs
 from tests.support.stored_runs import MACHINE, repeat, write_run
 from tests.support.synthetic_run import VARIANTS, make_run
 

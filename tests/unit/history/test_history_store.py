@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from kvbench.cli.history import history
 from kvbench.common.errors import UsageError
+from kvbench.history.cli import history
 from kvbench.history.store import add_run
 from kvbench.metrics.definitions import LOWER, METRICS, Metric
 from tests.support.stored_runs import repeat, write_run

@@ -12,12 +12,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from kvbench.cli.canaries import canaries
-from kvbench.cli.quality import quality
 from kvbench.cli.run_guarded import guarded
 from kvbench.common.errors import UsageError
 from kvbench.common.git import git_state
 from kvbench.quality import measure, prompts
+from kvbench.quality.cli import canaries, quality
 from kvbench.quality.prompts import SETS, PromptText
 from kvbench.requests.canaries import CanarySet, read_canaries, write_canaries
 from kvbench.runs.folder import RunFolder

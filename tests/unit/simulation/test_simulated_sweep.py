@@ -14,9 +14,9 @@ import pytest
 import yaml
 
 from kvbench.cli.main import main
-from kvbench.history.runs import read_runs
 from kvbench.report.decision import Decision
 from kvbench.runs.read import read_run
+from kvbench.runs.stored import read_runs
 
 CHAT = {"name": "chat", "share": 1.0, "prompt_tokens": [16, 48], "output_tokens": [4, 12]}
 WORKLOAD: dict[str, Any] = {

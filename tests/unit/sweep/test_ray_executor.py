@@ -15,17 +15,17 @@ from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.common.files import pack, read_json, write_json
 from kvbench.common.git import code_sha256
 from kvbench.common.machine import environment
-from kvbench.common.ray_cluster import MAX_LOST, MachineFacts
 from kvbench.measure.http import HttpInstrument
 from kvbench.measure.instrument import Job
+from kvbench.ray import machines as ray_machines
+from kvbench.ray.cluster import MAX_LOST, MachineFacts
+from kvbench.ray.machines import CellNeeds, RayMachines, machines_for, needs_of
 from kvbench.runs.folder import DONE, RunFolder
 from kvbench.runs.manifest import StoredManifest
 from kvbench.runs.results import LoadResult, Manifest
-from kvbench.sweep import ray_machines
 from kvbench.sweep.block import BlockRunner
 from kvbench.sweep.block_task import BlockEnded, BlockTask, LoadDone, StatusText
 from kvbench.sweep.order import Measured, blocks_left
-from kvbench.sweep.ray_machines import CellNeeds, RayMachines, machines_for, needs_of
 from kvbench.sweep.requests import SweepRequest
 from kvbench.workload.design import make_design, plan_blocks
 from kvbench.workload.load_section import load_point

@@ -12,7 +12,7 @@ from engine.server.errors import APIError
 from engine.server.fields import IGNORED, REFUSED
 from engine.server.protocol import ChatBody, ChatMessage, CompletionBody, DetokenizeBody, TokenizeBody, parse
 
-COMMANDS = Path(__file__).parents[4] / "docs" / "commands.md"
+PAGE = Path(__file__).parents[4] / "docs" / "request_fields.md"
 MESSAGES = [{"role": "user", "content": "hi"}]
 # Fields of one kind of body that the other does not have.
 ONLY_CHATS = ("add_special_tokens", "echo")
@@ -200,6 +200,6 @@ def test_a_generation_config_is_refused_like_the_fields_it_stands_for(config: An
 
 
 def test_the_documentation_names_every_field() -> None:
-    text = COMMANDS.read_text()
+    text = PAGE.read_text()
     names = [*REFUSED, *(name for names in IGNORED.values() for name in names)]
     assert [name for name in names if f"`{name}`" not in text] == []

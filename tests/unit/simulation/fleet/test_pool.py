@@ -78,7 +78,7 @@ def test_no_process_outlives_an_interrupt(how: signal.Signals) -> None:
 @pytest.fixture
 def on_cluster(monkeypatch):
     """``map_simulations`` on machines with these names, of which some die after so many values of their tasks."""
-    monkeypatch.setattr("kvbench.common.ray_cluster._ray", lambda: SimpleNamespace(__version__="2.60.0"))
+    monkeypatch.setattr("kvbench.ray.cluster._ray", lambda: SimpleNamespace(__version__="2.60.0"))
 
     def run(jobs, names, dies=None):
         cluster = FakeCluster([node(name, CPU=2.0) for name in names], dies=dies or {})

@@ -1,4 +1,4 @@
-"""Reads stored runs, and makes series of them: one metric of one cell on one machine over time.
+"""Finds and reads stored runs for trends and choices between runs.
 
 A run is in results/<workload>/<run>/, or what ``kvbench history add`` kept of it: only manifest.json and
 cells/*/summary.json are read. A run that cannot be read is skipped with a note.
@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
@@ -30,7 +28,6 @@ RELEASE = "release.json"
 """Beside a manifest.json in a history: {"release": the name that `kvbench history add --release` was given}."""
 
 REFERENCE = "reference"  # the folder of runs that came with the repository, in results/
-VALID, INVALID, INCOMPLETE = "valid", "invalid", "incomplete"
 _NAMES = (
     "output_throughput", "p95_ttft_ms", "p95_itl_ms", "kv_cache_usage_perc", "kv_waste_share", "prefix_cache_hit_rate",
 )  # fmt: skip
@@ -45,14 +42,6 @@ def trend_figures() -> list[Figure]:
     plain = [figure(name) for name in _NAMES]
     plain += [Figure(metric, statistic) for metric in added for statistic in metric.statistics or ("",)]
     return [window for one in plain for window in ((one.of_steady(True), one) if one.metric.steady else (one,))]
-
-
-def title_of(shown: Figure) -> str:
-    """The title of a series: p95 TTFT; output throughput (whole run)."""
-    title = shown.metric.title
-    if shown.statistic:
-        title = shown.title
-    return title + " (whole run)" * (shown.metric.steady and not shown.steady)
 
 
 @dataclass(frozen=True)
@@ -90,93 +79,6 @@ class StoredRun:
     def commit(self) -> str:
         """Seven digits, with a + where files differed from the commit."""
         return ((self.sha or "")[:7] or "no commit") + "+" * self.dirty
-
-
-@dataclass(frozen=True, eq=False)
-class TrendPoint:
-    """A figure of a cell in one run. Only the state ``valid`` counts. ``values``: one for each repeat."""
-
-    run: StoredRun
-    state: str
-    values: tuple[float, ...]
-
-    @property
-    def value(self) -> float:
-        """The median over the repeats."""
-        return statistics.median(self.values)
-
-
-@dataclass(frozen=True)
-class SeriesKey:
-    """The identity of a series."""
-
-    workload: str
-    place: tuple[tuple[str, str], ...]
-    cell: str
-    definition: str
-    figure: Figure
-
-    def of_steady(self) -> SeriesKey:
-        return replace(self, figure=self.figure.of_steady(True))
-
-    @property
-    def machine(self) -> str:
-        return ", ".join(value for _, value in self.place)
-
-
-@dataclass(frozen=True, eq=False)
-class Series:
-    """A figure of one cell on one machine, oldest run first, without runs that did not measure it."""
-
-    key: SeriesKey
-    points: tuple[TrendPoint, ...]
-
-    @property
-    def figure(self) -> Figure:
-        return self.key.figure
-
-    @property
-    def counted(self) -> tuple[TrendPoint, ...]:
-        """The valid cells of complete runs."""
-        return tuple(point for point in self.points if point.state == VALID)
-
-    @property
-    def change(self) -> float | None:
-        """The change between the last two counted runs: new / old - 1, None where old is 0."""
-        last = [point.value for point in self.counted[-2:]]
-        if len(last) < 2 or not last[0]:
-            return None
-        return last[1] / last[0] - 1
-
-
-def all_series(runs: Iterable[StoredRun]) -> list[Series]:
-    """Every figure of every cell that has a value in any run, by workload, machine, cell and definition.
-
-    The whole run is left out where every run has the steady window; else it is there of all, to compare like with like.
-    """
-    points: dict[SeriesKey, list[TrendPoint]] = {}
-    ranks_of_figures = {shown: rank for rank, shown in enumerate(trend_figures())}
-    ranks: dict[str, int] = {}  # of definitions, by when they were first seen
-    for run in runs:
-        for name, cell in run.cells.items():
-            state = VALID if cell.valid else INVALID
-            if not run.complete:
-                state = INCOMPLETE
-            ranks.setdefault(cell.definition, len(ranks))
-            for shown, values in cell.values.items():
-                key = SeriesKey(run.workload, run.place, name, cell.definition, shown)
-                points.setdefault(key, []).append(TrendPoint(run, state, values))
-
-    def order(key: SeriesKey) -> tuple[Any, ...]:
-        parts = re.split(r"(\d+)", key.cell)
-        natural = tuple((int(part), "") if part.isdecimal() else (-1, part) for part in parts)  # c4 < c32
-        return key.workload, key.place, natural, ranks[key.definition], ranks_of_figures[key.figure]
-
-    return [
-        Series(key, tuple(points[key]))
-        for key in sorted(points, key=order)
-        if key.of_steady() == key or len(points.get(key.of_steady(), ())) < len(points[key])
-    ]
 
 
 class OtherKind(ValueError):

@@ -130,8 +130,8 @@ def add(request: KeepRequest) -> int:
     \b
     Exit codes: 0 kept, or there already; 2 bad input, or something else lies in its place; 5 no run was kept.
     """
-    from kvbench.history.runs import find_runs
     from kvbench.history.store import Skipped, add_run
+    from kvbench.runs.stored import find_runs
 
     runs, release = request.runs, request.release
     if release is not None and not release.strip():

@@ -24,7 +24,8 @@ from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.common.files import read_json, unpack, write_json
 from kvbench.common.git import git_state
 from kvbench.common.machine import environment
-from kvbench.common.ray_cluster import (
+from kvbench.common.text import and_more, plural
+from kvbench.ray.cluster import (
     MAX_LOST,
     Cluster,
     ClusterNode,
@@ -36,7 +37,6 @@ from kvbench.common.ray_cluster import (
     cluster_at,
     usable_nodes,
 )
-from kvbench.common.text import and_more, plural
 from kvbench.runs.manifest import StoredManifest, environment_differences
 from kvbench.runs.results import ClusterExecution, ClusterMachine, Environment, GitState, LostBlock, Manifest
 from kvbench.sweep.block import BlockRunner, Finished, ThisMachine, why_unanswered

@@ -7,7 +7,7 @@ import webbrowser
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvbench.common.errors import EXIT_NOTHING, say
+from kvbench.common import errors
 from kvbench.common.options import Options, Port, argument, option, switch, takes
 
 
@@ -67,8 +67,8 @@ def view(request: ViewRequest) -> int:
 
         return serve(workspace, port, on_ready)
     if not runs:
-        say("there is no run to export: give a folder that holds runs, such as results/")
-        return EXIT_NOTHING
+        errors.say("there is no run to export: give a folder that holds runs, such as results/")
+        return errors.EXIT_NOTHING
     with status_line(console, "writing pages") as update:
         files = export(workspace, export_dir, update)
     size = data_size(sum(path.stat().st_size for path in files))

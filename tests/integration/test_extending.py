@@ -1,0 +1,162 @@
+"""The examples of docs/extending.md, in a package outside of the repository: each is used through the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+from kvbench.runs.read import read_run
+from tests.support.sweep_parts import ROOT, TINY
+from tests.support.synthetic_run import make_run
+from tests.support.toy_engine import Scenario
+
+pytestmark = pytest.mark.timeout(600)
+PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+STORED = ROOT / "results" / "reference" / "question-cpu"
+GROUPS = ("commands", "targets", "trace_formats", "metrics", "figures", "claims", "instruments")
+
+
+def write_package(folder: Path, entry_points: str, files: dict[str, str]) -> None:
+    """Writes an importable package ``my_kv`` with the metadata that pip would leave."""
+    (folder / "my_kv").mkdir(parents=True)
+    for name, text in {"my_kv/__init__.py": "", **files}.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    metadata = folder / "my_kv-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: my-kv\nVersion: 1.0\n", encoding="utf-8")
+    (metadata / "entry_points.txt").write_text(entry_points, encoding="utf-8")
+
+
+def as_ini(groups: dict[str, dict[str, str]]) -> str:
+    """Writes entry points as pip stores them."""
+    lines = []
+    for group, names in groups.items():
+        lines += [f"[{group}]", *(f"{name} = {value}" for name, value in names.items())]
+    return "\n".join(lines)
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory) -> Path:
+    """The package of the page: its entry points from the indented TOML, its files from the Python blocks."""
+    folder = tmp_path_factory.mktemp("package")
+    toml = PAGE[PAGE.index("    [project") : PAGE.index("The name on the left")]
+    table = tomllib.loads(re.sub(r"^ {4}", "", toml, flags=re.MULTILINE))["project"]["entry-points"]
+    assert set(table) == {f"kvbench.{group}" for group in GROUPS}
+    blocks = re.findall(r"```python\n# (my_kv/\w+\.py)\n(.*?)```", PAGE, re.DOTALL)
+    write_package(folder, as_ini(table), dict(blocks))
+    return folder
+
+
+def kvbench(package: Path, *words: object, **variables: str) -> subprocess.CompletedProcess[str]:
+    paths = os.pathsep.join([str(package), str(ROOT)])
+    return subprocess.run(
+        [sys.executable, "-m", "kvbench", *map(str, words)],
+        env={**os.environ, "PYTHONPATH": paths, "COLUMNS": "200", **variables},
+        capture_output=True, text=True, timeout=400, check=False,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def workload(tmp_path_factory) -> Path:
+    file = tmp_path_factory.mktemp("workload") / "tiny.yaml"
+    load = {**TINY["load"], "repeats": 1}
+    file.write_text(yaml.safe_dump({**TINY, "load": load, "sweep": {}, "name": "tiny"}))
+    return file
+
+
+@pytest.fixture(scope="module")
+def run(package, workload, tmp_path_factory) -> Path:
+    """A sweep of the engine that the package adds, which is launched."""
+    results = tmp_path_factory.mktemp("results")
+    swept = kvbench(
+        package, "sweep", workload, "--target", "my-engine", "--target-python", sys.executable, "--no-calibration",
+        "--wait-idle", "0", "--output-dir", results,
+    )  # fmt: skip
+    folders = list((results / "tiny").glob("*"))
+    assert folders, swept.stderr + swept.stdout
+    return folders[0]
+
+
+def test_a_command_is_listed_and_runs(package, tmp_path):
+    shown = kvbench(package, "--help")
+    assert "Added by other packages" in shown.stdout and "fastest" in shown.stdout and not shown.stderr
+    stored = make_run(tmp_path / "stored", Scenario(repeats=2))
+    named = kvbench(package, "fastest", stored)
+    speeds = {cell.cell_id: max(cell.throughput().values()) for cell in read_run(stored).cells}
+    assert len(speeds) > 1 and named.stdout.strip() == max(speeds, key=speeds.__getitem__)
+
+
+def test_an_engine_is_launched_and_its_metric_and_figure_are_reported(run):
+    assert json.loads((run / "manifest.json").read_text())["backend"] == "my-engine"
+    done = next(json.loads(path.read_text()) for path in run.glob("cells/*/loads/*/done.json"))
+    assert done["metrics"]["completed"] == 6 and done["metrics"]["first_gap_ms"]["p95"] > 0
+    assert "first_gap_ms_p95" in (run / "summary.csv").read_text().splitlines()[0]
+    page = (run / "report.html").read_text()
+    assert "My chapter" in page and "All repeats of a cell together." in page
+
+
+def test_a_trace_of_the_new_format_is_described(package, tmp_path):
+    file = tmp_path / "any-name.csv"
+    file.write_text("tokens_in,tokens_out\n100,10\n300,30\n")
+    described = kvbench(package, "trace", "describe", file, "--json")
+    assert described.returncode == 0, described.stderr
+    shown = json.loads(described.stdout)
+    assert shown["format"] == "my-csv" and shown["requests"] == 2
+
+
+def test_a_claim_is_listed_and_judged(package, tmp_path):
+    assert "pages-waste-less" in kvbench(package, "claims", "--list").stdout
+    judged = kvbench(package, "claims", "--only", "pages-waste-less", "--profile", "cpu", "--output-dir", tmp_path)
+    assert judged.returncode == 0, judged.stdout + judged.stderr
+    (stored,) = tmp_path.glob("claims/*/claims.json")
+    (claim,) = json.loads(stored.read_text())["claims"]
+    assert (claim["name"], claim["verdict"]) == ("pages-waste-less", "held")
+    assert claim["rule"] == "Held if pages waste fewer slots than reservations do."
+
+
+def test_an_instrument_runs_the_loads_of_a_sweep(package, workload, run, tmp_path):
+    words = ("sweep", workload, "--instrument", "replay", "--lockstep-minutes", "0", "--no-quality", "--no-calibration")
+    replayed = kvbench(package, *words, "--output-dir", tmp_path, REPLAY=str(run))
+    (folder,) = (tmp_path / "tiny").iterdir()
+    assert json.loads((folder / "manifest.json").read_text())["instrument"] == "replay", replayed.stderr
+    tables = [next(path.glob("cells/*/loads/1/requests.parquet")).read_bytes() for path in (run, folder)]
+    assert tables[0] == tables[1]
+
+    other = kvbench(package, "sweep", "--resume", folder, "--instrument", "http")
+    assert other.returncode == 2 and "replay" in other.stderr
+
+
+@pytest.mark.parametrize(
+    ("group", "entry", "reason"),
+    [
+        ("commands", "broken = my_kv.missing:command", "cannot be imported"),
+        ("commands", "broken = my_kv:__name__", "is a str"),
+        ("commands", "sweep = kvbench.cli.load:load", "the name is taken"),
+        ("commands", "other = kvbench.cli.load:load", "calls itself 'load'"),
+        ("metrics", "broken = my_kv.missing:metric", "cannot be imported"),
+    ],
+)
+def test_a_broken_plug_in_is_named_and_stops_nothing(tmp_path, group, entry, reason):
+    write_package(tmp_path, f"[kvbench.{group}]\n{entry}\n", {})
+    words = ("report", STORED, "--output-dir", tmp_path / "report") if group == "metrics" else ("help", "workload")
+    shown = kvbench(tmp_path, *words)
+    assert shown.returncode == 0 and shown.stdout
+    assert reason in shown.stderr and "my-kv" in shown.stderr and entry.split()[0] in shown.stderr
+
+
+def test_an_unknown_instrument_is_refused_with_the_names_that_there_are(tmp_path, workload):
+    refused = kvbench(tmp_path, "sweep", workload, "--instrument", "simulatd", "--dry-run")
+    assert refused.returncode == 2 and "simulated" in refused.stderr
+
+
+def test_kvbench_finds_its_own_commands_without_being_installed(tmp_path):
+    shown = kvbench(tmp_path, "--version")
+    assert shown.returncode == 0 and "kvbench" in shown.stdout
