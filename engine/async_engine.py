@@ -85,11 +85,11 @@ class OutputStream:
 
     @property
     def done(self) -> bool:
-        """Whether every sequence has ended and every output has been taken."""
+        """Tests whether every sequence has ended and every output has been taken."""
         return not self._open and not self._ready
 
     def expects(self, request_id: str) -> bool:
-        """Whether a sequence of this request has not ended."""
+        """Tests whether a sequence of this request has not ended."""
         return request_id in self._open
 
     async def get(self) -> list[Delivery]:
@@ -192,7 +192,7 @@ class EngineClient(ABC):
 
     @property
     def failure(self) -> str | None:
-        """Why the engine is unhealthy, or None."""
+        """The reason for which the engine is unhealthy, or None."""
         if self._failure is not None:
             return self._failure
         if self._failed_steps >= UNHEALTHY_AFTER:

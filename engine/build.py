@@ -115,7 +115,7 @@ def _make_ready(config: EngineConfig, executor: TorchExecutor, kv: KVManager, te
 
 
 def may_capture(config: EngineConfig, model: PreTrainedModel) -> bool:
-    """Whether steps may be captured: False, with a warning, if the model's own code waits for the device.
+    """Tests whether steps may be captured: False, with a warning, if the model's own code waits for the device.
 
     Raises:
     ValueError: it waits, and graphs were asked for.

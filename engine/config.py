@@ -33,7 +33,7 @@ DEFAULT_CPU_BUDGET = 256 * 2**20  # bytes of KV on a CPU when ``kv_budget`` is N
 
 
 def runs_on_cpu(device: str) -> bool:
-    """Whether the setting ``device`` means the CPU, without importing torch.
+    """Tests whether the setting ``device`` means the CPU, without importing torch.
 
     "auto" means it where torch will find no GPU: there is no driver, all GPUs are hidden, or torch is a build for CPUs.
     """

@@ -95,7 +95,7 @@ class OpenSequences:
         return sorted(self._indices.pop(request_id, ()))
 
     def __contains__(self, request_id: str) -> bool:
-        """Whether any sequence of the request is open."""
+        """Tests whether any sequence of the request is open."""
         return request_id in self._indices
 
     def __bool__(self) -> bool:

@@ -75,7 +75,7 @@ class _Sent:
         return [at for at, output in self.outputs if output.index == sequence]
 
     def row(self) -> list[Any]:
-        """Its row of a result, without ``sequences``."""
+        """The request's row of a result, without ``sequences``."""
         reasons = [str(end.finish_reason) for end in self.ends.values()]  # in order: abort, error, length, stop
         by_sequence = sorted(self.outputs, key=lambda entry: entry[1].index)
         return [

@@ -65,7 +65,7 @@ class SamplingParams:
 
     @property
     def chooses(self) -> bool:
-        """Whether only the best of several sequences are returned, at the end."""
+        """Tests whether only the best of several sequences are returned, at the end."""
         return self.beam_width is not None or self.width > self.n
 
 
@@ -236,7 +236,7 @@ class Sequence:
 
     @property
     def ending(self) -> bool:
-        """Whether its last token is being drawn; nothing more is computed."""
+        """Tests whether its last token is being drawn; nothing more is computed."""
         return self.blocked and not self.num_candidates
 
     def kv_facts(self, last_step: int, page_size: int) -> KVFacts | None:
@@ -267,7 +267,9 @@ class Sequence:
             self.num_pending = 0
 
     def finish_reason(self, eos_token_ids: frozenset[int]) -> str | None:
-        """Why the last known token ends the sequence, or None. The token stays part of the output, as in vLLM."""
+        """The reason for which the last known token ends the sequence, or None. The token stays part of the output, as
+        in vLLM.
+        """
         length = len(self.token_ids) - self.num_pending
         newest, params = self.token_ids[length - 1], self.request.params
         if newest in params.stop_token_ids or (newest in eos_token_ids and not params.ignore_eos):

@@ -104,7 +104,7 @@ def kernel_page_size(page_size: int, pages: int) -> int:
 
 
 def fp8_hardware(kind: str, arch: int) -> bool:
-    """Whether the chip itself converts the cache's e4m3 values."""
+    """Tests whether the chip itself converts the cache's e4m3 values."""
     return kind == "fp8_e4m3" and arch >= FP8_HARDWARE_ARCH
 
 
@@ -141,7 +141,7 @@ def _tokens_and_stages(d_pad: int, v_pad: int, itemsize: int, kind: str, longest
 
 
 def _wide_float32(d_pad: int, v_pad: int, itemsize: int) -> bool:
-    """Whether exact dots keep so much in registers that only the smallest tile, over more warps, does not spill."""
+    """Tests whether exact dots fill the registers: only the smallest tile, over more warps, does not spill."""
     return itemsize > 2 and max(d_pad, v_pad) >= 128
 
 

@@ -61,7 +61,7 @@ def _threads_for(values: int) -> int:
 
 
 def can_pack(linear: nn.Module) -> bool:
-    """Whether a linear layer can be packed: plain, on a CPU, with whole vectors of output features.
+    """Tests whether a linear layer can be packed: plain, on a CPU, with whole vectors of output features.
 
     float32, or bfloat16 where AMX multiplies it and the inputs fill its tiles. torch computes the others by oneDNN.
     """
@@ -181,7 +181,7 @@ def _multiply(
 
 
 def can_norm(weight: torch.Tensor) -> bool:
-    """Whether a norm's weight is served: one dimension, float32 or bfloat16 on a CPU, whole vectors."""
+    """Tests whether a norm's weight is served: one dimension, float32 or bfloat16 on a CPU, whole vectors."""
     return (
         weight.dim() == 1
         and weight.dtype in KIND_OF_DTYPE
@@ -221,7 +221,7 @@ def add_norm(
 
 
 def can_rotate(heads: Heads, rotation: Rotation, width: int) -> bool:
-    """Whether ``rotate_and_write`` serves these heads and this rotation; ``width``: columns of cos and sin."""
+    """Tests whether ``rotate_and_write`` serves these heads and this rotation; ``width``: columns of cos and sin."""
     whole = heads.dim % LANES == 0 and rotation.size % (2 * LANES) == 0 and rotation.size <= heads.dim
     return whole and not rotation.pairs and rotation.size in (0, width)
 

@@ -74,7 +74,7 @@ SUMS, X_TILES, W_TILES = (0, 1, 2, 3), (4, 5), (6, 7)  # tile registers; sums: r
 
 @cache
 def has_amx() -> bool:
-    """Whether Numba compiles for AMX's bfloat16 here and the system lets this process use the tile registers."""
+    """Tests whether Numba compiles for AMX's bfloat16 here and the system lets this process use the tile registers."""
     return compiles_for("amx-bf16") and compiles_for("avx512f") and bool(torch.cpu._init_amx())
 
 
@@ -189,7 +189,10 @@ def multiply_block(typingctx, x, x_stride, w, steps, ahead, sums, sums_stride, t
 
 
 def _times_sigmoid(builder: ir.IRBuilder, x: ir.Value, u: ir.Value) -> ir.Value:
-    """x / (1 + e**-u) to about 1e-4, which bfloat16 rounds away, in a third of numba_simd's time. NaN stays NaN."""
+    """Compute x / (1 + e**-u) to about 1e-4, which bfloat16 rounds away. NaN stays NaN.
+
+    It takes a third of numba_simd's time.
+    """
     w = x.type.count
     edge, zero = constant(w, 87.0), constant(w, 0.0)
     power = builder.fsub(zero, u)

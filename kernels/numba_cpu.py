@@ -50,7 +50,7 @@ NO_SCORE = -1e30  # finite, so that NO_SCORE - NO_SCORE is 0 and not NaN
 
 
 def work_layout(num_heads: int, head_dim: int, v_head_dim: int) -> tuple[int, int]:
-    """(bytes of scratch per thread, bytes of one accumulator set ``[H, Dv] + m [H] + l [H]``)."""
+    """Bytes of scratch per thread, and bytes of one accumulator set ``[H, Dv] + m [H] + l [H]``."""
     accumulators = 4 * num_heads * (v_head_dim + 2)
     total = 3 * accumulators + 4 * num_heads * head_dim + 4 * num_heads * BLOCK + 2 * OFFSETS_BYTES
     return (total + 127) // 64 * 64 + 64, accumulators

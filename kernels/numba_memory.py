@@ -26,7 +26,7 @@ def _cache_folder() -> str:
 
 
 def _can_cache() -> bool:
-    """Whether Numba finds a folder for compiled code: beside the sources, or the user's cache folder."""
+    """Tests whether Numba finds a folder for compiled code: beside the sources, or the user's cache folder."""
 
     def probe():
         return 0
@@ -44,7 +44,7 @@ JIT = {"nogil": True, "cache": _can_cache(), "error_model": "numpy"}
 
 
 def compiles_for(feature: str) -> bool:
-    """Whether Numba compiles for an x86 machine with this feature (LLVM's name), such as avx512f."""
+    """Tests whether Numba compiles for an x86 machine with this feature (LLVM's name), such as avx512f."""
     if config.CPU_NAME or config.CPU_FEATURES is not None:  # a target named by hand, older than the machine perhaps
         return f"+{feature}" in (config.CPU_FEATURES or "")
     return bool(binding.get_host_cpu_features().get(feature))

@@ -97,7 +97,7 @@ def add_weighted_rows(typingctx, acc, p, base, offsets, count, group, dim, p_str
 
 
 def _exp(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    """e**x for x <= 0 to about 1 ulp.
+    """Compute e**x for x <= 0 to about 1 ulp.
 
     x = n ln 2 + r: Taylor on |r| <= ln 2 / 2, then n into the exponent. x under -87 counts as -87 (1.6e-38), NaN stays
     NaN.
@@ -118,7 +118,7 @@ def _exp(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
 
 
 def gelu_argument(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    """u with ``x / (1 + e**-u)`` = gelu(x), by gelu's tanh formula.
+    """Compute u with ``x / (1 + e**-u)`` = gelu(x), by gelu's tanh formula.
 
     tanh(v) is ``2 / (1 + e**-2v) - 1``.
     """
@@ -128,7 +128,7 @@ def gelu_argument(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
 
 
 def times_sigmoid(builder: ir.IRBuilder, x: ir.Value, u: ir.Value) -> ir.Value:
-    """x / (1 + e**-u), by e**-|u| so that nothing overflows. NaN stays NaN."""
+    """Compute x / (1 + e**-u), by e**-|u| so that nothing overflows. NaN stays NaN."""
     w = x.type.count
     zero, one = constant(w, 0.0), constant(w, 1.0)
     e = _exp(builder, builder.fsub(zero, call(builder, f"llvm.fabs.v{w}f32", vec(w), [u])))

@@ -75,7 +75,7 @@ class QuantizedKV:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """(slots, heads, dim), as of the plain tensor that this stands for."""
+        """The shape (slots, heads, dim) of the plain tensor that this stands for."""
         return (self.codes.shape[0], self.codes.shape[1], self.dim)
 
     @property

@@ -191,8 +191,7 @@ def fp8_value(byte, KIND: tl.constexpr, FP8_HARDWARE: tl.constexpr):
 @triton.jit
 def unpack_keys(words, dtype: tl.constexpr, KIND: tl.constexpr, FP8_HARDWARE: tl.constexpr):
     """Words of K (int16) -> its parts in dtype (float16 or float32): fp8's values, an integer's u / 2**24, or 16 times
-    as much in the high half bytes of int4.
-    """
+    as much in the high half bytes of int4."""
     if KIND == "auto":
         return (words,)
     elif dtype == tl.float32 or not ASSEMBLER:

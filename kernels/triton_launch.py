@@ -45,7 +45,7 @@ class Side(NamedTuple):
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether what is launched now goes into a CUDA graph."""
+    """Tests whether what is launched now goes into a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 

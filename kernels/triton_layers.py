@@ -105,8 +105,7 @@ def rotate_write_kernel(
     SIZE: tl.constexpr, PAIRS: tl.constexpr, PER_PAIR: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     """One program norms and rotates some heads of one token: of Q, which it writes to ``q_ptr``, or of K, which it
-    stores in the cache with the same heads of V.
-    """
+    stores in the cache with the same heads of V."""
     t = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     cos, sin = cos_ptr + t * cos_stride, sin_ptr + t * sin_stride
@@ -271,8 +270,8 @@ def rotate_and_write(
 ) -> torch.Tensor:
     """Norm and rotate Q and K of ``qkv [T, Q | K | V]``; store K and V at ``slots``.
 
-    Returns Q ``[T, H, D]``. ``angles``: cos and sin ``[T, width]``; ``norms``: of each head of Q and of K. ``slots
-    [T]``: a slot < 0 stores nothing.
+    Returns Q ``[T, H, D]``. ``slots [T]``: a slot < 0 stores nothing. ``angles``: cos and sin ``[T, width]``.
+    ``norms``: of each head of Q and of K.
     """
     cos, sin = (dense_rows(x) for x in angles)
     k_side, v_side = side_of(k_cache), side_of(v_cache)

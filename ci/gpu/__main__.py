@@ -71,7 +71,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[Part]]:
-    """Arguments and parts; ends with code 2 for what cannot be meant."""
+    """Parses arguments and parts; ends with code 2 for combinations that cannot be meant."""
     arguments = parser()
     args = arguments.parse_args(argv)
     if (args.device == "cpu") != args.tiny:
@@ -137,7 +137,7 @@ class Runner:
         return self.deadline - time.monotonic() - SUMMARY_S
 
     def run(self, parts: list[Part]) -> None:
-        """All of ``parts``; an interruption ends the one that runs and skips the rest."""
+        """Runs all of ``parts``; an interruption ends the one that runs and skips the rest."""
         try:
             for sentence in self.left_out(parts):
                 print(sentence, flush=True)
@@ -152,7 +152,7 @@ class Runner:
                 self._keep(PartEnd(part.name, part.what, status, reason, result=part.result, data=data))
 
     def left_out(self, parts: list[Part]) -> list[str]:
-        """One sentence for each of ``parts`` that will be skipped for want of packages."""
+        """Writes one sentence for each of ``parts`` that will be skipped for want of packages."""
         missing = {part.name: self._missing(part) for part in parts}
         return [f"will be skipped: {name}, {reason}" for name, reason in missing.items() if reason]
 
@@ -214,7 +214,7 @@ class Runner:
 
 
 def _child_environment() -> dict[str, str]:
-    """Returns our environment, with the repository's packages, no network, and kernels compiled for the device.
+    """Returns the child's environment: the repository's packages, no network, kernels compiled for the device.
 
     ``KVBENCH_PEERS``: folders with packages of other engines, which come after the repository.
     """
@@ -234,7 +234,7 @@ def _stop(number: int, frame: Any) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The whole run; the exit code."""
+    """Makes the whole run; returns the exit code."""
     started = time.monotonic()
     args, parts = parse(sys.argv[1:] if argv is None else argv)
     if args.device == "cuda" and (sentence := no_gpu()):

@@ -1,4 +1,6 @@
-"""What the parts need beside what an image for CUDA brings: pyproject's dependencies less those. Standard library only.
+"""Lists the parts' requirements: pyproject's dependencies less those of a CUDA image.
+
+Standard library only.
 
 ``python -m ci.gpu.requirements`` prints them with their versions, for ci/gpu_wheels.sh.
 """
@@ -30,7 +32,7 @@ def read_requirements(pyproject: Path = PYPROJECT) -> dict[str, str]:
 
 
 def main() -> None:
-    """A requirement a line."""
+    """Prints a requirement a line."""
     print("\n".join(read_requirements().values()))
 
 

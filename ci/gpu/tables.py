@@ -1,4 +1,4 @@
-"""What the summary shows of each part whose cases run in processes of their own, made from the rows they told.
+"""Makes the summary's tables of parts whose cases run in processes of their own, from their rows.
 
 Standard library only.
 """
@@ -14,7 +14,7 @@ SHOWN_KERNELS = 8  # of those that the profile keeps
 
 
 def conclude(module: str, report: PartReport, args: Any) -> None:
-    """Tables and headline of ``module``'s part."""
+    """Makes tables and headline of ``module``'s part."""
     tables = {
         "facts": ceilings, "time_kernels": kernels, "check_tokens": tokens, "engine_job": engine, "peer_kernels": peers,
     }  # fmt: skip
@@ -31,7 +31,7 @@ def checks(report: PartReport, args: Any) -> None:
 
 
 def ceilings(report: PartReport, args: Any) -> None:
-    """The best figure of each ceiling."""
+    """Keeps the best figure of each ceiling."""
     rows = report.data["rows"]
     if not rows:
         report.data["not_run"] = "no time left"
@@ -45,7 +45,7 @@ def ceilings(report: PartReport, args: Any) -> None:
 
 
 def tokens(report: PartReport, args: Any) -> None:
-    """One table row a way."""
+    """Makes one table row a way."""
     columns, rows = ["way", "result", "preemptions", "slots swapped in", "prefix hits"], report.data["rows"]
     shown = ("case", "status", "preemptions", "swapped_in_slots", "prefix_hits")
     report.table("Greedy tokens of whole engines", columns, [[str(row[key]) for key in shown] for row in rows])
@@ -62,7 +62,7 @@ AIMS = (  # a row's figure, the aim that it is held against, whether it is met, 
 
 
 def kernels(report: PartReport, args: Any) -> None:
-    """Rows are held against the project's aims on a GPU only: they are for shapes of use."""
+    """Makes the kernels' table. Rows are compared with the project's aims on a GPU only, whose shapes they are for."""
     aimed = args.device == "cuda"
     times = {row["case"]: row["us"] for row in report.data["rows"]}
     rows, missed = [], []
@@ -113,7 +113,10 @@ def _peer_cell(row: dict[str, Any] | None) -> str:
 
 
 def engine(report: PartReport, args: Any) -> None:
-    """One table row a run, those of the variants in a table of their own; the largest kernels of a decode step."""
+    """Makes one table row a run, and the table of a decode step's largest kernels.
+
+    Variants have a table of their own.
+    """
     label = " (tiny shape)" if args.tiny else ""
     runs = [row for row in report.data["rows"] if row["variant"] is None]
     _runs_table(report, runs, label)

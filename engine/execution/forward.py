@@ -49,7 +49,7 @@ class ModelForward:
 
     @property
     def replays_graphs(self) -> bool:
-        """Whether any steps are replayed."""
+        """Tests whether any steps are replayed."""
         return self._graphs is not None
 
     @property

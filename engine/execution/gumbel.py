@@ -35,7 +35,7 @@ def _mix64(x: np.ndarray) -> np.ndarray:
 
 
 def random_bits(keys: torch.Tensor, vocab: int, token_ids: torch.Tensor | None = None) -> torch.Tensor:
-    """63 random bits for each token id, ``[M, vocab]`` int64 in [0, 2^63), from ``keys [M]`` int64.
+    """Make 63 random bits for each token id, ``[M, vocab]`` int64 in [0, 2^63), from ``keys [M]`` int64.
 
     ``token_ids [vocab]`` int64: the tokens, else 0 to vocab - 1. A Weyl sequence over the token ids that starts
     at the key, through SplitMix64's output function. torch's right shift copies the sign bit, which makes

@@ -122,11 +122,11 @@ class KVManager(ABC):
 
     @abstractmethod
     def fits(self, num_prompt: int, num_output: int) -> bool:
-        """Whether a sequence of these lengths could run alone."""
+        """Tests whether a sequence of these lengths could run alone."""
 
     @abstractmethod
     def can_admit(self, seq: Sequence, running: int, leaving: list[Sequence]) -> bool:
-        """Whether ``admit`` would succeed if the resident sequences ``leaving`` were preempted first."""
+        """Tests whether ``admit`` would succeed if the resident sequences ``leaving`` were preempted first."""
 
     @abstractmethod
     def admit(self, seq: Sequence, running: int) -> bool:

@@ -73,11 +73,11 @@ class PagedKVManager(KVManager):
         return True
 
     def _has_pages(self, seq: Sequence, running: int, prefix: list[int | None], coming: int = 0) -> bool:
-        """Whether all of ``seq`` fits once ``coming`` more pages are free, with ``SPARE_TOKENS`` for each running one.
+        """Tests whether all of ``seq`` fits once ``coming`` more pages are free.
 
-        Pages promised to prompts that are computed in part are not free. Without the spare room, an admission could
-        cause a preemption within a few steps, and its prompt would have been computed for nothing. The room is counted
-        in tokens so that it is the same for every page size.
+        ``SPARE_TOKENS`` stay free for each running sequence. Pages promised to prompts that are computed in part are
+        not free. Without the spare room, an admission could cause a preemption within a few steps, and its prompt would
+        have been computed for nothing. The room is counted in tokens so that it is the same for every page size.
         """
         spare = -(-running * SPARE_TOKENS // self.page_size)
         ref_count = self.pool.ref_count
@@ -149,7 +149,7 @@ class PagedKVManager(KVManager):
         self.counters.copied_slots += filled
 
     def commit(self, seq: Sequence, num_tokens: int) -> None:
-        """Also offers full pages of known tokens to the prefix cache."""
+        """Count the tokens, and offer full pages of known tokens to the prefix cache."""
         before = seq.num_computed
         seq.num_computed = now = before + num_tokens
         self._used_slots += num_tokens
@@ -191,7 +191,7 @@ class PagedKVManager(KVManager):
         self.swap.enter(child)
 
     def swap_out(self, seq: Sequence) -> None:
-        """Swap out page by page from the first, so that what fits on the host is a prefix and can be used."""
+        """Swap out page by page from the first, so that the pages on the host are a usable prefix."""
         assert self.swap is not None, "there is no swap space"
         seq.host_tokens = seq.num_computed
         for index, page in enumerate(seq.pages):

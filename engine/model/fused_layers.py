@@ -112,7 +112,7 @@ class LayerKernels(Protocol):
         ...
 
     def can_rotate(self, heads: Heads, rotation: Rotation, width: int) -> bool:
-        """Whether ``rotate_and_write`` serves these heads. ``width``: columns of cos and sin."""
+        """Tests whether ``rotate_and_write`` serves these heads. ``width``: columns of cos and sin."""
         ...
 
     def rotate_and_write(
@@ -146,7 +146,7 @@ class Fusion:
 
     @property
     def active(self) -> bool:
-        """Whether fused forwards serve: never while the model has attention of transformers' own."""
+        """Tests whether fused forwards serve: never while the model has attention of transformers' own."""
         return self.on and self._config._attn_implementation == NAME
 
     @contextmanager
@@ -279,7 +279,7 @@ class FusedAttention(_Fused):
 def _is_plain(
     position_embeddings: Any = None, attention_mask: Any = None, past_key_values: Any = None, **_: Any
 ) -> bool:
-    """Whether an attention module is called as our engine calls it."""
+    """Tests whether an attention module is called as our engine calls it."""
     return past_key_values is None and attention_mask is None and position_embeddings is not None
 
 

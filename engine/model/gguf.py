@@ -34,7 +34,7 @@ _SPLITS = {
 
 
 def refusal(config: Mapping[str, Any], tokenizer: Path | None) -> str | None:
-    """Why no GGUF file can be written, with the way out; None when it can. Needs no torch.
+    """The reason for which no GGUF file can be written, with the way out; None when it can. Needs no torch.
 
     ``config``: of config.json, or as transformers has it. ``tokenizer``: a folder, None for a word of each id.
     """

@@ -81,7 +81,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
 
 
 def wants_fusion(config: EngineConfig, backend: AttentionBackend) -> bool:
-    """Whether layers of fewer kernels (engine/model/fused_layers.py) are to be used."""
+    """Tests whether layers of fewer kernels (engine/model/fused_layers.py) are to be used."""
     return backend.name != "torch" and config.fused_layers is not False and not config.torch_compile
 
 
@@ -153,7 +153,7 @@ def _pick_dtype(name: str, spec: ModelSpec, device: torch.device) -> torch.dtype
 
 
 class _ArangeOnCPU(TorchFunctionMode):
-    """Within torch.device("meta"): arithmetic on torch.arange there imports sympy, for a quarter of a second."""
+    """Computes torch.arange on the CPU within torch.device("meta"), whose arithmetic on it imports sympy (0.25 s)."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})

@@ -158,7 +158,7 @@ def find_model(model: str, load_format: str = "auto") -> ModelSpec:
 
 
 def uses_random_weights(spec: ModelSpec, load_format: str) -> bool:
-    """Whether weights are random: with ``auto``, those of a bare config, which has none to load."""
+    """Tests whether weights are random: with ``auto``, those of a bare config, which has none to load."""
     return load_format == "dummy" or spec.weights is None
 
 

@@ -166,7 +166,7 @@ def find_host_waits(model: PreTrainedModel) -> list[str]:
 
 
 def _may_bite(window: Any, model: PreTrainedModel) -> bool:
-    """Whether a sliding window can ever hide a token: it is one, and shorter than the longest sequence."""
+    """Tests whether a sliding window can ever hide a token: it is one, and shorter than the longest sequence."""
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return isinstance(window, int) and window > 0 and not (isinstance(longest, int) and window >= longest)
 

@@ -56,7 +56,7 @@ class RecordingHost:
 
 
 def same_numbers(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether shapes and dtypes are equal, and the RMS of the difference is within rounding of a's. NaN: False."""
+    """Tests whether shapes and dtypes are equal, and the RMS difference is within a's rounding. NaN: False."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     limit, a, b = _LIMITS[a.dtype], a.float(), b.float()
@@ -64,7 +64,7 @@ def same_numbers(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def same_call(own: Callable, ours: Callable, call: Call, size: float, host: RecordingHost, layer: int) -> bool:
-    """Whether both modules send ``host`` the same and return the same for a scaled ``call``.
+    """Tests whether both modules send ``host`` the same and return the same for a scaled ``call``.
 
     ``size``: the factor of its hidden states. ``host``: None for modules without attention, which send nothing.
     """
@@ -84,7 +84,7 @@ def same_call(own: Callable, ours: Callable, call: Call, size: float, host: Reco
 
 
 def same_options(a: AttentionOptions, b: AttentionOptions) -> bool:
-    """Whether the options are equal; sinks must be the same tensor."""
+    """Tests whether the options are equal; sinks must be the same tensor."""
     return (a.scale, a.sliding_window, a.softcap) == (b.scale, b.sliding_window, b.softcap) and a.sinks is b.sinks
 
 

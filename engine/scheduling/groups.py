@@ -21,7 +21,7 @@ class Group:
 
     @property
     def shown(self) -> bool:
-        """Whether all its sequences exist and each one's tokens are returned as they come."""
+        """Tests whether all its sequences exist and each one's tokens are returned as they come."""
         return not any(seq.silent or seq.pending_forks for seq in self.live.values())
 
     @property

@@ -143,7 +143,7 @@ def run(args: argparse.Namespace, load: LoadEngine = load, load_tokenizer: LoadT
 
 
 def in_two_processes(config: EngineConfig, options: ServeOptions) -> bool:
-    """Whether the engine gets a process of its own: by default on a GPU, where host time is scarce."""
+    """Tests whether the engine gets a process of its own: by default on a GPU, where host time is scarce."""
     wanted = options.frontend_multiprocessing
     return not runs_on_cpu(config.device) if wanted is None else wanted
 

@@ -176,7 +176,7 @@ def _add_tool_routes(app: FastAPI, state: ServerState) -> None:
 def _add_status_routes(app: FastAPI, state: ServerState) -> None:
     @app.get("/health")
     async def health() -> Response:
-        """200 while the engine works; 503 with the reason when it does not."""
+        """Answer 200 while the engine works; 503 with the reason when it does not."""
         state.engine.ping()  # an idle one that hangs is told by the next call after the limit
         failure = state.engine.failure
         if failure is not None:

@@ -310,7 +310,7 @@ def check_prompt(state: ServerState, prompt: Sequence[int]) -> None:
 
 
 def error_of(failure: EngineFailure) -> APIError:
-    """503 if the server is stopping, else 500."""
+    """Make a 503 if the server is stopping, else a 500."""
     if failure.shutdown:
         return APIError(503, str(failure), code="shutting_down", counted=True)
     return APIError(500, str(failure), code="engine_error", counted=True)

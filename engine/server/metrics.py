@@ -1,4 +1,4 @@
-"""/metrics: the engine's counters (a snapshot between two steps) and the server's own of its requests.
+"""The figures of /metrics: the engine's counters, a snapshot between two steps, and the server's own.
 
 A request with several choices counts once per choice, as in the engine. Times are seconds of the monotonic clock;
 a request's time begins when its HTTP body has arrived. A request that is refused counts as one failure, and

@@ -114,7 +114,7 @@ class GenerationBody(_Body):
 
     @property
     def chooses(self) -> bool:
-        """Whether only the best of several sequences are returned, at the end."""
+        """Tests whether only the best of several sequences are returned, at the end."""
         return bool(self.use_beam_search) or self.width > self.choices_per_prompt
 
     @property

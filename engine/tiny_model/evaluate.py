@@ -38,7 +38,7 @@ def passkey(
 
 @torch.inference_mode()
 def answered(model: Any, ids: list[int], answer: int) -> bool:
-    """Whether each token of the answer is the likeliest one: then greedy decoding gives exactly that answer."""
+    """Tests whether each token of the answer is the likeliest one: then greedy decoding gives exactly that answer."""
     tokens = torch.tensor([ids])
     best = model(input_ids=tokens[:, :-1], use_cache=False, logits_to_keep=answer).logits.argmax(-1)
     return bool((best == tokens[:, -answer:]).all())
