@@ -272,7 +272,7 @@ def footnote(a: MemoryPlan) -> str:
     engine = "For vLLM with its defaults"
     if a.settings.kv_cache_dtype not in _OF_VLLM:
         engine = f"For vLLM's memory with the built-in engine's {a.settings.kv_cache_dtype}, its scales counted"
-    return "\n".join([*notes, f"{engine}, tensor parallel. How it is counted: docs/commands.md."])
+    return "\n".join([*notes, f"{engine}, tensor parallel. How it is counted: docs/commands.md, What fits."])
 
 
 def as_dict(a: MemoryPlan) -> dict[str, Any]:
