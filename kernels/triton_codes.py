@@ -1,4 +1,6 @@
-"""How the codes of a quantised cache become operands of ``tl.dot``: in registers, in one to two instructions a value.
+"""Turns codes of a quantised cache into operands of ``tl.dot``, in registers.
+
+That takes one to two instructions a value.
 
 A row of codes is loaded as words of 16 bits, because those are what ``ldmatrix`` moves and transposes: a tile of bytes
 would be read from shared memory byte by byte. A word holds a column of each *part*: of two parts (a byte each: fp8,
