@@ -22,6 +22,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -192,19 +193,24 @@ class RequestOption(click.Option):
 class RequestCommand(click.Command):
     """A command whose --help shows its usual options under headings, and --help-all every one."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, request: type[Options], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.params.append(
-            click.Option(
-                ["--help-all"],
-                is_flag=True,
-                is_eager=True,
-                expose_value=False,
-                hidden=True,
-                callback=_show_all,
-                help="Show this message with every option.",
-            )
+        self.request = request
+        del self.params  # click's empty list, which hides the property
+
+    @cached_property
+    def params(self) -> list[click.Parameter]:  # type: ignore[override]
+        """The options that the request declares, made when they are first needed: `kvbench --help` needs none."""
+        show_all = click.Option(
+            ["--help-all"],
+            is_flag=True,
+            is_eager=True,
+            expose_value=False,
+            hidden=True,
+            callback=_show_all,
+            help="Show this message with every option.",
         )
+        return [*parameters(self.request), show_all]
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         shows_all = ctx.meta.get(_SHOWS_ALL, False)
@@ -266,9 +272,7 @@ def takes(
             return function(request_in(click.get_current_context(), request))
 
         callback.__doc__ = function.__doc__
-        command = click.command(name or function.__name__.replace("_", "-"), cls=cls, **how)(callback)
-        command.params[:0] = list(parameters(request))
-        return command
+        return click.command(name or function.__name__.replace("_", "-"), cls=cls, request=request, **how)(callback)
 
     return decorate
 

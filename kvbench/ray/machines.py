@@ -188,7 +188,7 @@ class RayMachines(ThisMachine):
         )
 
     def next_block(self, left: Sequence[Block]) -> Block | None:
-        """Returns the first block whose repeat has run on a free machine, else has run nowhere, else any."""
+        """Chooses a block whose repeat has run on a free machine, else one whose repeat has run nowhere, else any."""
         if self._slots.left and (self._again or not self._slots.free):
             return None
         begun = [*self._slots.running.values(), *self._again]
@@ -291,9 +291,7 @@ class RayMachines(ThisMachine):
         stored = read_json(path) if path.is_file() else []
         if new := [row for row in end.calibrations if row not in stored]:
             write_json(path, stored + new)
-        self.runner.keeps_cache.extend(
-            config_id for config_id in end.keeps_cache if config_id not in self.runner.keeps_cache
-        )
+        self.runner.keeps_cache.extend(name for name in end.keeps_cache if name not in self.runner.keeps_cache)
         if end.refused is not None:
             raise UsageError(end.refused)
         if end.problem is not None:
