@@ -1,4 +1,4 @@
-"""The event loop's side of a server: a client of the engine's loop, and the loop on a thread of this process.
+"""The server's client of the engine's loop, and the loop on a thread of this process.
 
 Each request has an ``OutputStream``. The client hands commands to the loop and gets one call for all outputs of a step
 (``engine.engine_loop``). Whatever ends the engine, each stream gets an end and each command a reply. While it hangs
@@ -85,11 +85,11 @@ class OutputStream:
 
     @property
     def done(self) -> bool:
-        """Whether every sequence has ended and every output has been taken."""
+        """Tests whether every sequence has ended and every output has been taken."""
         return not self._open and not self._ready
 
     def expects(self, request_id: str) -> bool:
-        """Whether a sequence of this request has not ended."""
+        """Tests whether a sequence of this request has not ended."""
         return request_id in self._open
 
     async def get(self) -> list[Delivery]:
@@ -176,7 +176,7 @@ class EngineClient(ABC):
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
-        """For /server_info: see ``engine.describe``."""
+        """Describe the engine for /server_info: see ``engine.describe``."""
 
     @abstractmethod
     def process_ids(self) -> tuple[int, ...]:
@@ -192,7 +192,7 @@ class EngineClient(ABC):
 
     @property
     def failure(self) -> str | None:
-        """Why the engine is unhealthy, or None."""
+        """The reason for which the engine is unhealthy, or None."""
         if self._failure is not None:
             return self._failure
         if self._failed_steps >= UNHEALTHY_AFTER:
@@ -206,7 +206,7 @@ class EngineClient(ABC):
         return None
 
     def _silent_s(self) -> float:
-        """How long the loop has owed a sign of life; 0 while it owes none."""
+        """Seconds for which the loop has owed a sign of life; 0 while it owes none."""
         return time.monotonic() - max(self._owing_since, self._heard_at) if self._owes() else 0.0
 
     def _owes(self) -> bool:
@@ -218,7 +218,7 @@ class EngineClient(ABC):
             self._owing_since = time.monotonic()
 
     def ping(self) -> None:
-        """Ask the loop for a sign of life, unless a command waits for one. Does not wait: ``failure`` tells of none."""
+        """Ask the loop for a sign of life, unless a command waits for one. Does not wait: see ``failure``."""
         if not self._asked and self._failure is None and not self._stopping:
             self._ask(Command("ping"))
 
@@ -295,13 +295,13 @@ class EngineClient(ABC):
     # What the engine's loop reports.
 
     def report(self, event: str, *args: Any) -> None:
-        """Call ``on_<event>``. Every report is a sign of life, and "alive" nothing else."""
+        """Call ``on_<event>``. Every report is a sign of life; "alive" is only that."""
         self._heard_at, self._asked = time.monotonic(), False
         if event != "alive":
             getattr(self, f"on_{event}")(*args)
 
     def on_outputs(self, deliveries: Sequence[Delivery]) -> None:
-        """The outputs of one step."""
+        """Hand the outputs of one step to their streams."""
         for delivery in deliveries:
             request_id = delivery.output.request_id
             stream = self._streams.get(request_id)
@@ -312,7 +312,7 @@ class EngineClient(ABC):
                 del self._streams[request_id]
 
     def on_replies(self, replies: Sequence[Reply]) -> None:
-        """The results of commands."""
+        """Set the results of commands."""
         for number, result, error in replies:
             reply = self._replies.get(number)
             if reply is None or reply.done():  # cancelled meanwhile
@@ -323,14 +323,14 @@ class EngineClient(ABC):
                 reply.set_exception(error)
 
     def on_ended(self, request_ids: Sequence[str], finish_reason: str, error: str) -> None:
-        """These requests have ended; each open sequence gets a last output."""
+        """End the streams of these requests: each open sequence gets a last output."""
         for request_id in request_ids:
             stream = self._streams.pop(request_id, None)
             if stream is not None:
                 stream.end(request_id, finish_reason, error)
 
     def on_failed_steps(self, count: int, reason: str) -> None:
-        """So many steps in a row have failed, the last one for ``reason``."""
+        """Note that ``count`` steps in a row have failed, the last one for ``reason``."""
         self._failed_steps, self._last_failure = count, reason
 
     def on_failed(self, reason: str) -> None:

@@ -12,7 +12,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @lru_cache(maxsize=1)
 def boot_id() -> str | None:
-    """This machine's boot id; None if the system has none."""
+    """Read this machine's boot id; None if the system has none."""
     try:
         return _BOOT_ID.read_text(encoding="ascii").strip() or None
     except OSError:

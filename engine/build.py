@@ -57,9 +57,10 @@ def cpu_threads(config: EngineConfig) -> int:
 def assemble_engine(
     config: EngineConfig, loaded: LoadedModel, *, may_lower: bool = False, tell: Tell = lambda phase: None
 ) -> Engine:
-    """An engine around a model that is loaded already. Raises ValueError as ``build_engine`` does.
+    """Build an engine around a model that is loaded already. Raises ValueError as ``build_engine`` does.
 
-    ``may_lower``: a max_model_len that is not given. Engines that are compared must not differ in it unnoticed.
+    ``may_lower``: whether a max_model_len that is not given may be lowered. Engines that are compared must not differ
+    in it unnoticed.
     """
     if config.kv_budget is None:
         config = EngineConfig(**{**asdict(config), "kv_budget": default_budget(loaded.device)})
@@ -114,7 +115,11 @@ def _make_ready(config: EngineConfig, executor: TorchExecutor, kv: KVManager, te
 
 
 def may_capture(config: EngineConfig, model: PreTrainedModel) -> bool:
-    """False, with a warning, if the model's own code waits for the device; ValueError if graphs were asked for."""
+    """Tests whether steps may be captured: False, with a warning, if the model's own code waits for the device.
+
+    Raises:
+    ValueError: it waits, and graphs were asked for.
+    """
     waits = find_host_waits(model)
     if not waits:
         return True

@@ -33,8 +33,10 @@ DEFAULT_CPU_BUDGET = 256 * 2**20  # bytes of KV on a CPU when ``kv_budget`` is N
 
 
 def runs_on_cpu(device: str) -> bool:
-    """Of the setting ``device``; on "auto", whether torch will find no GPU, told without importing it: there is no
-    driver, all GPUs are hidden, or torch is a build for CPUs."""
+    """Tests whether the setting ``device`` means the CPU, without importing torch.
+
+    "auto" means it where torch will find no GPU: there is no driver, all GPUs are hidden, or torch is a build for CPUs.
+    """
     if device != "auto":
         return device == "cpu"
     if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1") or not any(map(os.path.exists, GPU_DRIVERS)):
@@ -128,7 +130,7 @@ class EngineConfig:
         self._check_unchunked(self.max_model_len)
 
     def _settle_batch(self) -> None:
-        """Replace None by the defaults of the device; one that is given limits or raises the other."""
+        """Replace None by the defaults of the device. A limit that is given lowers or raises the other one."""
         seqs, tokens = CPU_BATCH if runs_on_cpu(self.device) else GPU_BATCH
         if self.max_num_seqs is None:
             object.__setattr__(self, "max_num_seqs", min(seqs, self.max_num_batched_tokens or tokens))
@@ -136,7 +138,7 @@ class EngineConfig:
             object.__setattr__(self, "max_num_batched_tokens", max(tokens, self.max_num_seqs))
 
     def check_against_device(self, device: str) -> None:
-        """``device``: cpu, cuda, or auto while that is not known yet."""
+        """Raise ValueError for settings that ``device`` does not have: cpu, cuda, or auto while that is unknown."""
         if self.cuda_graphs and device == "cpu":
             raise ValueError(
                 "cuda_graphs cannot be true with device 'cpu', which has no CUDA graphs: use device cuda or leave "
@@ -174,7 +176,7 @@ class EngineConfig:
             )
 
     def check_against_model(self, model_max_len: int | None) -> EngineConfig:
-        """This config with ``max_model_len`` settled by the model's own limit (tokens, None: no limit known)."""
+        """Settle ``max_model_len`` by the model's own limit (tokens; None: no limit known)."""
         settled = self.max_model_len or model_max_len
         if settled is None:
             raise ValueError(f"model {self.model!r} states no maximum length: set max_model_len")
@@ -188,7 +190,9 @@ class EngineConfig:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> EngineConfig:
-        """From YAML or command-line values; ``kv_budget`` and ``swap_space`` may be texts such as ``128MiB``."""
+        """Make a config of YAML or command-line values. ``kv_budget`` and ``swap_space`` may be texts such as
+        ``128MiB``.
+        """
         names = sorted(f.name for f in fields(cls))
         for name in values:
             if name not in names:

@@ -32,7 +32,7 @@ al., Efficient Memory Management for Large Language Model Serving with PagedAtte
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What one step did, and the state after it."""
+    """One step's work, and the state after it."""
 
     step: int
     prefill_tokens: int

@@ -1,4 +1,4 @@
-"""What identifies an engine and its process: settings, model, capacity, versions."""
+"""The identity of an engine and its process: settings, model, capacity, versions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PACKAGES = ("torch", "transformers", "triton", "numba", "fastapi", "uvicorn")
 
 
 def describe_engine(engine: Engine) -> dict[str, Any]:
-    """For /server_info and the lockstep protocol.
+    """Describe ``engine`` for /server_info and the lockstep protocol.
 
     ``engine``: the settings as given; ``resolved``: the values of ``auto`` and null.
     """
@@ -81,8 +81,8 @@ def _fusion(executor: Any) -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for package in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found
+            versions[package] = importlib.metadata.version(package)
+    return versions

@@ -92,7 +92,7 @@ class Engine:
         return self.kv.capacity
 
     def add_request(self, request: Request) -> Sequence:
-        """Queue ``request``; the (first) sequence it became, to read and not to write.
+        """Queue ``request`` and return its (first) sequence, to read and not to write.
 
         Raises:
             ValueError: its id is in use, a token id is not the model's, or it could never fit; the text says why.
@@ -168,7 +168,7 @@ class Engine:
         return outputs
 
     def fail_step(self) -> list[str]:
-        """Call after ``step`` raised: ids of the requests whose KV may be damaged. The caller aborts them.
+        """Return the ids of requests whose KV a step that raised may have damaged. The caller aborts them.
 
         All steps in flight count as failed.
         """
@@ -293,9 +293,9 @@ class Engine:
     def _advance_beam(self, seq: Sequence, drawn: Drawn, outputs: list[TokenOutput]) -> int:
         group = self._groups[seq.request_id]
         assert isinstance(group, BeamGroup)
-        known = group.num_forks
+        forks_before = group.num_forks
         self._return(group, group.take(seq, drawn, self.scheduler), outputs)
-        self._counters.counts["forks"] += group.num_forks - known
+        self._counters.counts["forks"] += group.num_forks - forks_before
         return 1
 
     def _return(self, group: Group, ended: list[TokenOutput], outputs: list[TokenOutput]) -> None:

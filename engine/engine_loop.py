@@ -29,8 +29,9 @@ class EngineUnavailable(RuntimeError):
 
 
 class Command(NamedTuple):
-    """What the loop is to do: a method of ``EngineLoop`` less its underscore (add, remove, reset_prefix_cache, stats,
-    ping), or stop.
+    """A command to the loop.
+
+    ``name``: a method of ``EngineLoop`` less its underscore (add, remove, reset_prefix_cache, stats, ping), or stop.
 
     ``reply``: the number under which the client waits for the result; None: it does not.
     """
@@ -49,7 +50,7 @@ class Port(Protocol):
     """The loop's end of the connection to its client."""
 
     def receive(self, wait: bool) -> list[Command]:
-        """The commands that have come, in order; ``wait``: at least one. ``STOP`` when the client has gone."""
+        """The commands that have come, in order. ``wait``: wait for at least one. ``STOP`` when the client has gone."""
         ...
 
     def send(self, event: str, *args: Any) -> None:
@@ -94,7 +95,7 @@ class OpenSequences:
         return sorted(self._indices.pop(request_id, ()))
 
     def __contains__(self, request_id: str) -> bool:
-        """Whether any sequence of the request is open."""
+        """Tests whether any sequence of the request is open."""
         return request_id in self._indices
 
     def __bool__(self) -> bool:
@@ -133,20 +134,20 @@ class EngineLoop:
         return True
 
     def _run_commands(self, commands: Sequence[Command]) -> bool:
-        """Run ``commands`` up to ``STOP`` and reply to them; False: there was one.
+        """Run ``commands`` up to ``STOP`` and reply to them; False if ``STOP`` was among them.
 
         An error that is not a ValueError ends the engine; it is raised after the replies.
         """
         replies: list[Reply] = []
         fatal: Exception | None = None
-        known = {"add": self._add, "remove": self._remove, "stats": self.engine.stats}
-        known |= {"reset_prefix_cache": self.engine.reset_prefix_cache, "ping": self._ping}
+        handlers = {"add": self._add, "remove": self._remove, "stats": self.engine.stats}
+        handlers |= {"reset_prefix_cache": self.engine.reset_prefix_cache, "ping": self._ping}
         for name, args, reply in commands:
             if name == STOP.name:
                 return False
             result, error = None, None
             try:
-                result = known[name](*args)
+                result = handlers[name](*args)
             except ValueError as refused:
                 error = refused
             except Exception as failed:

@@ -1,4 +1,4 @@
-"""The engine in a process of its own, so that the HTTP server's work never holds the interpreter lock of its loop.
+"""The engine in a process of its own: the HTTP server's work never holds its loop's interpreter lock.
 
     server process                               engine process
     HTTP, templates, tokens to text              loads the model, then runs ``EngineLoop`` on its main thread
@@ -50,7 +50,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a loaded engine tells its client once; ``description``: see ``engine.describe``."""
+    """A loaded engine's only message before its first step. ``description``: see ``engine.describe``."""
 
     config: EngineConfig
     model_info: ModelInfo
@@ -108,7 +108,7 @@ class _SocketPort:
     def send(self, event: str, *args: Any) -> None:
         if event == "outputs":
             (deliveries,) = args
-            args = (deliveries[0].at, [(each.scheduled_at, *each.output) for each in deliveries])
+            args = (deliveries[0].at, [(delivery.scheduled_at, *delivery.output) for delivery in deliveries])
         with contextlib.suppress(OSError):  # the server has gone: ``receive`` notices
             self._socket.sendall(_frame((event, *args)))
 
@@ -158,14 +158,14 @@ class EngineSubprocess:
         """Wait until the engine is loaded; a load takes as long as it takes, and ends with its process.
 
         Raises:
-            ValueError: the engine cannot be as it is set, in the engine's own sentence.
+            ValueError: the engine refuses its settings, in its own sentence.
             ChildProcessError: the process ended while loading.
         """
         while data := self.socket.recv(_CHUNK):
-            for event, told in self.frames.feed(data):
+            for event, message in self.frames.feed(data):
                 if event == "refused":
-                    raise ValueError(told)
-                return told
+                    raise ValueError(message)
+                return message
         raise ChildProcessError(
             f"{how_it_ended(self.process)} while it loaded the model: free memory, or take a smaller model or kv_budget"
         )
@@ -222,7 +222,7 @@ class ProcessEngine(EngineClient, asyncio.Protocol):
         return in_time
 
     def data_received(self, data: bytes) -> None:
-        """Of asyncio: bytes of the engine's process."""
+        """Handle bytes of the engine's process; asyncio calls it."""
         for event, *args in self._child.frames.feed(data):
             if event == "outputs":
                 at, rows = args
@@ -230,7 +230,7 @@ class ProcessEngine(EngineClient, asyncio.Protocol):
             self.report(event, *args)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Of asyncio: the engine's process has ended."""
+        """Handle the end of the engine's process; asyncio calls it."""
         self._closed.set()
         if not self._stopping and self._failure is None:
             reason = f"{how_it_ended(self._child.process)}: start the server again"

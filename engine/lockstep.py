@@ -1,4 +1,4 @@
-"""Engines that compute a step when a controller tells them to: ``python -m engine.lockstep``.
+"""Engines that compute steps on a controller's command: ``python -m engine.lockstep``.
 
 Commands come on stdin and answers go to stdout, one JSON object a line; the process ends with its stdin. Its first line
 is ``{"protocol": 2, "options": [...]}``: the options that a request may have. A command that cannot be done is answered
@@ -9,7 +9,7 @@ with ``{"error": sentence}``.
         -> describe_engine()
     {"do": "load", "name", "requests": [[prompt ids, max_tokens, arrival_s or null, priority, options], ...],
      "concurrency": users or null, "temperature", "ignore_eos", "keep_cache"}
-        Gives an idle engine its next requests, by which its clock starts at 0. ``options``: a mapping such as
+        Gives an idle engine its next requests, and sets its clock to 0. ``options``: a mapping such as
         {"n": 4}, left out where a request has none. -> {"metrics": Prometheus text}
     {"do": "turn", "name", "steps": most steps}
         -> {"steps": [[seconds, prefill tokens, decode tokens, output tokens], ...], "clock": seconds,
@@ -71,11 +71,11 @@ class _Sent:
         return len(self.ends) == self.n
 
     def times(self, sequence: int) -> list[float]:
-        """When the tokens of one sequence came [s]."""
+        """Times of the tokens of one sequence [s]."""
         return [at for at, output in self.outputs if output.index == sequence]
 
     def row(self) -> list[Any]:
-        """Its row of a result, without ``sequences``."""
+        """The request's row of a result, without ``sequences``."""
         reasons = [str(end.finish_reason) for end in self.ends.values()]  # in order: abort, error, length, stop
         by_sequence = sorted(self.outputs, key=lambda entry: entry[1].index)
         return [

@@ -1,4 +1,4 @@
-"""What settings come to before anything is loaded: length, dtype and KV capacity. Imports no torch."""
+"""Plans an engine before anything is loaded: length, dtype and KV capacity. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from engine.model.spec import ModelSpec, find_model
 
 @dataclass(frozen=True)
 class Plan:
-    """``config`` with max_model_len settled; ``capacity``: None where only a GPU's free memory tells the budget."""
+    """A planned engine: ``config`` with max_model_len settled, and its capacity.
+
+    ``capacity``: None where only a GPU's free memory tells the budget.
+    """
 
     config: EngineConfig
     spec: ModelSpec
@@ -35,7 +38,7 @@ def window_note(spec: ModelSpec, max_model_len: int | None) -> str | None:
 
 
 def plan_engine(config: EngineConfig, *, on_cpu: bool, may_lower: bool = False) -> Plan:
-    """What an engine would make of ``config``; ``may_lower``: see ``settle_length``.
+    """Plan the engine of ``config``. ``may_lower``: see ``settle_length``.
 
     A server that a user starts may lower a max_model_len that is not given. A configuration of a sweep or a comparison
     may not: each layout, page size and KV dtype would get another length, and they would no longer differ in what is

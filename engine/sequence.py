@@ -12,7 +12,7 @@ PENDING = -1
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to choose tokens and when to stop. The engine knows only token ids; stop strings are the server's task.
+    """The settings by which tokens are chosen and a request ends. Stop strings are the server's task.
 
     ``n`` sequences are returned. They are forks of one prompt: ``best_of`` of them run (None: n) and the n with the
     best mean log probability a token are returned. ``beam_width`` searches beams instead and returns the n best;
@@ -65,7 +65,7 @@ class SamplingParams:
 
     @property
     def chooses(self) -> bool:
-        """Whether only the best of several sequences are returned, at the end."""
+        """Tests whether only the best of several sequences are returned, at the end."""
         return self.beam_width is not None or self.width > self.n
 
 
@@ -92,20 +92,23 @@ class Request:
 
 
 class Drawn(NamedTuple):
-    """What the executor drew for one sequence: one token, or one for each of its forks; for a beam its best
-    continuations, best first. No token where the logits hold NaN or infinity, or none of them is finite: the request
-    fails. ``logprobs``: natural logarithms, where the request needs them."""
+    """The tokens that the executor drew for one sequence.
+
+    One token, or one for each of its forks; for a beam its best continuations, best first. No token where the logits
+    hold NaN or infinity, or none of them is finite: the request fails. ``logprobs``: natural logarithms, where the
+    request needs them.
+    """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...] = ()
 
 
 class KVFacts(NamedTuple):
-    """Where the KV of a sequence was, to find out why its tokens are wrong. Steps are numbered from 1.
+    """The place of a sequence's KV, to find out why its tokens are wrong. Steps are numbered from 1.
 
     ``pages``: physical pages in their order when it ended, empty if it had left the device by then; contiguous: the
     first slot of its reservation. ``page_size``: tokens; contiguous: of a reservation of max_model_len.
-    ``swapped_pages``: that were moved to the host or were there already. ``forked``: it has siblings.
+    ``swapped_pages``: pages that were moved to the host or were there already. ``forked``: it has siblings.
     """
 
     first_step: int
@@ -233,11 +236,11 @@ class Sequence:
 
     @property
     def ending(self) -> bool:
-        """Whether its last token is being drawn; nothing more is computed."""
+        """Tests whether its last token is being drawn; nothing more is computed."""
         return self.blocked and not self.num_candidates
 
     def kv_facts(self, last_step: int, page_size: int) -> KVFacts | None:
-        """Where its KV is, for a request that asks for it; call before it is freed."""
+        """The place of its KV, for a request that asks for it; call before the KV is freed."""
         if not self.request.kv_facts:
             return None
         counts = (self.num_cached, self.num_preemptions, self.num_recomputed, self.num_swapped_pages)
@@ -245,7 +248,7 @@ class Sequence:
         return KVFacts(self.first_step, last_step, tuple(self.pages), page_size, *counts, forked)
 
     def expect_token(self) -> None:
-        """A token is being drawn: append it as pending, or block the sequence if it is the last one."""
+        """Append the token that is being drawn as pending, or block the sequence if it is the last one."""
         if len(self.token_ids) + 1 < self.max_length:
             self.token_ids.append(PENDING)
             self.num_pending += 1
@@ -264,7 +267,9 @@ class Sequence:
             self.num_pending = 0
 
     def finish_reason(self, eos_token_ids: frozenset[int]) -> str | None:
-        """Why the last known token ends the sequence, or None. The token stays part of the output, as in vLLM."""
+        """The reason for which the last known token ends the sequence, or None. The token stays part of the output, as
+        in vLLM.
+        """
         length = len(self.token_ids) - self.num_pending
         newest, params = self.token_ids[length - 1], self.request.params
         if newest in params.stop_token_ids or (newest in eos_token_ids and not params.ignore_eos):

@@ -11,7 +11,9 @@ _UNITS = {
 
 
 def parse_bytes(value: int | str) -> int:
-    """Bytes from ``134217728``, ``"128MiB"``, ``"1.5 GiB"`` or ``"500MB"``; ValueError for a fraction of a byte."""
+    """Parse bytes such as ``134217728``, ``"128MiB"``, ``"1.5 GiB"`` or ``"500MB"``; ValueError for a fraction of a
+    byte.
+    """
     if isinstance(value, bool | float):
         raise ValueError(f"a size in bytes cannot be {value!r}: give an integer or a text such as '128MiB'")
     if isinstance(value, int):
@@ -26,7 +28,7 @@ def parse_bytes(value: int | str) -> int:
 
 
 def format_bytes(count: int) -> str:
-    """``134217728`` -> ``128 MiB``; three significant digits."""
+    """Write bytes to three significant digits: 134217728 as `128 MiB`."""
     size = float(count)
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if abs(size) < 1024 or unit == "TiB":

@@ -1,4 +1,4 @@
-"""What a process does before and while it imports torch and loads a model. Imports no torch."""
+"""Speeds up a process that imports torch and loads a model. Imports no torch."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ SWITCH_SECONDS = 0.0001
 
 
 def set_spin_count(count: str = SPIN_COUNT) -> None:
-    """Call before torch is imported, which reads it once."""
+    """Set OpenMP's spin count. Call before torch is imported, which reads it once."""
     os.environ.setdefault("GOMP_SPINCOUNT", count)
 
 
 @contextlib.contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """While modules and the model are loaded: a fifth of the time is collecting garbage where there is none.
+    """Stop garbage collection while modules and the model are loaded, where it takes a fifth of the time.
 
     Their objects are left out of later collections too, which would stop all streams meanwhile.
     """
@@ -56,11 +56,12 @@ LEFT_OUT = (  # what transformers imports if it is there, and no served model ca
 
 @contextlib.contextmanager
 def only_what_serving_needs(compiles: bool) -> Iterator[None]:
-    """While transformers is imported and a model is loaded: leave out what no served model calls.
+    """Leave out what no served model calls, while transformers is imported and a model is loaded.
 
-    Of transformers: its package's own code (``_transformers_on_demand``), ``LEFT_OUT`` and sharding over processes
-    (torch.distributed.tensor), which are taken as not installed. Of torch, unless the model ``compiles``:
-    torch._dynamo with torch._inductor, which transformers imports only for decorators that matter to torch.compile.
+    Left out of transformers: its package's own code (``_transformers_on_demand``), ``LEFT_OUT`` and sharding over
+    processes (torch.distributed.tensor), which are taken as not installed. Left out of torch, unless the model
+    ``compiles``: torch._dynamo with torch._inductor, which transformers imports only for decorators that matter to
+    torch.compile.
     """
     import torch
 
@@ -82,7 +83,7 @@ def only_what_serving_needs(compiles: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_torch() -> Iterator[None]:
-    """While transformers is imported for its tokenizers alone, in a process that computes nothing."""
+    """Leave torch out while transformers is imported for its tokenizers, in a process that computes nothing."""
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would warn that there is no torch
     with _hidden("torch"):
         _transformers_on_demand()
@@ -91,7 +92,7 @@ def without_torch() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _hidden(package: str) -> Iterator[None]:
-    """As if ``package`` were not installed, in all threads; does nothing if it is imported already."""
+    """Hide ``package`` from imports in all threads; does nothing if it is imported already."""
     if package in sys.modules:
         yield
         return
@@ -103,20 +104,20 @@ def _hidden(package: str) -> Iterator[None]:
 
 
 class _OnDemand(types.ModuleType):
-    """In the place of a module: its own code runs when a name is asked of it that this one does not know.
+    """A stand-in for a module, whose own code runs when an unknown name is asked for.
 
-    ``known``: names and their values. ``places``: names, each with the submodule that defines it; one that has moved in
-    another release is found by the module's own code. Submodules are imported as ever.
+    ``values``: names and their values. ``places``: names, each with the submodule that defines it; one that has moved
+    in another release is found by the module's own code. Submodules are imported as ever.
     """
 
-    def __init__(self, name: str, known: Mapping[str, Any], places: Mapping[str, str] | None = None):
+    def __init__(self, name: str, values: Mapping[str, Any], places: Mapping[str, str] | None = None):
         super().__init__(name)
         spec = importlib.util.find_spec(name)
         assert spec is not None
         self.__spec__, self.__file__, self.__package__ = spec, spec.origin, spec.parent
         if spec.submodule_search_locations is not None:
             self.__path__ = list(spec.submodule_search_locations)
-        vars(self).update(known)
+        vars(self).update(values)
         self._places = places or {}
         sys.modules[name] = self
 
@@ -154,9 +155,10 @@ _PLACES = {
 
 
 def _transformers_on_demand() -> None:
-    """transformers and transformers.models each read the files of all models when they are imported, which takes 0.3 s.
+    """Import transformers without reading the files of all models, which takes 0.3 s.
 
-    So does transformers.processing_utils; models import it for a name of typing.
+    transformers and transformers.models read them, and transformers.processing_utils, which models import for a name of
+    typing.
     """
     if "transformers" in sys.modules:
         return
@@ -180,7 +182,7 @@ def _mark(function: Any = None, *args: Any, **kwargs: Any) -> Any:
 
 @contextlib.contextmanager
 def _compiler_on_demand() -> Iterator[None]:
-    """torch._dynamo is imported only if more is needed than decorators that mark a function for it."""
+    """Import torch._dynamo only if more is needed than decorators that mark a function for it."""
     if _COMPILER in sys.modules:
         yield
         return

@@ -1,4 +1,4 @@
-"""Logits of given tokens at every position, from the engine's forward pass.
+"""Computes the logits of given tokens at every position by the engine's forward pass.
 
 To see how a setting changes the model's predictions, two engines are fed the same tokens (teacher forcing). The tokens
 go through the code that serves requests: the same model, kernels and step inputs, KV in pages that are not contiguous,
@@ -51,12 +51,12 @@ class TeacherForced:
     def reset(self) -> None:
         """Empties the rows."""
         self._rows = [TokenSequence.of(Request(str(row), ())) for row in range(self.num_rows)]
-        for row, each in enumerate(self._rows):
-            each.row = row
+        for row, seq in enumerate(self._rows):
+            seq.row = row
 
     @torch.inference_mode()
     def feed(self, tokens: Mapping[int, Sequence[int]]) -> dict[int, torch.Tensor]:
-        """One step: append ``tokens`` to their rows -> the logits of each token, ``[T, vocab]`` of each row.
+        """Append ``tokens`` to their rows in one step; the logits of the tokens, ``[T, vocab]`` of each row.
 
         The logits are valid until the next call.
         """
@@ -68,13 +68,13 @@ class TeacherForced:
         inputs = self._inputs.make(items, self._page_table, {})
         every = torch.arange(len(inputs.ids), device=inputs.ids.device)
         logits = self._forward(inputs.ids, inputs.positions, inputs.step, every)
-        for each, count in items:
-            each.num_computed += count
+        for seq, count in items:
+            seq.num_computed += count
         return dict(zip(order, logits.split([len(tokens[row]) for row in order]), strict=True))
 
 
 def with_room(config: EngineConfig, loaded: LoadedModel, num_rows: int, longest: int) -> EngineConfig:
-    """``config`` with a KV budget that holds ``num_rows`` sequences of ``longest`` tokens, and no more."""
+    """Give ``config`` a KV budget that just holds ``num_rows`` sequences of ``longest`` tokens."""
     pages = 1 if config.layout == "contiguous" else -(-longest // config.page_size)
     slots = longest if config.layout == "contiguous" else pages * config.page_size
     budget = num_rows * (slots * loaded.kv_shape.slot_bytes(config.kv_cache_dtype) + pages * PAGE_TABLE_ENTRY_BYTES)

@@ -37,8 +37,11 @@ def get_backend(name: str) -> AttentionBackend:
 
 
 def default_backend(device: torch.device | str, dtype: torch.dtype, kv_cache_dtype: str = "auto") -> str:
-    """Name of the backend for a model of ``dtype`` on ``device``: triton on cuda, numba for float32 and bfloat16
-    on cpu, torch otherwise. Each serves every ``kv_cache_dtype``; ValueError for one that there is not."""
+    """Name of the backend for a model of ``dtype`` on ``device``.
+
+    triton on cuda, numba for float32 and bfloat16 on cpu, torch otherwise. Each serves every ``kv_cache_dtype``;
+    ValueError for an unknown one.
+    """
     import torch
 
     from kernels.kv_formats import find_format

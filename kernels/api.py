@@ -1,4 +1,4 @@
-"""What every backend offers. Shapes: T packed tokens, B sequences, H query heads, Hkv KV heads."""
+"""The interface of every backend. Shapes: T packed tokens, B sequences, H query heads, Hkv KV heads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KVPair = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """What one layer's attention is, apart from its tensors.
+    """The settings of one layer's attention, apart from its tensors.
 
     ``scale``: of q . k. ``sliding_window`` w: token i attends to i-w < j <= i. ``softcap`` c: c * tanh(s / c) after
     the scale. ``sinks [H]``, any float dtype: one more logit per query head that joins the softmax denominator and
@@ -43,7 +43,7 @@ class PrefillBatch:
 
 
 class AttentionBackend(Protocol):
-    """Stateless from outside; one object serves all layers, and one thread at a time calls it.
+    """A backend of attention. One object serves all layers; one thread at a time calls it.
 
     Unused slots (beyond ``seq_lens``, or in pages nobody owns) may hold anything, NaN included.
     A sequence of length 0 gets zeros.
@@ -97,7 +97,7 @@ class AttentionBackend(Protocol):
         out: torch.Tensor | None = None,
         plan: Any | None = None,
     ) -> torch.Tensor:
-        """One query per sequence, its last token: ``q [B, H, D]`` -> ``[B, H, Dv]``.
+        """Attention of one query per sequence, its last token: ``q [B, H, D]`` -> ``[B, H, Dv]``.
 
         ``page_starts [B, max_pages] int64``, ``seq_lens [B] int32 | int64`` (the new token counted).
         ``out`` is written and returned when given. ``plan`` comes from this backend's ``plan_decode``.
@@ -125,14 +125,14 @@ class AttentionBackend(Protocol):
         ...
 
     def plan_decode(self, page_starts: torch.Tensor, seq_lens: torch.Tensor, page_size: int, *, max_tokens: int) -> Any:
-        """What decode can know before the first layer, once per step (pass it as ``plan=``).
+        """Plan the step's decode before the first layer, for all of them (pass it as ``plan=``).
 
         ``max_tokens``: no ``seq_lens`` is larger. A bound known on the host: planning never waits for the device.
         """
         ...
 
     def plan_prefill(self, batch: PrefillBatch, *, max_queries: int, max_tokens: int) -> Any:
-        """What prefill can know before the first layer, once per step (pass it as ``plan=``).
+        """Plan the step's prefill before the first layer, for all of them (pass it as ``plan=``).
 
         ``max_queries``: no sequence has more new tokens; ``max_tokens``: none of ``batch.seq_lens`` is larger.
         """
@@ -140,7 +140,7 @@ class AttentionBackend(Protocol):
 
 
 def check_heads(num_heads: int, num_kv_heads: int, head_dim: int, v_head_dim: int, max_head_dim: int) -> None:
-    """The checks that all backends share; ValueError names the value, the limit and what to do."""
+    """Check what all backends need; ValueError names the value, the limit and what to do."""
     if num_kv_heads < 1 or num_heads % num_kv_heads:
         raise ValueError(
             f"{num_heads} query heads cannot share {num_kv_heads} KV heads evenly: "
@@ -155,5 +155,5 @@ def check_heads(num_heads: int, num_kv_heads: int, head_dim: int, v_head_dim: in
 
 
 def dense_rows(x: torch.Tensor) -> torch.Tensor:
-    """x itself if its last dimension is contiguous (other strides may be anything), else a copy."""
+    """Return x itself if its last dimension is contiguous (other strides may be anything), else a copy."""
     return x if x.stride(-1) == 1 else x.contiguous()

@@ -1,4 +1,4 @@
-"""Memory of a CPU engine: freed blocks are kept for the next step, and what is read in bulk lies on huge pages."""
+"""Memory of a CPU engine: keeps freed blocks for the next step, puts bulk data on huge pages."""
 
 from __future__ import annotations
 
@@ -30,8 +30,10 @@ def keep_freed_memory() -> None:
 
 
 def huge_empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Untouched memory of a CPU on huge pages, where the system has them to give: an entry of the TLB then covers 2 MiB
-    and not 4 KiB, and the hardware's prefetching runs on."""
+    """Untouched memory of a CPU, on huge pages where the system has them to give.
+
+    An entry of the TLB then covers 2 MiB and not 4 KiB, and the hardware's prefetching runs on.
+    """
     size = math.prod(shape) * dtype.itemsize
     raw = torch.empty(size + HUGE_PAGE, dtype=torch.uint8)
     skip = -raw.data_ptr() % HUGE_PAGE

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class KVFormat:
-    """How one side (K or V) of the cache stores the ``dim`` values of a token's KV head.
+    """The storage of the ``dim`` values of a token's KV head in one side (K or V) of the cache.
 
     ``code_bits``: bits a value. ``scale_bytes``: bytes of scale per token and KV head: 4 (one float32) for the
     per-token-head formats, 0 for fp8, whose scale is one number per layer and side.

@@ -34,7 +34,7 @@ def shared_bytes_limit(arch: int) -> int:
 
 
 class Tiles(NamedTuple):
-    """``block_m`` query rows, ``block_n`` tokens, padded head dims, pipeline stages, warps."""
+    """The tiles of a kernel: ``block_m`` query rows, ``block_n`` tokens, padded head dims, stages, warps."""
 
     block_m: int
     block_n: int
@@ -46,7 +46,7 @@ class Tiles(NamedTuple):
 
 @dataclass(frozen=True)
 class KernelShape:
-    """What an attention kernel is compiled for, apart from its tiles.
+    """The shape that an attention kernel is compiled for, apart from its tiles.
 
     ``itemsize``: bytes of a value of q; ``page_size``: see ``kernel_page_size``; ``kind``: "auto" or the name of a
     KV format; ``arch``: 10 x major + minor compute capability; ``tiles``: these, whatever would be chosen.
@@ -72,7 +72,7 @@ class KernelShape:
 
     @property
     def tuning_key(self) -> tuple[int, str, int, int, int, int, int]:
-        """What ``kernels.tuning`` chooses tiles by."""
+        """The key by which ``kernels.tuning`` chooses tiles."""
         return (
             self.arch, self.kind, self.group, self.head_dim, self.v_head_dim, self.itemsize, self.page_size
         )  # fmt: skip
@@ -84,12 +84,12 @@ def next_power_of_two(n: int) -> int:
 
 
 def cdiv(a: int, b: int) -> int:
-    """a / b rounded up."""
+    """Divide a by b, rounded up."""
     return -(-a // b)
 
 
 def padded_dim(dim: int, kind: str = "auto") -> int:
-    """A head dim as tl.dot can take it: of a quantised cache, as many dots as a word has values share it."""
+    """Pad a head dim for tl.dot. With a quantised cache as many dots as a word has values share it."""
     kv_format = find_format(kind)
     dots = 1 if kv_format is None else WORD_BITS // kv_format.code_bits
     return max(MIN_DOT * dots, next_power_of_two(dim))
@@ -104,7 +104,7 @@ def kernel_page_size(page_size: int, pages: int) -> int:
 
 
 def fp8_hardware(kind: str, arch: int) -> bool:
-    """Whether the chip itself converts the cache's e4m3 values."""
+    """Tests whether the chip itself converts the cache's e4m3 values."""
     return kind == "fp8_e4m3" and arch >= FP8_HARDWARE_ARCH
 
 
@@ -141,12 +141,15 @@ def _tokens_and_stages(d_pad: int, v_pad: int, itemsize: int, kind: str, longest
 
 
 def _wide_float32(d_pad: int, v_pad: int, itemsize: int) -> bool:
-    """Whether exact dots keep so much in registers that only the smallest tile, over more warps, does not spill."""
+    """Tests whether exact dots fill the registers: only the smallest tile, over more warps, does not spill."""
     return itemsize > 2 and max(d_pad, v_pad) >= 128
 
 
 def _wide_float32_tiles(block_m: int, d_pad: int, v_pad: int) -> Tiles:
-    """``block_m`` rows, and no pipeline where the queries alone are 32 KiB: it would spill, and sm_89 has no room."""
+    """Tiles of ``block_m`` rows, without a pipeline where the queries alone are 32 KiB.
+
+    A pipeline would spill there, and sm_89 has no room.
+    """
     return Tiles(block_m, MIN_DOT, d_pad, v_pad, 1 if block_m * d_pad >= 32 * 256 else 2, 8)
 
 
@@ -173,7 +176,7 @@ def prefill_tiles(
 
     Before sm_90 every warp holds the whole tile of K or V in registers, and unpacks it on its own: shorter tiles, and
     fewer warps for a quantised cache. From sm_90 on the tensor cores read it from shared memory.
-    ``ci/kernel_resources.json`` has those that spill a few registers all the same.
+    ``ci/kernel_resources.json`` lists the kernels that spill a few registers all the same.
     """
     d_pad, v_pad = padded_dim(head_dim, kind), padded_dim(v_head_dim, kind)
     if _wide_float32(d_pad, v_pad, itemsize):
@@ -197,27 +200,29 @@ def short_tiles(group: int, head_dim: int, v_head_dim: int, itemsize: int, kind:
 
 
 def prefill_blocks(queries: int, batch: int, max_queries: int, block_q: int) -> int:
-    """The most blocks of ``block_q`` queries that ``batch`` sequences of ``queries`` queries together can have, none
-    more than ``max_queries``."""
+    """The most blocks of ``block_q`` queries that ``batch`` sequences can have.
+
+    ``queries``: of all sequences together. ``max_queries``: no sequence has more.
+    """
     return min(queries // block_q + batch, batch * cdiv(max_queries, block_q))
 
 
 def programs_at_a_time(num_warps: int, num_sms: int) -> int:
-    """How many programs of ``num_warps`` warps a decode is planned for."""
+    """The number of programs of ``num_warps`` warps that a decode is planned for."""
     return max(PROGRAMS_PER_SM, WARPS_PER_SM // num_warps) * num_sms
 
 
 def most_decode_items(batch: int, kv_heads: int, max_tokens: int, places: int) -> int:
     """The most pieces that ``batch`` sequences of at most ``max_tokens`` are cut into, whatever their lengths.
 
-    What is left of it is programs that end at once, so it allows for what fills the chip a few times, and no more.
+    Programs without a piece end at once, so it allows for what fills the chip a few times, and no more.
     """
     waves = cdiv(batch * kv_heads, places) + EXTRA_WAVES
     return min(waves * places // kv_heads, batch * max(1, cdiv(max_tokens, MIN_SPLIT_TOKENS)))
 
 
 def num_kv_splits(programs: int, max_tokens: int, num_sms: int) -> int:
-    """How many pieces each of ``programs`` of prefill (query blocks x KV heads) cuts its keys into.
+    """The pieces into which each of ``programs`` of prefill (query blocks x KV heads) cuts its keys.
 
     One where the programs alone fill the GPU several times, or nothing is long enough to share. Else the fewest whose
     last wave is filled almost as well as that of the best number: every split more costs a part in the reduction.

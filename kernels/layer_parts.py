@@ -1,4 +1,4 @@
-"""What the kernels of fused layers are told, the same on a GPU (triton_layers.py) and on a CPU (layers_cpu.py)."""
+"""The arguments of fused layers' kernels, shared by triton_layers.py (GPU) and layers_cpu.py (CPU)."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Norm(NamedTuple):
 
 
 class Rotation(NamedTuple):
-    """How the first ``size`` values of a head are rotated; 0: none are.
+    """The rotation of the first ``size`` values of a head; 0: none are.
 
-    ``pairs``: value i with its neighbour (i ^ 1), else with that at half the size from it. ``angle``: which column of
-    cos and sin belongs to value i: "value" i, "pair" i // 2.
+    ``pairs``: value i is rotated with its neighbour (i ^ 1), else with the value half the size away. ``angle``: which
+    column of cos and sin belongs to value i: "value" i, "pair" i // 2.
     """
 
     size: int

@@ -1,6 +1,7 @@
 """A model's dense layers on a CPU in float32 or bfloat16: linear with packed weights, gated MLP, RMSNorm, RoPE.
 
-Linear layers in float32: numba_gemm.py; in bfloat16: numba_amx.py."""
+Linear layers in float32: numba_gemm.py; in bfloat16: numba_amx.py.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +40,8 @@ _NORM_ARGS = struct.Struct(f"<6q{4 * 'f4x'}{NUM_NORM_ARGS - 10}q")
 _ROTATE_ARGS = struct.Struct(f"<8q{4 * 'f4x'}{NUM_ROTATE_ARGS - 12}q")
 
 
-class _Scratch(threading.local):
-    """Arguments of one calling thread, in memory that stays put."""
+class _LayerArguments(threading.local):
+    """The arguments of one calling thread, in memory that stays put."""
 
     def __init__(self) -> None:
         self.args = torch.zeros(max(NUM_GEMM_ARGS, NUM_NORM_ARGS, NUM_ROTATE_ARGS), dtype=torch.int64)
@@ -48,20 +49,22 @@ class _Scratch(threading.local):
         self.view = memoryview(self.args.numpy()).cast("B")
 
 
-_scratch = _Scratch()
+_scratch = _LayerArguments()
 _TEAM = thread_team()
 # ctypes releases the GIL during a call
 _run_gemm, _run_add_norm, _run_rotate_write = run_gemm.ctypes, run_add_norm.ctypes, run_rotate_write.ctypes
 
 
 def _threads_for(values: int) -> int:
-    """One thread for what is done sooner than another one has begun."""
+    """The number of threads for ``values`` values: one where the work ends before another thread begins."""
     return torch.get_num_threads() if values > ONE_THREAD else 1
 
 
 def can_pack(linear: nn.Module) -> bool:
-    """A plain linear layer on a CPU with whole vectors of output features; float32, or bfloat16 where AMX multiplies it
-    and the inputs fill its tiles. What is left to torch is oneDNN's, with the instructions that there are."""
+    """Tests whether a linear layer can be packed: plain, on a CPU, with whole vectors of output features.
+
+    float32, or bfloat16 where AMX multiplies it and the inputs fill its tiles. torch computes the others by oneDNN.
+    """
     if type(linear) is not nn.Linear or linear.weight.device.type != "cpu" or linear.out_features % LANES:
         return False
     if linear.weight.dtype == torch.bfloat16:
@@ -70,13 +73,15 @@ def can_pack(linear: nn.Module) -> bool:
 
 
 def panel_of(dtype: torch.dtype) -> int:
-    """Output features that are packed together."""
+    """The output features that are packed together."""
     return PANEL if dtype == torch.float32 else numba_amx.PANEL
 
 
 def pack_weight(weight: torch.Tensor, arena: HugeArena) -> torch.Tensor:
-    """``[N, K]`` as panels ``[ceil(N / PANEL), K, PANEL]``, or as numba_amx.py has them; missing output features are
-    zeros."""
+    """Pack ``[N, K]`` into panels ``[ceil(N / PANEL), K, PANEL]``, or into those of numba_amx.py.
+
+    Missing output features are zeros.
+    """
     n, k = weight.shape
     if weight.dtype == torch.bfloat16:
         tiles = pack_bf16(weight)
@@ -91,8 +96,10 @@ def pack_weight(weight: torch.Tensor, arena: HugeArena) -> torch.Tensor:
 
 
 class PackedLinear(nn.Module):
-    """One ``nn.Linear``, or several that read the same input, side by side, with packed weights. Inference only;
-    ``can_pack`` says for which layers."""
+    """One ``nn.Linear``, or several side by side that read the same input, with packed weights.
+
+    For inference only; ``can_pack`` says for which layers.
+    """
 
     def __init__(self, linears: Sequence[nn.Linear], arena: HugeArena):
         super().__init__()
@@ -154,7 +161,9 @@ def _multiply(
     gate: tuple[int, int, int] = (0, 0, 0),
     residual: torch.Tensor | None = None,
 ) -> None:
-    """``out [M, N]``, dense, of ``rows [M, K]``. ``gate``: G_GATE, G_GATE_BIAS and G_GATE_STRIDE of numba_gemm.py."""
+    """Compute ``out [M, N]``, dense, from ``rows [M, K]``. ``gate``: G_GATE, G_GATE_BIAS and G_GATE_STRIDE of
+    numba_gemm.py.
+    """
     rows, size = dense_rows(rows), linear.packed.element_size()
     assert rows.dtype == linear.packed.dtype and rows.shape[1] == linear.in_features
     opening, gate_bias, gate_step = gate
@@ -172,7 +181,7 @@ def _multiply(
 
 
 def can_norm(weight: torch.Tensor) -> bool:
-    """One dimension, float32 or bfloat16 on a CPU, whole vectors."""
+    """Tests whether a norm's weight is served: one dimension, float32 or bfloat16 on a CPU, whole vectors."""
     return (
         weight.dim() == 1
         and weight.dtype in KIND_OF_DTYPE
@@ -212,7 +221,7 @@ def add_norm(
 
 
 def can_rotate(heads: Heads, rotation: Rotation, width: int) -> bool:
-    """Whether ``rotate_and_write`` does this to these heads; ``width``: columns of cos and sin."""
+    """Tests whether ``rotate_and_write`` serves these heads and this rotation; ``width``: columns of cos and sin."""
     whole = heads.dim % LANES == 0 and rotation.size % (2 * LANES) == 0 and rotation.size <= heads.dim
     return whole and not rotation.pairs and rotation.size in (0, width)
 
@@ -227,10 +236,10 @@ def rotate_and_write(
     v_cache: KVCache,
     slots: torch.Tensor,
 ) -> tuple[torch.Tensor, KVPair]:
-    """Norm and rotate Q and K of ``qkv [T, Q | K | V]`` in place, store K and V at ``slots [T]`` int64.
+    """Norm and rotate Q and K of ``qkv [T, Q | K | V]``; store K and V at ``slots``.
 
-    Returns Q ``[T, H, D]``, and K and V ``[T, Hkv, D | Dv]``, views of ``qkv``. ``angles``: cos and sin
-    ``[T, rotation.size]``; ``norms``: of each head of Q and of K. A slot < 0 stores nothing.
+    In place: returns Q ``[T, H, D]``, and K and V ``[T, Hkv, D | Dv]``, views of ``qkv``. ``slots [T]`` int64; a slot <
+    0 stores nothing. ``angles``: cos and sin ``[T, rotation.size]``; ``norms``: of each head of Q and of K.
     """
     (cos, sin), size = angles, qkv.element_size()
     assert qkv.dtype == cos.dtype == sin.dtype and cos.stride() == sin.stride() and qkv.stride(1) == cos.stride(1) == 1

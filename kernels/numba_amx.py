@@ -74,7 +74,7 @@ SUMS, X_TILES, W_TILES = (0, 1, 2, 3), (4, 5), (6, 7)  # tile registers; sums: r
 
 @cache
 def has_amx() -> bool:
-    """Whether Numba compiles for AMX's bfloat16 here and the system lets this process use the tile registers."""
+    """Tests whether Numba compiles for AMX's bfloat16 here and the system lets this process use the tile registers."""
     return compiles_for("amx-bf16") and compiles_for("avx512f") and bool(torch.cpu._init_amx())
 
 
@@ -144,7 +144,7 @@ def release_tiles(typingctx):
 
 @intrinsic(prefer_literal=True)
 def multiply_block(typingctx, x, x_stride, w, steps, ahead, sums, sums_stride, tiles, add):
-    """Sums of a block, float32 ``[16 tiles, PANEL]`` at ``sums``, become x ``[rows, 32 steps]`` @ a panel's weights.
+    """Multiply x ``[rows, 32 steps]`` by a panel's weights into ``sums``, float32 ``[16 tiles, PANEL]``.
 
     ``tiles`` (1 or 2 tiles of rows) and ``add`` (1 if the product is added to the sums) are constants.
     ``ahead``: where to prefetch STEP_BYTES a step, or 0.
@@ -189,7 +189,10 @@ def multiply_block(typingctx, x, x_stride, w, steps, ahead, sums, sums_stride, t
 
 
 def _times_sigmoid(builder: ir.IRBuilder, x: ir.Value, u: ir.Value) -> ir.Value:
-    """x / (1 + e**-u) to about 1e-4, which bfloat16 rounds away: a third of numba_simd's time. NaN stays NaN."""
+    """Compute x / (1 + e**-u) to about 1e-4, which bfloat16 rounds away. NaN stays NaN.
+
+    It takes a third of numba_simd's time.
+    """
     w = x.type.count
     edge, zero = constant(w, 87.0), constant(w, 0.0)
     power = builder.fsub(zero, u)
@@ -210,8 +213,10 @@ def _times_sigmoid(builder: ir.IRBuilder, x: ir.Value, u: ir.Value) -> ir.Value:
 
 @intrinsic(prefer_literal=True)
 def finish_row(typingctx, sums, bias, gate_sums, gate_bias, residual, out, columns, epilogue):
-    """A row of ``columns`` (16 or 32) sums to bfloat16 at ``out``, with what ``epilogue`` (a constant) asks for, and
-    the residual unless that is 0."""
+    """Round a row of ``columns`` (16 or 32) sums to bfloat16 at ``out``.
+
+    ``epilogue`` (a constant) says what is done before; the residual is added unless its address is 0.
+    """
     flags = epilogue.literal_value
 
     def codegen(context, builder, signature, args):
@@ -250,8 +255,9 @@ def _multiply(x: int, x_step: int, w: int, steps: int, ahead: int, sums: int, ro
 
 @cache
 def build_amx(epilogue: int):
-    """The worker for an epilogue (HAS_BIAS | HAS_GATE | IS_GELU) as a Numba cfunc: each thread takes its share of the
-    panels. With HAS_BIAS and HAS_GATE the gate has a bias too.
+    """Compile the worker for an epilogue (HAS_BIAS | HAS_GATE | IS_GELU) as a Numba cfunc.
+
+    Each thread takes its share of the panels. With HAS_BIAS and HAS_GATE the gate has a bias too.
 
     Arguments as numba_gemm.py's, of bfloat16.
     """

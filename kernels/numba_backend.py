@@ -25,7 +25,7 @@ _WRITE_ARGS = struct.Struct(f"{NUM_WRITE_ARGS}q")
 _FLOATS = struct.Struct("3f")
 
 
-class _Scratch(threading.local):
+class _DecodeBuffers(threading.local):
     """Buffers of one calling thread, so that two engines in one process cannot meet in them."""
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class NumbaBackend(TorchBackend):
     name = "numba"
 
     def __init__(self) -> None:
-        self._scratch = _Scratch()
+        self._scratch = _DecodeBuffers()
         self._run_decode = run_decode.ctypes  # ctypes releases the GIL during the call
         self._run_write = run_write.ctypes
         self._team = thread_team()

@@ -41,7 +41,9 @@ def row_code_bytes(kind: int, dim: int) -> int:
 
 
 def pieces_of(kind: int, dim: int) -> list[tuple[int, int]]:
-    """(offset, width) vectors that cover a row. Of int4 none straddles the halves; sharers of bytes are neighbours."""
+    """Cut a row into vectors (offset, width). No int4 vector straddles the halves; those that share bytes are
+    neighbours.
+    """
     if kind != KIND_INT4:
         return chunks(dim)
     half = (dim + 1) // 2
@@ -81,7 +83,7 @@ def store_values(builder: ir.IRBuilder, value: ir.Value, address: ir.Value, elem
 
 
 def _load_fp8(builder: ir.IRBuilder, address: ir.Value, dim: int, offset: int, width: int, kind: int) -> ir.Value:
-    """Two neighbouring pieces build the same 32-wide code, of which LLVM keeps one: half the integer work."""
+    """Load fp8 values. Two neighbouring pieces build the same 32-wide code, of which LLVM keeps one."""
     first = offset // 32 * 32
     paired = width == LANES and first + 32 <= dim
     w, start = (32, first) if paired else (width, offset)
@@ -100,14 +102,14 @@ def _load_fp8(builder: ir.IRBuilder, address: ir.Value, dim: int, offset: int, w
 
 
 def _converts_float16() -> bool:
-    """Whether float16 to float32 is an instruction here; where it is not, LLVM calls a function that Numba lacks."""
+    """Tests whether float16 to float32 is an instruction here; else LLVM calls a function that Numba lacks."""
     if platform.machine().lower() in ("aarch64", "arm64"):
         return True
     return compiles_for("f16c")
 
 
 def _half_to_float(builder: ir.IRBuilder, bits: ir.Value) -> ir.Value:
-    """float16 bits (i16 vector) -> floats."""
+    """Convert float16 bits (i16 vector) to floats."""
     w = bits.type.count
     if _converts_float16():
         return builder.fpext(builder.bitcast(bits, ir.VectorType(ir.HalfType(), w)), vec(w))
@@ -124,7 +126,7 @@ def _half_to_float(builder: ir.IRBuilder, bits: ir.Value) -> ir.Value:
 
 
 def _encode_fp8(builder: ir.IRBuilder, y: ir.Value, kind: int) -> ir.Value:
-    """float -> i32 with the fp8 bits, ties to even; the caller has clamped to the finite range.
+    """Convert floats to i32 with the fp8 bits, ties to even; the caller has clamped to the finite range.
 
     Normal results: add half a unit less one plus the last kept bit, then cut. Subnormal ones: adding a float
     whose unit in the last place is the format's smallest step makes the machine round.
@@ -147,7 +149,7 @@ def _encode_fp8(builder: ir.IRBuilder, y: ir.Value, kind: int) -> ir.Value:
 
 
 def _encode(builder: ir.IRBuilder, x: ir.Value, scale: ir.Value, kind: int) -> ir.Value:
-    """floats -> i32 codes of x / scale, clamped, ties to even."""
+    """Convert floats to i32 codes of x / scale, clamped, ties to even."""
     w, top = x.type.count, constant(x.type.count, _LARGEST[kind])
     y = builder.fdiv(x, splat(builder, scale, w))
     y = builder.select(builder.fcmp_ordered(">", y, top), top, y)
@@ -181,7 +183,7 @@ def largest_of(typingctx, x, dim):
 
 @intrinsic(prefer_literal=True)
 def encode_row(typingctx, x, codes, scale, dim, kind):
-    """Codes of the floats ``x[:dim]`` over ``scale`` (not 0), at the address ``codes``."""
+    """Write the codes of the floats ``x[:dim]`` over ``scale`` (not 0) to the address ``codes``."""
     d_count, k = dim.literal_value, kind.literal_value
 
     def codegen(context, builder, signature, args):
@@ -207,7 +209,7 @@ def encode_row(typingctx, x, codes, scale, dim, kind):
 
 @intrinsic(prefer_literal=True)
 def decode_row(typingctx, codes, target, factor, dim, kind):
-    """Floats ``factor x value`` of the row at ``codes``, at ``target``."""
+    """Write the floats ``factor x value`` of the row at ``codes`` to ``target``."""
     d_count, k = dim.literal_value, kind.literal_value
 
     def codegen(context, builder, signature, args):

@@ -50,7 +50,7 @@ NO_SCORE = -1e30  # finite, so that NO_SCORE - NO_SCORE is 0 and not NaN
 
 
 def work_layout(num_heads: int, head_dim: int, v_head_dim: int) -> tuple[int, int]:
-    """(bytes of scratch per thread, bytes of one accumulator set ``[H, Dv] + m [H] + l [H]``)."""
+    """Bytes of scratch per thread, and bytes of one accumulator set ``[H, Dv] + m [H] + l [H]``."""
     accumulators = 4 * num_heads * (v_head_dim + 2)
     total = 3 * accumulators + 4 * num_heads * head_dim + 4 * num_heads * BLOCK + 2 * OFFSETS_BYTES
     return (total + 127) // 64 * 64 + 64, accumulators
@@ -58,7 +58,7 @@ def work_layout(num_heads: int, head_dim: int, v_head_dim: int) -> tuple[int, in
 
 @numba.njit(**JIT)
 def _visible(args: int, b: int) -> int:
-    """How many tokens sequence b attends to: its length, or its window."""
+    """The number of tokens that sequence b attends to: its length, or its window."""
     length = load_i64(load_i64(args + 8 * A_LENS) + 8 * b)
     window = load_i64(args + 8 * A_WINDOW)
     return min(length, window) if window > 0 else length
@@ -66,7 +66,7 @@ def _visible(args: int, b: int) -> int:
 
 @numba.njit(**JIT)
 def _fill_offsets(args: int, b: int, token: int, count: int, offsets: int) -> None:
-    """Byte offsets of the K rows, the V rows and the scales of tokens token..token+count-1 of sequence b."""
+    """Write byte offsets of K rows, V rows and scales of sequence b's tokens token..token+count-1."""
     pages = load_i64(args + 8 * A_PAGES) + b * load_i64(args + 8 * A_PAGES_STRIDE)
     page_size = load_i64(args + 8 * A_PAGE_SIZE)
     k_stride, v_stride = load_i64(args + 8 * A_K_STRIDE), load_i64(args + 8 * A_V_STRIDE)
@@ -99,7 +99,7 @@ def _reset(acc: int, heads: int, v_dim: int) -> None:
 
 @numba.njit(**JIT)
 def _softmax_block(scores: int, acc: int, heads: int, v_dim: int, count: int, cap: float) -> None:
-    """Scores ``[H, BLOCK]`` to weights in place; tops, sums and accumulators follow a risen maximum."""
+    """Turn scores ``[H, BLOCK]`` into weights in place; tops, sums and accumulators follow a risen maximum."""
     blocks = (count + 15) // 16
     tops, sums = acc + 4 * heads * v_dim, acc + 4 * heads * (v_dim + 1)
     for h in range(heads):
@@ -152,7 +152,7 @@ def _prefetch_row(row: int, size: int, level: int) -> None:
 
 @numba.njit(**JIT)
 def _scale_weights(scores: int, v_scales: int, offsets: int, count: int, kv_heads: int, group: int) -> None:
-    """Weights ``[H, BLOCK]`` times their token's V scale, for the sum over codes (their own sum is taken already)."""
+    """Multiply weights ``[H, BLOCK]`` by their token's V scale, after their own sum has been taken."""
     for j in range(count):
         scales = v_scales + load_i64(offsets + 8 * j)
         for n in range(kv_heads):
@@ -251,10 +251,11 @@ def run_decode(args):
 
 @cache
 def build_worker(group: int, head_dim: int, v_head_dim: int, kind: int, q_kind: int):
-    """The worker for ``group`` query heads per KV head, these head dims, kinds of KV rows and of q, as a Numba cfunc.
+    """Compile the worker for one kind of heads, KV rows and q, as a Numba cfunc.
 
-    A scale per tensor (fp8) is no matter of the worker: K's is part of the softmax scale, V's of ``_finish``.
-    The closure holds plain ints only, so that Numba's on-disk cache finds it again in another process.
+    ``group``: query heads per KV head. A scale per tensor (fp8) is not applied here: K's is part of the softmax scale,
+    V's of ``_finish``. The closure holds plain ints only, so that Numba's on-disk cache finds it again in another
+    process.
     """
 
     k_bytes, v_bytes = row_code_bytes(kind, head_dim), row_code_bytes(kind, v_head_dim)

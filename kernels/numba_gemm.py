@@ -70,7 +70,7 @@ class _Tile:
         return self.builder.add(base, self.builder.mul(step, ir.Constant(I64, r))) if r else base
 
     def each_vector(self):
-        """The tile's places, vector by vector, inside code that is skipped where the panel has no such columns."""
+        """Yield the tile's places, vector by vector, in code that is skipped where the panel has no such columns."""
         for v in range(PANEL // LANES):
             with self.builder.if_then(self.builder.icmp_signed(">", self.columns, ir.Constant(I64, LANES * v))):
                 yield [place for place in self.places if place[1] == v]
@@ -128,9 +128,10 @@ def multiply_tile(
     typingctx, x, x_stride, w, depth, ahead, bias, gate, gate_stride, residual, residual_stride,
     out, out_stride, columns, rows, stage, epilogue,
 ):  # fmt: skip
-    """A slice's share of ``out [rows, columns]``: x ``[rows, depth]`` @ w ``[depth, PANEL]``; ``rows`` in 1..ROWS.
+    """Compute a slice's share of ``out [rows, columns]``: x ``[rows, depth]`` @ w ``[depth, PANEL]``.
 
-    ``ahead``: where to prefetch ``64 * depth`` bytes for whoever comes next. ``epilogue`` is a compile-time constant.
+    ``rows`` in 1..ROWS. ``ahead``: where to prefetch ``64 * depth`` bytes for whoever comes next. ``epilogue`` is a
+    compile-time constant.
     """
     flags = epilogue.literal_value
 
@@ -164,7 +165,7 @@ def multiply_tile(
 
 @cache
 def build_gemm(epilogue: int):
-    """The worker for an epilogue (bits as above) as a Numba cfunc. Each thread takes its share of the pairs."""
+    """Compile the worker for an epilogue (bits as above) as a Numba cfunc. Each thread takes its share of the pairs."""
 
     def worker(args):
         thread = call_get_int(load_i64(args + 8 * G_THREAD_NUM))
@@ -203,5 +204,5 @@ def build_gemm(epilogue: int):
 
 @numba.cfunc(types.void(types.intp), **JIT)
 def run_gemm(args):
-    """One linear layer: the worker on every thread."""
+    """Compute one linear layer: the worker on every thread."""
     call_parallel(load_i64(args + 8 * G_PARALLEL), load_i64(args + 8 * G_WORKER), args, load_i64(args + 8 * G_THREADS))

@@ -81,7 +81,7 @@ def _load(builder: ir.IRBuilder, address: ir.Value, kind: int) -> ir.Value:
 
 @cache
 def build_add_norm(kind: int):
-    """The worker for rows and weights of ``kind`` as a Numba cfunc: its thread's share of the rows.
+    """Compile the worker for rows and weights of ``kind`` as a Numba cfunc: its thread's share of the rows.
 
     Sum: the residual plus x, which is normed first where there is a post weight. Out: the norm of the sum, or of x.
     """
@@ -115,7 +115,7 @@ def build_add_norm(kind: int):
 
 @numba.cfunc(types.void(types.intp), **JIT)
 def run_add_norm(args):
-    """Every row, on as many threads as are asked for."""
+    """Compute every row, on as many threads as are asked for."""
     call_parallel(load_i64(args + 8 * N_PARALLEL), load_i64(args + 8 * N_WORKER), args, load_i64(args + 8 * N_THREADS))
 
 
@@ -132,7 +132,7 @@ def run_add_norm(args):
 
 @intrinsic(prefer_literal=True)
 def rotate_head(typingctx, x, cos, sin, half, kind):
-    """``x[:half], x[half:2 half]`` rotated by ``cos`` and ``sin``, ``[2 half]`` each, as transformers lays them out."""
+    """Rotate ``x[:half], x[half:2 half]`` by ``cos`` and ``sin``, ``[2 half]`` each, as transformers lays them out."""
     k = kind.literal_value
     size, step = (ir.Constant(I64, row_code_bytes(k, count)) for count in (1, LANES))
 
@@ -154,9 +154,10 @@ def rotate_head(typingctx, x, cos, sin, half, kind):
 
 @cache
 def build_rotate_write(kind: int):
-    """The worker for rows ``[Q heads | K heads | V heads]`` of ``kind`` as a Numba cfunc: its thread's share of them.
+    """Compile the worker for rows ``[Q heads | K heads | V heads]`` of ``kind`` as a Numba cfunc.
 
-    Heads of Q and K are normed and rotated in place, then K and V are copied to the token's slot; slot < 0 is skipped.
+    It does its thread's share of the rows. Heads of Q and K are normed and rotated in place, then K and V are copied to
+    the token's slot; slot < 0 is skipped.
     """
     size = row_code_bytes(kind, 1)
 
@@ -192,5 +193,5 @@ def build_rotate_write(kind: int):
 
 @numba.cfunc(types.void(types.intp), **JIT)
 def run_rotate_write(args):
-    """Every token, on as many threads as are asked for."""
+    """Compute every token, on as many threads as are asked for."""
     call_parallel(load_i64(args + 8 * R_PARALLEL), load_i64(args + 8 * R_WORKER), args, load_i64(args + 8 * R_THREADS))

@@ -13,7 +13,7 @@ from numba.extending import intrinsic
 
 
 def _cache_folder() -> str:
-    """Where compiled kernels are kept: a folder named after all the kernels' sources.
+    """The folder of compiled kernels, named after all the kernels' sources.
 
     Numba looks only at the file that defines a kernel, so an edit of a helper in another file would leave machine code
     of the old one in use.
@@ -26,7 +26,7 @@ def _cache_folder() -> str:
 
 
 def _can_cache() -> bool:
-    """Whether Numba finds a folder for compiled code: beside the sources, or the user's cache folder."""
+    """Tests whether Numba finds a folder for compiled code: beside the sources, or the user's cache folder."""
 
     def probe():
         return 0
@@ -44,7 +44,7 @@ JIT = {"nogil": True, "cache": _can_cache(), "error_model": "numpy"}
 
 
 def compiles_for(feature: str) -> bool:
-    """Whether Numba compiles for an x86 machine with this feature (LLVM's name), such as avx512f."""
+    """Tests whether Numba compiles for an x86 machine with this feature (LLVM's name), such as avx512f."""
     if config.CPU_NAME or config.CPU_FEATURES is not None:  # a target named by hand, older than the machine perhaps
         return f"+{feature}" in (config.CPU_FEATURES or "")
     return bool(binding.get_host_cpu_features().get(feature))
@@ -77,7 +77,7 @@ def stack_bytes(typingctx, count):
 
 @intrinsic
 def copy_bytes(typingctx, target, source, count):
-    """memcpy of ``count`` bytes."""
+    """Copy ``count`` bytes by memcpy."""
 
     def codegen(context, builder, signature, args):
         pointer_type = ir.PointerType(ir.IntType(8))
@@ -90,7 +90,7 @@ def copy_bytes(typingctx, target, source, count):
 
 @intrinsic
 def fill_bytes(typingctx, target, value, count):
-    """memset of ``count`` bytes to ``value``."""
+    """Set ``count`` bytes to ``value`` by memset."""
 
     def codegen(context, builder, signature, args):
         place = builder.inttoptr(args[0], ir.PointerType(ir.IntType(8)))

@@ -1,10 +1,10 @@
-"""Prefill attention of one sequence in Numba: causal, after earlier context, with window, softcap and sinks.
+"""Prefill attention of one sequence in Numba: causal, with earlier context, window, softcap and sinks.
 
 Two parallel regions. First K and V are copied from wherever their rows lie (a page table's slots, or one run) into
 panels of PANEL tokens: K transposed, ``[D, PANEL]``, V as it is, ``[PANEL, 64]`` for each 64 of Dv. Both products of
 attention are then tiles of numba_gemm.py. Second, items of one query head and BLOCK queries go round the threads; each
-passes over the panels that its queries see, with online softmax. Nothing is masked by a tensor: panels nobody sees are
-not visited, and in those at the window's two edges the scores are overwritten.
+passes over the panels that its queries see, with online softmax. There is no mask tensor: panels that no query sees are
+not visited, and at the window's two edges scores are overwritten.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def find_rows(args: int, head: int, first: int, count: int, k_rows: int, v_rows:
 
 @numba.njit(**JIT)
 def _pack_panel(k_rows: int, v_rows: int, count: int, dim: int, v_dim: int, k_at: int) -> None:
-    """K transposed, then V. What lies beyond the last token or value stays as it was: nothing depends on it."""
+    """Pack K transposed, then V. Memory beyond the last token or value stays as it was: nothing depends on it."""
     whole_rows, whole_dim = count // 16 * 16, dim // 16 * 16
     for j in range(0, whole_rows, 16):
         for d in range(0, whole_dim, 16):
@@ -127,7 +127,7 @@ def _multiply(x: int, x_step: int, rows: int, w: int, depth: int, out: int, out_
 
 @numba.njit(**JIT)
 def weigh(s: int, top_at: int, total_at: int, acc: int, width: int, low: int, high: int, cap: float) -> None:
-    """A row's scores ``s [PANEL]``, of which low..high-1 are seen, to weights; its sums follow a risen top."""
+    """Turn a row's scores ``s [PANEL]``, of which low..high-1 are seen, into weights; its sums follow a risen top."""
     blocks = PANEL // 16
     if cap > 0:
         softcap_of(s, cap, blocks)
@@ -160,7 +160,7 @@ def finish_row(args: int, head: int, out: int, acc: int, top: float, total: floa
 
 @numba.njit(**JIT)
 def _attend(args: int, head: int, first: int, count: int, work: int) -> None:
-    """One item: queries first..first+count-1 of a head."""
+    """Compute one item: queries first..first+count-1 of a head."""
     dim, width = load_i64(args + 8 * P_DIM), (load_i64(args + 8 * P_V_DIM) + PANEL - 1) // PANEL * PANEL
     keys, window = load_i64(args + 8 * P_KEYS), load_i64(args + 8 * P_WINDOW)
     scale, cap = load_f32(load_i64(args + 8 * P_FLOATS)), load_f32(load_i64(args + 8 * P_FLOATS) + 4)
@@ -200,7 +200,7 @@ def _attend(args: int, head: int, first: int, count: int, work: int) -> None:
 
 @numba.cfunc(types.void(types.intp), **JIT)
 def attend_worker(args):
-    """This thread's items, one in ``threads`` of them: late queries see more, so neighbours cost about the same."""
+    """Compute this thread's items, one in ``threads`` of them: neighbours cost about the same."""
     thread = call_get_int(load_i64(args + 8 * P_THREAD_NUM))
     threads = call_get_int(load_i64(args + 8 * P_NUM_THREADS))
     heads, queries = load_i64(args + 8 * P_HEADS), load_i64(args + 8 * P_QUERIES)
@@ -212,7 +212,7 @@ def attend_worker(args):
 
 @numba.njit(**JIT)
 def _enter_chunk(args: int, chunk: int) -> None:
-    """Set what is this chunk's own."""
+    """Set the arguments that are this chunk's own."""
     first, keys = load_i64(chunk + 8 * C_FIRST), load_i64(chunk + 8 * C_KEYS)
     new, window = load_i64(chunk + 8 * C_NEW), load_i64(args + 8 * P_LAYER_WINDOW)
     source = args + 8 * (P_NEW if new else P_CACHE)
@@ -234,7 +234,7 @@ def _enter_chunk(args: int, chunk: int) -> None:
 
 @numba.cfunc(types.void(types.intp), **JIT)
 def run_prefill(args):
-    """One chunk after the other: pack, then attend, each on every thread. A chunk without keys gives zeros."""
+    """Compute one chunk after the other: pack, then attend, each on every thread. A chunk without keys gives zeros."""
     parallel, threads = load_i64(args + 8 * P_PARALLEL), load_i64(args + 8 * P_THREADS)
     row_bytes = load_i64(args + 8 * P_VALUE_BYTES) * load_i64(args + 8 * P_HEADS) * load_i64(args + 8 * P_V_DIM)
     for index in range(load_i64(args + 8 * P_NUM_CHUNKS)):

@@ -62,7 +62,7 @@ PANEL = 64  # tokens; numba_gemm.PANEL of a CPU with AVX-512, which ``weigh`` go
 
 @intrinsic
 def interleave_rows(typingctx, first, second, target):
-    """``target [16, 2]`` of 16-bit values: ``first [16]`` and ``second [16]``, value by value."""
+    """Interleave ``first [16]`` and ``second [16]`` in ``target [16, 2]`` of 16-bit values."""
 
     def codegen(context, builder, signature, args):
         half = ir.VectorType(I16, LANES)
@@ -77,9 +77,10 @@ def interleave_rows(typingctx, first, second, target):
 
 @numba.njit(**JIT)
 def _pack_panel(k_rows: int, v_rows: int, count: int, dim: int, v_dim: int, k_at: int) -> None:
-    """One panel of one KV head: K ``[2, dim / 32, 2 tiles]``, then V ``[v_dim / 32, 2, 2 tiles]``.
+    """Pack one panel of one KV head: K ``[2, dim / 32, 2 tiles]``, then V.
 
-    Beyond the last token K is the last token's, whose scores nobody sees, and V is 0.
+    V is ``[v_dim / 32, 2, 2 tiles]``. Beyond the last token K is the last token's, whose scores no query sees, and V is
+    0.
     """
     for j in range(count, PANEL):
         store_i64(k_rows + 8 * j, load_i64(k_rows + 8 * (count - 1)))
@@ -119,7 +120,7 @@ def _multiply(x: int, x_step: int, count: int, w: int, steps: int, sums: int, su
 
 @numba.njit(**JIT)
 def _attend(args: int, head: int, first: int, count: int, work: int) -> None:
-    """One item: queries first..first+count-1 of a head."""
+    """Compute one item: queries first..first+count-1 of a head."""
     dim, width = load_i64(args + 8 * P_DIM), load_i64(args + 8 * P_V_DIM)
     keys, window = load_i64(args + 8 * P_KEYS), load_i64(args + 8 * P_WINDOW)
     scale, cap = load_f32(load_i64(args + 8 * P_FLOATS)), load_f32(load_i64(args + 8 * P_FLOATS) + 4)
@@ -162,7 +163,7 @@ def _attend(args: int, head: int, first: int, count: int, work: int) -> None:
 
 @cache
 def build_workers():
-    """The workers that pack and that attend, as Numba cfuncs. Compiled when asked for: only for AMX can they be."""
+    """Compile the workers that pack and that attend, as Numba cfuncs; possible only for AMX."""
     assert has_amx(), "without the system's leave the first tile instruction ends the process"
 
     def pack(args):
@@ -181,7 +182,7 @@ def build_workers():
             _pack_panel(rows, rows + 8 * PANEL, count, dim, v_dim, load_i64(args + 8 * P_PACKED) + index * size)
 
     def attend(args):
-        """This thread's items, one in ``threads`` of them."""
+        """Compute this thread's items, one in ``threads`` of them."""
         thread = call_get_int(load_i64(args + 8 * P_THREAD_NUM))
         threads = call_get_int(load_i64(args + 8 * P_NUM_THREADS))
         heads, queries = load_i64(args + 8 * P_HEADS), load_i64(args + 8 * P_QUERIES)

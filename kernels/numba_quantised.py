@@ -1,4 +1,4 @@
-"""A quantised cache on CPU: rows stored (bit for bit what QuantizedKV.store does) and loaded, in Numba, one thread."""
+"""Stores and loads rows of a quantised cache on CPU, in Numba, on one thread. Bit for bit as QuantizedKV.store."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ KIND_OF_DTYPE = {torch.float32: KIND_FLOAT, torch.bfloat16: KIND_BF16}  # what a
 
 @cache
 def build_store(kind: int, dim: int):
-    """The function that quantises rows of ``dim`` floats into their slots, as a Numba cfunc; slot < 0 is skipped."""
+    """Compile the function that quantises rows of ``dim`` floats into their slots; slot < 0 is skipped."""
     row_bytes, per_head = row_code_bytes(kind, dim), kind in PER_HEAD_KINDS
     largest_code, smallest = (7.0 if kind == KIND_INT4 else 127.0), SMALLEST_SCALE
 
@@ -69,7 +69,7 @@ def build_store(kind: int, dim: int):
 
 @cache
 def build_load(kind: int, dim: int):
-    """The function that turns the rows of given slots into ``dim`` floats each, as a Numba cfunc."""
+    """Compile the function that turns the rows of given slots into ``dim`` floats each."""
     row_bytes, per_head = row_code_bytes(kind, dim), kind in PER_HEAD_KINDS
 
     def load(args):
@@ -125,7 +125,7 @@ def load_rows(cache: QuantizedKV, slots: torch.Tensor, out: torch.Tensor) -> tor
 
 
 def _run(function, cache: QuantizedKV, slots: torch.Tensor, rows: torch.Tensor, factor: float) -> None:
-    """One call over rows ``[n, heads, dim]`` with dense last dimension; ctypes releases the GIL meanwhile."""
+    """Call ``function`` over rows ``[n, heads, dim]`` with dense last dimension; ctypes releases the GIL meanwhile."""
     assert cache.codes.is_contiguous() and rows.dtype == torch.float32 and slots.dtype == torch.int64
     stride, head_stride, _ = rows.stride()
     args = _args

@@ -25,7 +25,7 @@ MAX_ACCUMULATORS = 16  # vectors held in registers at a time; 32 exist with AVX-
 
 @intrinsic(prefer_literal=True)
 def score_token(typingctx, q, k, s, k_scale, group, dim, s_stride, kind):
-    """``s[g * s_stride] = dot(q[g, :dim], k[:dim])`` for the ``group`` query heads of one KV head.
+    """Set ``s[g * s_stride] = dot(q[g, :dim], k[:dim])`` for the ``group`` query heads of one KV head.
 
     k is a row of ``kind`` (numba_codes.py); ``k_scale`` counts for the kinds with a scale per head.
     """
@@ -59,7 +59,7 @@ def score_token(typingctx, q, k, s, k_scale, group, dim, s_stride, kind):
 
 @intrinsic(prefer_literal=True)
 def add_weighted_rows(typingctx, acc, p, base, offsets, count, group, dim, p_stride, kind):
-    """``acc[g, :dim] += sum_j p[g * p_stride + j] * row_j[:dim]``, row_j of ``kind`` at ``base + offsets[j]`` bytes.
+    """Set ``acc[g, :dim] += sum_j p[g * p_stride + j] * row_j[:dim]``; row_j: at ``base + offsets[j]`` bytes.
 
     Accumulators stay in registers over the whole loop over j; wide shapes take several passes,
     whose rows come from the L1 cache.
@@ -97,9 +97,10 @@ def add_weighted_rows(typingctx, acc, p, base, offsets, count, group, dim, p_str
 
 
 def _exp(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    """e**x for x <= 0 to about 1 ulp: x = n ln 2 + r, Taylor on |r| <= ln 2 / 2, then n into the exponent.
+    """Compute e**x for x <= 0 to about 1 ulp.
 
-    x under -87 counts as -87 (1.6e-38), NaN stays NaN.
+    x = n ln 2 + r: Taylor on |r| <= ln 2 / 2, then n into the exponent. x under -87 counts as -87 (1.6e-38), NaN stays
+    NaN.
     """
     w = x.type.count
     nan = builder.fcmp_unordered("uno", x, x)
@@ -117,14 +118,17 @@ def _exp(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
 
 
 def gelu_argument(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    """u with ``x / (1 + e**-u)`` = gelu(x) by its tanh formula: tanh(v) is ``2 / (1 + e**-2v) - 1``."""
+    """Compute u with ``x / (1 + e**-u)`` = gelu(x), by gelu's tanh formula.
+
+    tanh(v) is ``2 / (1 + e**-2v) - 1``.
+    """
     w = x.type.count
     inner = fma(builder, builder.fmul(x, x), constant(w, 0.044715), constant(w, 1.0))
     return builder.fmul(builder.fmul(x, constant(w, 1.5957691216057308)), inner)
 
 
 def times_sigmoid(builder: ir.IRBuilder, x: ir.Value, u: ir.Value) -> ir.Value:
-    """x / (1 + e**-u), by e**-|u| so that nothing overflows. NaN stays NaN."""
+    """Compute x / (1 + e**-u), by e**-|u| so that nothing overflows. NaN stays NaN."""
     w = x.type.count
     zero, one = constant(w, 0.0), constant(w, 1.0)
     e = _exp(builder, builder.fsub(zero, call(builder, f"llvm.fabs.v{w}f32", vec(w), [u])))
@@ -134,7 +138,7 @@ def times_sigmoid(builder: ir.IRBuilder, x: ir.Value, u: ir.Value) -> ir.Value:
 
 @intrinsic
 def exp_minus(typingctx, s, top, blocks):
-    """In place ``s[i] = exp(s[i] - top)`` over ``blocks * 16`` floats, all <= top; returns their sum.
+    """Set ``s[i] = exp(s[i] - top)`` over ``blocks * 16`` floats, all <= top; returns their sum.
 
     Differences under -87 count as -87 (1.6e-38); NaN stays NaN.
     """
@@ -155,7 +159,7 @@ def exp_minus(typingctx, s, top, blocks):
 
 @intrinsic
 def softcap_of(typingctx, s, cap, blocks):
-    """In place ``s[i] = cap * tanh(s[i] / cap)`` over ``blocks * 16`` floats."""
+    """Set ``s[i] = cap * tanh(s[i] / cap)`` over ``blocks * 16`` floats."""
 
     def codegen(context, builder, signature, args):
         s_at, cap_value, n = args
@@ -193,7 +197,7 @@ def max_of(typingctx, s, blocks):
 
 @intrinsic(prefer_literal=True)
 def _scale_vectors(typingctx, source, target, factor, count, lanes, source_kind, target_kind):
-    """``target[i] = factor * source[i]`` over ``count`` vectors of ``lanes``; kinds: KIND_FLOAT or KIND_BF16."""
+    """Set ``target[i] = factor * source[i]`` over ``count`` vectors of ``lanes``; kinds: KIND_FLOAT or KIND_BF16."""
     width, from_kind, to_kind = lanes.literal_value, source_kind.literal_value, target_kind.literal_value
     from_bytes, to_bytes = (ir.Constant(I64, row_code_bytes(kind, width)) for kind in (from_kind, to_kind))
 
@@ -212,8 +216,10 @@ def _scale_vectors(typingctx, source, target, factor, count, lanes, source_kind,
 
 @numba.njit(**JIT)
 def scale_values(source: int, target: int, factor: float, count: int, source_kind: int, target_kind: int) -> None:
-    """``target[i] = factor * source[i]``, in place when the addresses are equal. Of the kinds KIND_FLOAT and KIND_BF16
-    one at least is KIND_FLOAT."""
+    """Set ``target[i] = factor * source[i]``, in place when the addresses are equal.
+
+    The kinds are KIND_FLOAT or KIND_BF16, at least one of them KIND_FLOAT.
+    """
     blocks, rest = count // LANES, count % LANES
     if source_kind == KIND_BF16:
         _scale_vectors(source, target, factor, blocks, LANES, KIND_BF16, KIND_FLOAT)
@@ -231,8 +237,11 @@ def scale_values(source: int, target: int, factor: float, count: int, source_kin
 
 @intrinsic
 def transpose_tile(typingctx, rows, offset, target, stride):
-    """A 16 x 16 tile, transposed: row j is read at ``rows[j] + offset`` (int64 addresses), column d is written at
-    ``target + d * stride`` bytes. In each of four rounds rows a distance apart exchange halves of that width."""
+    """Transpose a 16 x 16 tile.
+
+    Row j is read at ``rows[j] + offset`` (int64 addresses), column d is written at ``target + d * stride`` bytes. In
+    each of four rounds rows a distance apart exchange halves of that width.
+    """
 
     def codegen(context, builder, signature, args):
         rows_at, offset_at, target_at, step = args

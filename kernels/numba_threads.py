@@ -1,8 +1,8 @@
-"""Which threads run the CPU kernels: torch's own OpenMP team, entered through GOMP_parallel.
+"""Runs the CPU kernels on torch's own OpenMP team, entered through GOMP_parallel.
 
 The engine alternates torch GEMMs and decode attention, eight and more times a step. After a
 parallel region torch's OpenMP threads spin for a while, waiting for the next one. Threads of
-anybody else then compete with them for the same cores. Measured on two cores, one
+other runtimes then compete with them for the same cores. Measured on two cores, one
 ``mm [16, 512] x [512, 1408]`` then one decode attention over 16 x 1024 tokens, per layer:
 
     torch's own team, by GOMP_parallel    1.0 ms
@@ -49,13 +49,13 @@ def run_serially(work, data, num_threads, flags):
 
 @numba.cfunc(types.int32(), **JIT)
 def serial_thread_num():
-    """omp_get_thread_num of run_serially."""
+    """Stands in for omp_get_thread_num in run_serially."""
     return 0
 
 
 @numba.cfunc(types.int32(), **JIT)
 def serial_num_threads():
-    """omp_get_num_threads of run_serially."""
+    """Stands in for omp_get_num_threads in run_serially."""
     return 1
 
 
@@ -64,9 +64,9 @@ def thread_team() -> ThreadTeam:
     """The team of torch's OpenMP runtime, found through the libraries that torch links; else serial."""
     for library in sorted((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*")):
         try:
-            found = ctypes.CDLL(str(library))
+            runtime = ctypes.CDLL(str(library))
             names = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
-            return ThreadTeam(*(ctypes.cast(getattr(found, n), ctypes.c_void_p).value for n in names))
+            return ThreadTeam(*(ctypes.cast(getattr(runtime, n), ctypes.c_void_p).value for n in names))
         except (OSError, AttributeError):
             continue
     return ThreadTeam(run_serially.address, serial_thread_num.address, serial_num_threads.address)

@@ -19,7 +19,7 @@ FAST = ("reassoc", "contract", "nsz")
 
 
 def chunks(dim: int) -> list[tuple[int, int]]:
-    """(offset, width) pieces that cover ``dim`` with power-of-two vectors of at most LANES."""
+    """Cut ``dim`` into pieces (offset, width): power-of-two vectors of at most LANES."""
     pieces, offset, width = [], 0, LANES
     while offset < dim:
         if dim - offset >= width:

@@ -1,4 +1,4 @@
-"""Prefill on CPU: one call of the kernel for all sequences (numba_prefill.py), on buffers that are kept between calls.
+"""Prefill on CPU: one kernel call for all sequences (numba_prefill.py), on buffers kept between calls.
 
 A first chunk reads its own new K and V, everything else reads the cache, through the slots of its tokens or in place
 where those lie in one run. A quantised cache is turned into floats first, sequence by sequence, the new tokens too.
@@ -52,7 +52,7 @@ class Chunks:
 
 
 class PrefillPlan:
-    """Where a step's sequences lie, per sliding window, found when first asked for and used by all layers."""
+    """The places of a step's sequences per sliding window, computed when first asked for, for all layers."""
 
     def __init__(self, batch: PrefillBatch) -> None:
         self._page_starts, self._page_size = batch.page_starts, batch.page_size
@@ -91,7 +91,7 @@ class PrefillPlan:
 class CpuPrefill:
     """Prefill attention with its buffers; one per calling thread.
 
-    The buffers are no inference tensors, which could not be written outside inference mode.
+    The buffers are not inference tensors, which could not be written outside inference mode.
     """
 
     @torch.inference_mode(False)
@@ -142,7 +142,7 @@ class CpuPrefill:
         options: AttentionOptions,
         out: torch.Tensor,
     ) -> torch.Tensor:
-        """``q`` and ``out`` float32; a cache of any kind, one sequence's rows at a time turned into floats."""
+        """Attend in float32; a cache of any kind, one sequence's rows at a time turned into floats."""
         for row, slots in zip(chunks.table.clone(), chunks.slots, strict=True):
             kv = self._floats_of("k", k_cache, slots), self._floats_of("v", v_cache, slots)
             row[C_NEW] = row[C_SLOTS] = row[C_ROW] = 0
@@ -150,7 +150,7 @@ class CpuPrefill:
         return out
 
     def _floats_of(self, side: str, cache: KVCache, slots: torch.Tensor) -> torch.Tensor:
-        """``[n, Hkv, dim]`` float32, in a buffer that is used again by the next call."""
+        """Rows as ``[n, Hkv, dim]`` float32, in a buffer that the next call uses again."""
         _, heads, dim = cache.shape
         out = self._buffer(side, len(slots) * heads * dim).view(-1, heads, dim)
         return load_rows(cache, slots, out) if isinstance(cache, QuantizedKV) else out.copy_(cache[slots])
@@ -192,7 +192,7 @@ class CpuPrefill:
         run_prefill.ctypes(self._args.data_ptr())  # ctypes releases the GIL during the call
 
     def _buffer(self, name: str, floats: int) -> torch.Tensor:
-        """``[floats]`` of a buffer that grows by doubling."""
+        """A view ``[floats]`` of a buffer that grows by doubling."""
         buffer = self._buffers.get(name)
         if buffer is None or len(buffer) < floats:
             with torch.inference_mode(False):

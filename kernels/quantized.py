@@ -75,7 +75,7 @@ class QuantizedKV:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """(slots, heads, dim), as of the plain tensor that this stands for."""
+        """The shape (slots, heads, dim) of the plain tensor that this stands for."""
         return (self.codes.shape[0], self.codes.shape[1], self.dim)
 
     @property
@@ -101,7 +101,7 @@ class QuantizedKV:
         self.scales[slots] = torch.where(scales.isfinite(), scales, math.nan)
 
     def load(self, slots: torch.Tensor | slice, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """``[n, heads, dim]`` of ``dtype``: code x scale, multiplied in float32."""
+        """Load ``[n, heads, dim]`` of ``dtype``: code x scale, multiplied in float32."""
         codes = self.codes[slots]
         if self.scales is None:
             return (codes.view(FP8_DTYPE[self.format]).to(torch.float32) * self.scale).to(dtype)
@@ -120,7 +120,10 @@ def count_saturated(cache: QuantizedKV, slots: torch.Tensor) -> torch.Tensor:
 
 
 def _pack(codes: torch.Tensor) -> torch.Tensor:
-    """``[..., dim] int8`` in -8..7 -> ``[..., ceil(dim / 2)] uint8``; of an odd dim the last high half is 0."""
+    """Pack ``[..., dim] int8`` in -8..7 into ``[..., ceil(dim / 2)] uint8``.
+
+    The last high half of an odd dim is 0.
+    """
     half = (codes.shape[-1] + 1) // 2
     low = codes[..., :half] & 15
     high = torch.zeros_like(low)
@@ -129,7 +132,7 @@ def _pack(codes: torch.Tensor) -> torch.Tensor:
 
 
 def _unpack(packed: torch.Tensor, dim: int) -> torch.Tensor:
-    """The inverse of ``_pack``: ``[..., dim] int8``."""
+    """Undo ``_pack``: ``[..., dim] int8``."""
     signed = packed.view(torch.int8)
     return torch.cat([(signed << 4) >> 4, signed >> 4], -1)[..., :dim]
 

@@ -17,20 +17,20 @@ from kernels.quantized import QuantizedKV
 
 
 def token_slots(page_starts: torch.Tensor, start: int, stop: int, page_size: int) -> torch.Tensor:
-    """``[stop - start] int64``: slots of tokens start..stop-1 of a sequence with ``page_starts [pages]``."""
+    """The slots ``[stop - start] int64`` of a sequence's tokens start..stop-1; ``page_starts [pages]``."""
     tokens = torch.arange(start, stop, device=page_starts.device)
     return page_starts[tokens // page_size].to(torch.int64) + tokens % page_size
 
 
 def load_rows(cache: KVCache, slots: torch.Tensor) -> torch.Tensor:
-    """``[n, Hkv, dim]``: the rows at ``slots [n] int64``, dequantised to float32 if the cache is quantised."""
+    """Load rows ``[n, Hkv, dim]`` at ``slots [n] int64``, dequantised to float32 if the cache is quantised."""
     return cache.load(slots) if isinstance(cache, QuantizedKV) else cache[slots]
 
 
 def visible_mask(
     num_queries: int, num_keys: int, seq_len: int, window: int | None, device: torch.device
 ) -> torch.Tensor:
-    """``[num_queries, num_keys] bool``: which of the last num_keys tokens the last num_queries see."""
+    """The mask ``[num_queries, num_keys] bool`` of the last num_keys tokens that the last num_queries see."""
     i = torch.arange(seq_len - num_queries, seq_len, device=device)[:, None]
     j = torch.arange(seq_len - num_keys, seq_len, device=device)[None, :]
     mask = j <= i
@@ -44,8 +44,10 @@ def attend_explicit(
     mask: torch.Tensor,
     options: AttentionOptions,
 ) -> torch.Tensor:
-    """Softmax attention of one sequence, written out: q ``[n, H, D]``, k ``[S, Hkv, D]``,
-    v ``[S, Hkv, Dv]``, mask ``[n, S]`` -> ``[n, H, Dv]`` in q's dtype. The window is in the mask.
+    """Softmax attention of one sequence, written out.
+
+    q ``[n, H, D]``, k ``[S, Hkv, D]``, v ``[S, Hkv, Dv]``, mask ``[n, S]`` -> ``[n, H, Dv]`` in q's dtype. The window
+    is in the mask.
 
     Computed in float32 (float64 for float64 inputs); KV heads are broadcast, not repeated.
     """
@@ -70,7 +72,7 @@ def attend_explicit(
 
 
 class TorchBackend:
-    """Any device, any floating dtype. See kernels.api.AttentionBackend for the contract."""
+    """The reference backend for any device and floating dtype. See kernels.api.AttentionBackend."""
 
     name = "torch"
 

@@ -1,4 +1,4 @@
-"""The gate on what compiled kernels take: ``python -m kernels.resources [--write] [--show]``.
+"""The gate on the resources of compiled kernels: ``python -m kernels.resources [--write] [--show]``.
 
 Compiles every kernel variant of ``kernels.variants`` for every architecture, without a GPU, and compares registers,
 spills and shared memory with the committed table ``ci/kernel_resources.json``. A change that starts to spill, or that
@@ -57,7 +57,7 @@ def _variants_of(arch: int) -> dict[str, Variant]:
 
 
 def all_variants() -> list[tuple[int, str]]:
-    """(architecture, name) of every variant."""
+    """List (architecture, name) of every variant."""
     return [(arch, name) for arch in ARCHITECTURES for name in _variants_of(arch)]
 
 
@@ -68,8 +68,8 @@ def one_of_each_kernel() -> list[tuple[int, str]]:
         by_kernel.setdefault(_variants_of(arch)[name].kernel.__name__, []).append((arch, name))
     count = len(ARCHITECTURES)
     return [
-        next((v for v in found if v[0] == ARCHITECTURES[i % count]), found[0])
-        for i, found in enumerate(by_kernel.values())
+        next((v for v in compiled if v[0] == ARCHITECTURES[i % count]), compiled[0])
+        for i, compiled in enumerate(by_kernel.values())
     ]
 
 
@@ -96,20 +96,20 @@ def compile_variant(arch: int, name: str) -> CompiledKernel:
 
 
 def measure_one(arch: int, name: str) -> tuple[Resources, float]:
-    """What the variant called ``name`` takes on sm_``arch``, and the seconds of processor time that it took to tell."""
+    """Measure the resources of the variant ``name`` on sm_``arch``; they and the processor seconds taken."""
     started = _cpu_seconds()
     taken = read_resources(compile_variant(arch, name))
     return taken, _cpu_seconds() - started
 
 
 def _cpu_seconds() -> float:
-    """Of this process and of the assemblers that it waited for."""
+    """Processor seconds of this process and of the assemblers that it waited for."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system
 
 
 def measure(variants: Sequence[tuple[int, str]], show: bool = False) -> Measured:
-    """What each of ``variants`` takes; with ``show``, print each as it is known."""
+    """Measure the resources of each of ``variants``; with ``show``, print them one by one."""
     measured: Measured = {f"sm_{arch}": {} for arch in ARCHITECTURES}
     for (arch, name), (taken, seconds) in zip(variants, in_processes(measure_one, variants), strict=True):
         measured[f"sm_{arch}"][name] = taken
@@ -119,7 +119,7 @@ def measure(variants: Sequence[tuple[int, str]], show: bool = False) -> Measured
 
 
 def in_processes(read: Callable[[int, str], T], variants: Sequence[tuple[int, str]]) -> Iterator[T]:
-    """What ``read`` returns of each of ``variants``, in their order, as it is known: a process a core."""
+    """Call ``read`` on each of ``variants``, in a process a core; yields the results in order."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     # spawn: a fork would inherit the locks of torch's and LLVM's threads
     with ProcessPoolExecutor(min(cores, MAX_WORKERS), mp_context=get_context("spawn")) as pool:
@@ -148,7 +148,7 @@ def unlisted(table: Mapping, variants: Iterable[tuple[int, str]]) -> list[str]:
 
 def worse_than(table: Mapping, measured: Measured) -> list[str]:
     """A sentence for each number that grew: spills and shared memory at all, registers by more than the tolerance."""
-    found = []
+    problems = []
     for chip, kernels in measured.items():
         for name, taken in kernels.items():
             old = table["kernels"].get(chip, {}).get(name)
@@ -156,12 +156,12 @@ def worse_than(table: Mapping, measured: Measured) -> list[str]:
                 continue
             for what, now in asdict(taken).items():
                 if now > old[what] + (REGISTER_TOLERANCE if what == "registers" else 0):
-                    found.append(f"{chip}, {name}: {what} {old[what]} -> {now}; if that is meant: {COMMAND}")
-    return found
+                    problems.append(f"{chip}, {name}: {what} {old[what]} -> {now}; if that is meant: {COMMAND}")
+    return problems
 
 
 def new_spills(table: Mapping, measured: Mapping) -> list[str]:
-    """A sentence for each variant that spills, and in the table does not: bad under every compiler."""
+    """A sentence for each variant that spills here and not in the table: bad under every compiler."""
     return [
         f"{chip}, {name}: spills 0 -> {taken.spills} with Triton {triton.__version__}; if that is meant: {COMMAND}"
         for chip, kernels in measured.items()
@@ -179,7 +179,7 @@ def read_table(path: Path = TABLE) -> dict:
     """The committed table: {"triton": version, "sources": hash, "kernels": {"sm_90": {variant: numbers}}}.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no table.
     """
     try:
         return json.loads(path.read_text())
@@ -188,7 +188,7 @@ def read_table(path: Path = TABLE) -> dict:
 
 
 def write_table(measured: Measured, path: Path = TABLE) -> None:
-    """One line a variant, so that a diff reads like a table."""
+    """Write the table, one line a variant, so that a diff reads like a table."""
     chips = []
     for chip, kernels in measured.items():
         lines = [f"   {json.dumps(name)}: {json.dumps(asdict(taken))}" for name, taken in kernels.items()]
@@ -199,7 +199,7 @@ def write_table(measured: Measured, path: Path = TABLE) -> None:
 
 
 def said_usage(arguments: Sequence[str], usage: str) -> bool:
-    """Whether ``usage`` was printed: it was asked for, or there is an option that is not known."""
+    """Print ``usage`` where it is asked for or an option is unknown; whether it was printed."""
     unknown = sorted(set(arguments) - {"--write", "--show", "-h", "--help"})
     if unknown:
         print(f"error: there is no option {unknown[0]!r}: use --write, --show or --help", file=sys.stderr)
@@ -211,7 +211,7 @@ def said_usage(arguments: Sequence[str], usage: str) -> bool:
 
 
 def main(arguments: list[str]) -> int:
-    """0: as the table says; 1: worse, beyond a limit or unlisted; 2: cannot be told."""
+    """Run the gate. Exit code 0: as in the table; 1: worse, beyond a limit or unlisted; 2: not comparable."""
     if said_usage(arguments, __doc__):
         return 0 if {"-h", "--help"} & set(arguments) else 2
     started = time.perf_counter()

@@ -27,8 +27,11 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 @dataclass(frozen=True)
-class PrefillPlan:
-    """No sequence of the step has more new tokens than ``max_queries``, or is longer than ``max_tokens``."""
+class PrefillBounds:
+    """The bounds of a prefill step: no sequence has more new tokens or more tokens than these.
+
+    ``max_queries``: new tokens. ``max_tokens``: all tokens.
+    """
 
     max_queries: int
     max_tokens: int
@@ -50,7 +53,7 @@ def read_chip(device: torch.device) -> Chip:
 
 
 class TritonBackend(TorchBackend):
-    """float16, bfloat16 or float32 on CUDA, any KV format. See kernels.api.AttentionBackend.
+    """The backend for float16, bfloat16 or float32 on CUDA, any KV format. See kernels.api.AttentionBackend.
 
     ``chip_of``: what a device is, read from the driver unless a test says otherwise.
     """
@@ -133,14 +136,14 @@ class TritonBackend(TorchBackend):
         *,
         out: torch.Tensor | None = None,
         new_kv: KVPair | None = None,
-        plan: PrefillPlan | None = None,
+        plan: PrefillBounds | None = None,
     ) -> torch.Tensor:
         if out is None:
             out = q.new_empty((q.shape[0], q.shape[1], v_cache.shape[2]))
         if q.shape[0] == 0:
             return out
         if plan is None:  # all new tokens could be of one sequence
-            plan = PrefillPlan(q.shape[0], batch.page_starts.shape[1] * batch.page_size)
+            plan = PrefillBounds(q.shape[0], batch.page_starts.shape[1] * batch.page_size)
         attention = self._attention(q, k_cache, v_cache, batch.page_starts, batch.page_size, options, out)
         attention.prefill(batch.query_starts, batch.seq_lens, plan.max_queries, plan.max_tokens, self._splits)
         return out
@@ -152,9 +155,9 @@ class TritonBackend(TorchBackend):
     def plan_decode(
         self, page_starts: torch.Tensor, seq_lens: torch.Tensor, page_size: int, *, max_tokens: int
     ) -> DecodePlan:
-        """Nothing is launched yet: the first layer of each window has its work listed."""
+        """Plan without a launch: the first layer of each window has its work listed."""
         return DecodePlan(seq_lens, max_tokens)
 
-    def plan_prefill(self, batch: PrefillBatch, *, max_queries: int, max_tokens: int) -> PrefillPlan:
-        """The bounds themselves: the number of programs follows from them."""
-        return PrefillPlan(max_queries, max_tokens)
+    def plan_prefill(self, batch: PrefillBatch, *, max_queries: int, max_tokens: int) -> PrefillBounds:
+        """Return the bounds, from which the number of programs follows."""
+        return PrefillBounds(max_queries, max_tokens)

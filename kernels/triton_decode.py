@@ -88,7 +88,7 @@ def decode_kernel(
 
 @lru_cache(maxsize=1024)
 def tiles_of_decode(shape: KernelShape) -> Tiles:
-    """Those that the shape asks for, else the chosen ones."""
+    """The tiles that the shape asks for, else the chosen ones."""
     return shape.tiles or choose_decode(*shape.tuning_key)
 
 

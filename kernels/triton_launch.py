@@ -1,4 +1,4 @@
-"""From tensors to launches: what the Triton kernels get, in which grid, and the buffers that splits need."""
+"""Launches the Triton kernels: their arguments, their grids, and the buffers that splits need."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from kernels.triton_prefill import prefill_constants, prefill_kernel
 
 @dataclass(frozen=True)
 class Chip:
-    """What launches depend on. ``arch``: 10 x major + minor compute capability; ``num_sms``: multiprocessors."""
+    """A chip that launches depend on. ``arch``: 10 x major + minor compute capability; ``num_sms``: multiprocessors."""
 
     arch: int
     num_sms: int
@@ -45,7 +45,7 @@ class Side(NamedTuple):
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether what is launched now goes into a CUDA graph."""
+    """Tests whether what is launched now goes into a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
@@ -75,7 +75,7 @@ class Splits:
 
 
 def side_of(cache: KVCache) -> Side:
-    """``cache`` as the kernels take it.
+    """Convert ``cache`` for the kernels.
 
     Raises:
         ValueError: there are gaps between heads, or between values.
@@ -149,7 +149,7 @@ class Attention:
         )
 
     def decode(self, seq_lens: torch.Tensor, plan: DecodePlan, buffers: Splits) -> None:
-        """``q [B, H, D]`` -> ``out [B, H, Dv]``. ``plan``: of these lengths."""
+        """Launch decode: ``q [B, H, D]`` -> ``out [B, H, Dv]``. ``plan``: of these lengths."""
         shape = self.shape
         places = programs_at_a_time(tiles_of_decode(shape).num_warps, self.chip.num_sms)
         work = plan.work(shape.window, shape.num_kv_heads, places)
@@ -167,7 +167,7 @@ class Attention:
     def prefill(
         self, query_starts: torch.Tensor, seq_lens: torch.Tensor, max_queries: int, max_tokens: int, buffers: Splits
     ) -> None:
-        """``q [T, H, D]`` -> ``out [T, H, Dv]``."""
+        """Launch prefill: ``q [T, H, D]`` -> ``out [T, H, Dv]``."""
         shape, window = self.shape, self.shape.window
         tokens, batch = self.q.shape[0], seq_lens.shape[0]
         short = max_queries <= SHORT_QUERIES
@@ -187,7 +187,7 @@ class Attention:
             self._reduce(tokens, parts, lse, lse, splits, listed=False)
 
     def _inputs(self, *lengths: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """What both kernels read, in their order."""
+        """The tensors that both kernels read, in their order."""
         q, k, v = self.q, self.k, self.v
         sinks = q if self.options.sinks is None else self.options.sinks
         return q, k.rows, v.rows, k.scales, v.scales, self.page_starts, *lengths, sinks

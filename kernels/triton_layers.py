@@ -1,4 +1,4 @@
-"""What a decoder layer does beside attention and matrix products, in one Triton kernel each.
+"""The work of a decoder layer beside attention and matrix products, one Triton kernel each.
 
 RMSNorm with the residual sum before it, the norm and rotation of Q and K with the KV write, and the product of a gated
 MLP. All compute in float32 and round once, to the model's dtype.
@@ -57,7 +57,7 @@ def add_norm_kernel(
 
 @triton.jit
 def head_factor(row, head_ok, eps, DIM: tl.constexpr, PAD: tl.constexpr):
-    """1 / sqrt(mean(x**2) + eps) of each head at ``row`` [n, 1]: [n, 1]."""
+    """Computes 1 / sqrt(mean(x**2) + eps) of each head at ``row`` [n, 1]: [n, 1]."""
     column = tl.arange(0, PAD)
     x = tl.load(row + column[None, :], mask=head_ok[:, None] & (column < DIM)[None, :], other=0.0).to(tl.float32)
     return (1 / tl.sqrt_rn(tl.sum(x * x, 1) / DIM + eps))[:, None]
@@ -195,7 +195,8 @@ def act_mul_kernel(x_ptr, out_ptr, x_stride, SIZE: tl.constexpr, BLOCK: tl.const
 
 def norm_constants(size: int, post: float | None, add: bool, norm: float | None) -> dict[str, Any]:
     """The compile-time arguments of ``add_norm_kernel`` with num_warps. ``post``, ``norm``: the offset of each norm,
-    None where there is none."""
+    None where there is none.
+    """
     block = next_power_of_two(size)
     return {
         "SIZE": size, "BLOCK": block, "POST_OFFSET": post or 0.0, "OFFSET": norm or 0.0,
@@ -208,7 +209,8 @@ def rotate_constants(
     heads: Heads, rotation: Rotation, width: int, offsets: tuple[float, float] | None, kind: str
 ) -> dict[str, Any]:
     """The compile-time arguments of ``rotate_write_kernel`` with num_warps. ``width``: columns of cos and sin;
-    ``offsets``: of the norms of Q and K, None where there are none."""
+    ``offsets``: of the norms of Q and K, None where there are none.
+    """
     pad = next_power_of_two(heads.dim)
     k_pad, v_pad = (
         next_power_of_two(cdiv(dim, 2) if kind == "int4_per_token_head" else dim)
@@ -266,9 +268,10 @@ def rotate_and_write(
     v_cache: KVCache,
     slots: torch.Tensor,
 ) -> torch.Tensor:
-    """Norm and rotate Q and K of ``qkv [T, Q | K | V]``, store K and V at ``slots [T]``, return Q ``[T, H, D]``.
+    """Norm and rotate Q and K of ``qkv [T, Q | K | V]``; store K and V at ``slots``.
 
-    ``angles``: cos and sin ``[T, width]``; ``norms``: of each head of Q and of K. A slot < 0 stores nothing.
+    Returns Q ``[T, H, D]``. ``slots [T]``: a slot < 0 stores nothing. ``angles``: cos and sin ``[T, width]``.
+    ``norms``: of each head of Q and of K.
     """
     cos, sin = (dense_rows(x) for x in angles)
     k_side, v_side = side_of(k_cache), side_of(v_cache)

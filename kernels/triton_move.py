@@ -81,15 +81,17 @@ def move_constants(unit_bytes: int, align: int) -> dict[str, object]:
 
 
 def runs_of(records: np.ndarray, segment_units: int) -> list[tuple[int, int]]:
-    """``(begin, end)`` of the longest stretches of ``records [n]`` whose numbers follow each other within a segment of
-    ``segment_units`` records."""
+    """Find ``(begin, end)`` of the longest stretches of consecutive numbers in ``records [n]``.
+
+    A stretch lies within a segment of ``segment_units`` records.
+    """
     breaks = np.flatnonzero((np.diff(records) != 1) | (records[1:] % segment_units == 0)) + 1
     bounds = [0, *breaks.tolist(), len(records)]
     return list(itertools.pairwise(bounds)) if len(records) else []
 
 
 def free_of_clashes(sources: Sequence[int], targets: Sequence[int]) -> list[tuple[int, int]]:
-    """``(begin, end)`` of runs of moves that may be done at once: nothing that one writes is another's to touch."""
+    """Find ``(begin, end)`` of runs of moves that may be done at once: no move touches what another writes."""
     if len(set(targets)) == len(targets) and set(targets).isdisjoint(sources):
         return [(0, len(sources))]  # as nearly always
     begins, read, written = [0], set(), set()
@@ -157,12 +159,12 @@ class TritonMover:
         self._staging = torch.empty((staged, size), dtype=torch.uint8, device=self._device)
 
     def copy(self, sources: np.ndarray, targets: np.ndarray) -> None:
-        """Unit ``sources[i]`` -> unit ``targets[i]``, as if one after the other."""
+        """Copy unit ``sources[i]`` to unit ``targets[i]``, as if one after the other."""
         for begin, end in free_of_clashes(sources.tolist(), targets.tolist()):
             self._launch(sources[begin:end], targets[begin:end])
 
     def swap_out(self, units: np.ndarray, records: np.ndarray) -> None:
-        """Unit ``units[i]`` -> host record ``records[i]``; no record twice."""
+        """Copy unit ``units[i]`` to host record ``records[i]``; no record twice."""
         order = np.argsort(records)  # neighbours cross together
         units, records = units[order], records[order]
         if not self._by_copy_engine(records):
@@ -174,7 +176,7 @@ class TritonMover:
                 pinned.copy_(staged, non_blocking=True)
 
     def swap_in(self, records: np.ndarray, units: np.ndarray) -> None:
-        """Host record ``records[i]`` -> unit ``units[i]``; no unit twice."""
+        """Copy host record ``records[i]`` to unit ``units[i]``; no unit twice."""
         order = np.argsort(records)
         units, records = units[order], records[order]
         if not self._by_copy_engine(records):
@@ -204,12 +206,12 @@ class TritonMover:
         return len(records) * self.record_bytes >= len(runs) * COPY_ENGINE_BYTES
 
     def _parts(self, count: int) -> list[slice]:
-        """As many records at a time as the staging buffer takes."""
+        """Cut ``count`` records into slices that the staging buffer takes."""
         step = self._staging.shape[0]
         return [slice(begin, begin + step) for begin in range(0, count, step)]
 
     def _pieces(self, records: np.ndarray) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """For each run of ``records``, where it lies in the staging buffer, and where on the host."""
+        """Yield each run of ``records`` in the staging buffer and on the host."""
         for begin, end in runs_of(records, self._segment_units):
             segment, first = divmod(int(records[begin]), self._segment_units)
             yield self._staging[begin:end], self._segments[segment][first : first + end - begin]
@@ -223,8 +225,10 @@ class TritonMover:
 
 
 def record_layout(keys: Sequence[tuple[int, int]]) -> tuple[list[int], int]:
-    """Offset of each ``(bytes, alignment)`` in a record, and the record's bytes. Bytes are multiples of the alignment,
-    and the widest alignment comes first: the only gap is behind the last."""
+    """Offset of each ``(bytes, alignment)`` in a record, and the record's bytes.
+
+    Bytes are multiples of the alignment, and the widest alignment comes first: the only gap is behind the last.
+    """
     offsets, end = [0] * len(keys), 0
     for i in sorted(range(len(keys)), key=lambda i: -keys[i][1]):
         offsets[i] = end

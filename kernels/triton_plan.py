@@ -1,4 +1,4 @@
-"""How a step's decode is shared among programs: a list that the device makes from the lengths of the sequences.
+"""Shares a step's decode among programs, by a list that the device makes from the sequences' lengths.
 
 A program of decode attends to one **item** under one KV head: a whole sequence, or one of the equal pieces that a long
 sequence is cut into. One launch of ``plan_kernel`` a step (and distinct window) chooses how long a piece may be and
@@ -50,7 +50,7 @@ def choose_chunk(
     lens_ptr, batch, window, kv_heads, places, most_items,
     UNIT: tl.constexpr, SHORTEST: tl.constexpr, PROGRAM: tl.constexpr, CHOICES: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """(units that no piece exceeds, number of items): the choice that is estimated to end first.
+    """Returns (units that no piece exceeds, number of items): the choice that is estimated to end first.
 
     Choices: the longest sequence in 1, 2, 3 ... 32, 36, 40 ... 160 pieces, none under SHORTEST units. ``places``
     programs run at a time, the longest start first: so no wave of ``places`` programs takes longer than its first, and
@@ -136,7 +136,7 @@ def plan_kernel(
 
 
 class Work(NamedTuple):
-    """``table``: see above. ``most_items``, ``most_cut``: no table of this batch size lists more."""
+    """The work list of a step. ``most_items``, ``most_cut``: no table of this batch size lists more."""
 
     table: torch.Tensor
     most_items: int

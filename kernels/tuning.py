@@ -1,4 +1,4 @@
-"""Which tiles a kernel runs with: what was measured on such a chip, or what launch.py works out.
+"""Chooses the tiles of a kernel: those measured on such a chip, or those that launch.py computes.
 
 ``kernels/tuned/sm_XX.json`` holds, per architecture, the tiles that ``kvbench dev tune`` found faster than the computed
 ones on a real device, with that device's name, driver and Triton. Only what was measured has an entry: sm_90.json,
@@ -36,7 +36,7 @@ KERNELS = ("decode", "prefill")
 
 @dataclass(frozen=True)
 class Entry:
-    """Tiles of one kernel for one bucket of shapes, and what they gained when they were measured.
+    """Tiles of one kernel for one bucket of shapes, with their measured times.
 
     ``rows``: query heads of a KV head, padded to a power of two of at least 16; ``d_pad``, ``v_pad``: padded head dims;
     ``itemsize``: bytes of a query's value. ``microseconds`` and ``default_microseconds``: medians of the two.
@@ -62,12 +62,12 @@ class Entry:
 
     @property
     def bucket(self) -> tuple:
-        """What a shape must share with the entry, but for the page size."""
+        """The properties that a shape must share with the entry; the page size is not one of them."""
         return (self.kernel, self.kind, self.rows, self.d_pad, self.v_pad, self.itemsize)
 
 
 @dataclass(frozen=True)
-class Table:
+class TuningTable:
     """The tiles that ``kvbench dev tune`` wrote on one machine.
 
     ``arch``: 10 x major + minor compute capability; ``date``: UTC.
@@ -86,9 +86,9 @@ def table_path(arch: int, folder: Path = FOLDER) -> Path:
     return folder / f"sm_{arch}.json"
 
 
-def write_table(table: Table, folder: Path = FOLDER) -> Path:
+def write_table(table: TuningTable, folder: Path = FOLDER) -> Path:
     """Write ``table`` where ``read_table`` finds it, an entry a line."""
-    head = {field.name: getattr(table, field.name) for field in fields(Table) if field.name != "entries"}
+    head = {field.name: getattr(table, field.name) for field in fields(TuningTable) if field.name != "entries"}
     lines = ",\n".join(f"  {json.dumps(asdict(entry))}" for entry in table.entries)
     folder.mkdir(parents=True, exist_ok=True)
     path = table_path(table.arch, folder)
@@ -97,7 +97,7 @@ def write_table(table: Table, folder: Path = FOLDER) -> Path:
 
 
 @cache
-def read_table(arch: int, folder: Path = FOLDER) -> Table | None:
+def read_table(arch: int, folder: Path = FOLDER) -> TuningTable | None:
     """The table of sm_``arch``; None where there is none.
 
     Raises:
@@ -108,7 +108,7 @@ def read_table(arch: int, folder: Path = FOLDER) -> Table | None:
         return None
     try:
         data = json.loads(path.read_text())
-        table = Table(**data | {"entries": tuple(Entry(**entry) for entry in data["entries"])})
+        table = TuningTable(**data | {"entries": tuple(Entry(**entry) for entry in data["entries"])})
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path} is no table of tiles ({error}): run kvbench dev tune, or delete it") from None
     for entry in table.entries:
@@ -120,7 +120,7 @@ def read_table(arch: int, folder: Path = FOLDER) -> Table | None:
 
 
 def unusable(tiles: Tiles, rows: int, kind: str, itemsize: int, arch: int) -> str | None:
-    """Why sm_``arch`` could not run ``tiles``, by arithmetic alone; None when nothing speaks against it."""
+    """The reason for which sm_``arch`` could not run ``tiles``, by arithmetic alone; None if there is none."""
     for name, value, least in (
         ("block_m", tiles.block_m, max(rows, MIN_DOT)), ("block_n", tiles.block_n, MIN_DOT),
         ("num_warps", tiles.num_warps, 1),
@@ -136,8 +136,11 @@ def unusable(tiles: Tiles, rows: int, kind: str, itemsize: int, arch: int) -> st
 
 
 def shared_bytes_floor(tiles: Tiles, kind: str, itemsize: int) -> int:
-    """Bytes of shared memory that ``tiles`` take at the very least: a pipeline of n stages keeps n - 1 tiles of K and V
-    in flight, as the cache stores them. The compiler adds to that; what is over the limit by this cannot launch."""
+    """Bytes of shared memory that ``tiles`` take at least.
+
+    A pipeline of n stages keeps n - 1 tiles of K and V in flight, as the cache stores them. The compiler adds to that,
+    so tiles over the limit by this cannot launch.
+    """
     kv_format = find_format(kind)
     bits = 8 * itemsize if kv_format is None else kv_format.code_bits
     return (tiles.num_stages - 1) * tiles.block_n * (tiles.d_pad + tiles.v_pad) * bits // 8
@@ -145,8 +148,8 @@ def shared_bytes_floor(tiles: Tiles, kind: str, itemsize: int) -> int:
 
 def nearest(entries: Iterable[Entry], bucket: tuple, page_size: int) -> Entry | None:
     """The entry of ``bucket`` whose page size has the smallest ratio to ``page_size``; None without any."""
-    found = [entry for entry in entries if entry.bucket == bucket]
-    return min(found, key=lambda e: (abs(math.log2(e.page_size / page_size)), e.page_size), default=None)
+    candidates = [entry for entry in entries if entry.bucket == bucket]
+    return min(candidates, key=lambda e: (abs(math.log2(e.page_size / page_size)), e.page_size), default=None)
 
 
 def bucket_of(kernel: str, kind: str, group: int, head_dim: int, v_head_dim: int, itemsize: int) -> tuple:
@@ -156,7 +159,7 @@ def bucket_of(kernel: str, kind: str, group: int, head_dim: int, v_head_dim: int
 
 
 def computed(kernel: str, arch: int, kind: str, group: int, head_dim: int, v_head_dim: int, itemsize: int) -> Tiles:
-    """What launch.py works out for a shape."""
+    """Compute the tiles of a shape by launch.py."""
     if kernel == "decode":
         return decode_tiles(group, head_dim, v_head_dim, itemsize, kind)
     return prefill_tiles(group, head_dim, v_head_dim, itemsize, kind, arch)

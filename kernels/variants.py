@@ -1,4 +1,6 @@
-"""The variants of every Triton kernel that are compiled ahead of time: a set that covers what the engine may ask for.
+"""The variants of every Triton kernel that are compiled ahead of time.
+
+The set covers what the engine may ask for.
 
 On every architecture each KV kind at the commonest shape; on two of them also every shape at the commonest kind, and
 each option, page size and way of writing at least once: not their product, which would compile for hours.
@@ -66,8 +68,10 @@ class Variant:
 
 
 @dataclass(frozen=True)
-class Options:
-    """Attention of one layer. ``split``: parts are written, for the reduction; ``short``: prefill of few queries."""
+class VariantOptions:
+    """The attention options of a variant. ``split``: parts are written, for the reduction; ``short``: prefill of few
+    queries.
+    """
 
     page_size: int = 16
     split: bool = False
@@ -100,7 +104,7 @@ def _format_name(kind: str) -> str:
 
 
 def _cache_types(kind: str) -> dict[str, str]:
-    """Element types of the cache: of a format, its codes; where a token and head has no scale, the rows again."""
+    """Element types of the cache: a format's codes; the rows again where there are no scales."""
     kv_format = find_format(_format_name(kind))
     rows = kind if kv_format is None else "i8" if kind == "int8_per_token_head" else "u8"
     scales = "fp32" if kv_format is not None and kv_format.scale_bytes else rows
@@ -110,13 +114,18 @@ def _cache_types(kind: str) -> dict[str, str]:
 
 
 def _attention(
-    name: str, kernel: Any, constants: Mapping[str, Any], kind: str, shape: tuple[int, int, int], options: Options
+    name: str,
+    kernel: Any,
+    constants: Mapping[str, Any],
+    kind: str,
+    shape: tuple[int, int, int],
+    options: VariantOptions,
 ) -> Variant:
     types = _INDICES | _cache_types(kind) | (_PARTS[name] if options.split else {})
     return Variant(f"{name}, {kind}, {_shape_name(shape)}{options}", kernel, constants, types, _model_dtype(kind))
 
 
-def _kernel_shape(arch: int, kind: str, shape: tuple[int, int, int], options: Options) -> KernelShape:
+def _kernel_shape(arch: int, kind: str, shape: tuple[int, int, int], options: VariantOptions) -> KernelShape:
     group, dim, v_dim = shape
     return KernelShape(
         group * KV_HEADS, KV_HEADS, dim, v_dim, ITEMSIZE[_model_dtype(kind)], options.page_size, _format_name(kind),
@@ -124,13 +133,13 @@ def _kernel_shape(arch: int, kind: str, shape: tuple[int, int, int], options: Op
     )  # fmt: skip
 
 
-def decode(arch: int, kind: str, shape: tuple[int, int, int], options: Options) -> Variant:
+def decode(arch: int, kind: str, shape: tuple[int, int, int], options: VariantOptions) -> Variant:
     """The decode kernel, writing its result or parts of it."""
     constants = decode_constants(_kernel_shape(arch, kind, shape, options), options.split)
     return _attention("decode", decode_kernel, constants, kind, shape, options)
 
 
-def prefill(arch: int, kind: str, shape: tuple[int, int, int], options: Options) -> Variant:
+def prefill(arch: int, kind: str, shape: tuple[int, int, int], options: VariantOptions) -> Variant:
     """The prefill kernel."""
     kernel_shape = _kernel_shape(arch, kind, shape, options)
     constants = prefill_constants(kernel_shape, 4 if options.split else 1, options.short)
@@ -157,7 +166,7 @@ def write(kind: str, dim: int, v_dim: int) -> Variant:
 
 
 def _inputs(kind: str) -> dict[str, str]:
-    """What is written comes in the model's dtype, under the names that attention gives to the cache."""
+    """Element types of the written rows: the model's dtype, under the names that attention gives the cache."""
     return dict.fromkeys(("k_ptr", "v_ptr"), _model_dtype(kind))
 
 
@@ -197,45 +206,54 @@ def act_mul(dtype: str, activation: str) -> Variant:
 
 
 def variants(arch: int) -> list[Variant]:
-    """All of sm_``arch``; every name once."""
+    """List all variants of sm_``arch``; every name once."""
     return core(arch) + (_rest(arch) if arch in THOROUGH else [])
 
 
 def core(arch: int) -> list[Variant]:
-    """Every KV kind, and what takes the most."""
-    found = []
+    """List the variants of every KV kind, and those that take the most."""
+    chosen = []
     for kind in KINDS:
         if kind != "fp16" or arch == 90:  # bf16's instructions with another suffix: once is enough
-            found += [decode(arch, kind, COMMON, Options(split=True)), prefill(arch, kind, COMMON, Options())]
-            found += [write(kind, 128, 128)]
-    found += [decode(arch, "bf16", LARGEST, Options()), prefill(arch, "bf16", LARGEST, Options())]
-    found += [prefill(arch, "int8_per_token_head", COMMON, Options(**EVERYTHING))]
-    found += [prefill(arch, "fp8_e4m3", COMMON, Options(split=True, short=True))]
+            chosen += [
+                decode(arch, kind, COMMON, VariantOptions(split=True)),
+                prefill(arch, kind, COMMON, VariantOptions()),
+            ]
+            chosen += [write(kind, 128, 128)]
+    chosen += [decode(arch, "bf16", LARGEST, VariantOptions()), prefill(arch, "bf16", LARGEST, VariantOptions())]
+    chosen += [prefill(arch, "int8_per_token_head", COMMON, VariantOptions(**EVERYTHING))]
+    chosen += [prefill(arch, "fp8_e4m3", COMMON, VariantOptions(split=True, short=True))]
     # The extremes of what TritonBackend.check_support admits.
     for kind in ("fp32", "int8_per_token_head", "bf16"):
-        found += [decode(arch, kind, EXTREME, Options(split=True)), prefill(arch, kind, EXTREME, Options())]
-        found += [prefill(arch, kind, EXTREME, Options(split=True, short=True))]
-    found += [prefill(arch, kind, LARGEST, Options(split=True, short=True)) for kind in ("fp32", "bf16")]
-    found += [rotate(kind, 128) for kind in KINDS if kind not in ("fp16", "fp32")]
-    found += [add_norm("bf16", 4096), act_mul("bf16", "silu")]
-    return [*found, reduce(256, True, False), plan(), move(32768, 16), *sample("bf16")]
+        chosen += [
+            decode(arch, kind, EXTREME, VariantOptions(split=True)),
+            prefill(arch, kind, EXTREME, VariantOptions()),
+        ]
+        chosen += [prefill(arch, kind, EXTREME, VariantOptions(split=True, short=True))]
+    chosen += [prefill(arch, kind, LARGEST, VariantOptions(split=True, short=True)) for kind in ("fp32", "bf16")]
+    chosen += [rotate(kind, 128) for kind in KINDS if kind not in ("fp16", "fp32")]
+    chosen += [add_norm("bf16", 4096), act_mul("bf16", "silu")]
+    return [*chosen, reduce(256, True, False), plan(), move(32768, 16), *sample("bf16")]
 
 
 def _rest(arch: int) -> list[Variant]:
-    found = [decode(arch, kind, COMMON, Options()) for kind in KINDS if kind != "fp16"]
+    chosen = [decode(arch, kind, COMMON, VariantOptions()) for kind in KINDS if kind != "fp16"]
     for i, shape in enumerate(SHAPES):
-        found += [decode(arch, "bf16", shape, Options(split=i % 2 == 0)), prefill(arch, "bf16", shape, Options())]
+        chosen += [
+            decode(arch, "bf16", shape, VariantOptions(split=i % 2 == 0)),
+            prefill(arch, "bf16", shape, VariantOptions()),
+        ]
     for page_size in (1, 256, ONE_PAGE):
-        options = Options(page_size=page_size)
-        found += [decode(arch, "bf16", COMMON, options), prefill(arch, "bf16", COMMON, options)]
-    found += [decode(arch, kind, COMMON, Options(**EVERYTHING)) for kind in ("bf16", "int8_per_token_head")]
-    found += [prefill(arch, "bf16", COMMON, Options(**EVERYTHING))]
-    found += [decode(arch, "fp8_e4m3", SHAPES[0], Options())]
-    found += [decode(arch, "int4_per_token_head", LARGEST, Options(split=True))]
-    found += [prefill(arch, "bf16", COMMON, Options(split=True, short=True))]
-    found += [write("bf16", 192, 128), write("int4_per_token_head", 80, 80)]
-    found += [reduce(64, False, False), reduce(128, True, True)]
-    found += [rotate("fp32", 128), rotate("bf16", 256), rotate("int4_per_token_head", 256)]
-    found += [add_norm("bf16", MAX_NORM), add_norm("fp32", MAX_NORM), add_norm("bf16", 1024)]
-    found += [act_mul("fp32", "gelu"), act_mul("bf16", "gelu_tanh")]
-    return [*found, move(1024, 16), move(24, 8), move(3, 1), *sample("fp32")]
+        options = VariantOptions(page_size=page_size)
+        chosen += [decode(arch, "bf16", COMMON, options), prefill(arch, "bf16", COMMON, options)]
+    chosen += [decode(arch, kind, COMMON, VariantOptions(**EVERYTHING)) for kind in ("bf16", "int8_per_token_head")]
+    chosen += [prefill(arch, "bf16", COMMON, VariantOptions(**EVERYTHING))]
+    chosen += [decode(arch, "fp8_e4m3", SHAPES[0], VariantOptions())]
+    chosen += [decode(arch, "int4_per_token_head", LARGEST, VariantOptions(split=True))]
+    chosen += [prefill(arch, "bf16", COMMON, VariantOptions(split=True, short=True))]
+    chosen += [write("bf16", 192, 128), write("int4_per_token_head", 80, 80)]
+    chosen += [reduce(64, False, False), reduce(128, True, True)]
+    chosen += [rotate("fp32", 128), rotate("bf16", 256), rotate("int4_per_token_head", 256)]
+    chosen += [add_norm("bf16", MAX_NORM), add_norm("fp32", MAX_NORM), add_norm("bf16", 1024)]
+    chosen += [act_mul("fp32", "gelu"), act_mul("bf16", "gelu_tanh")]
+    return [*chosen, move(1024, 16), move(24, 8), move(3, 1), *sample("fp32")]

@@ -36,7 +36,7 @@ print(json.dumps({"torch": torch.__version__, "cuda": torch.version.cuda, "avail
 
 def parser() -> argparse.ArgumentParser:
     """The arguments of ``ci/gpu.sh``."""
-    found = argparse.ArgumentParser(
+    arguments = argparse.ArgumentParser(
         prog="ci/gpu.sh",
         description="Check kernels and engine on an NVIDIA GPU against references, time them against the ceilings "
         "measured in the same sitting, and write a summary of at most 8 files. No network is used and no setting of "
@@ -44,28 +44,34 @@ def parser() -> argparse.ArgumentParser:
         epilog="Parts: " + "; ".join(f"{part.name} ({part.what})" for part in PARTS) + ". Exit codes: 0 all that could "
         "run passed, 1 a check or part failed or none ran, 2 bad arguments or no GPU.",
     )
-    found.add_argument("outdir", type=Path, metavar="OUTDIR", help="where the results go; made if it is not there")
-    found.add_argument(
+    arguments.add_argument("outdir", type=Path, metavar="OUTDIR", help="where the results go; made if it is not there")
+    arguments.add_argument(
         "--quick", action="store_true", help="all of it in less than 10 minutes: fewer cases and repeats"
     )
-    found.add_argument("--wheels", type=Path, metavar="DIR", help="a folder of wheels (ci/gpu_wheels.sh fills one)")
-    found.add_argument(
+    arguments.add_argument("--wheels", type=Path, metavar="DIR", help="a folder of wheels (ci/gpu_wheels.sh fills one)")
+    arguments.add_argument(
         "--part", dest="parts", nargs="+", action="extend", default=[], metavar="NAME",
         help="only these parts, and facts; `engine` for all models",
     )  # fmt: skip
-    found.add_argument(
+    arguments.add_argument(
         "--entry", choices=ENTRIES, help="the parts of an entry of docs/gpu.md's queue, with their times"
     )
-    found.add_argument("--time-limit", type=float, metavar="SECONDS", help="for everything together (--quick: 570)")
-    found.add_argument("--against", type=Path, metavar="DIR", help="an earlier OUTDIR: its figures beside, on one host")
-    found.add_argument("--commit", metavar="SHA", help="what to put down as the commit where this is no git checkout")
-    found.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: with --tiny, to test the runner")
-    found.add_argument("--tiny", action="store_true", help="with --device cpu: shapes of seconds")
-    return found
+    arguments.add_argument("--time-limit", type=float, metavar="SECONDS", help="for everything together (--quick: 570)")
+    arguments.add_argument(
+        "--against", type=Path, metavar="DIR", help="an earlier OUTDIR: its figures beside, on one host"
+    )
+    arguments.add_argument(
+        "--commit", metavar="SHA", help="what to put down as the commit where this is no git checkout"
+    )
+    arguments.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: with --tiny, to test the runner"
+    )
+    arguments.add_argument("--tiny", action="store_true", help="with --device cpu: shapes of seconds")
+    return arguments
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[Part]]:
-    """Arguments and parts; ends with code 2 for what cannot be meant."""
+    """Parses arguments and parts; ends with code 2 for combinations that cannot be meant."""
     arguments = parser()
     args = arguments.parse_args(argv)
     if (args.device == "cpu") != args.tiny:
@@ -101,16 +107,16 @@ def no_gpu() -> str | None:
         done = subprocess.run(
             [sys.executable, "-c", _GPU_PROBE], capture_output=True, text=True, timeout=GPU_PROBE_SECONDS
         )
-        found = json.loads(done.stdout.splitlines()[-1])
+        device = json.loads(done.stdout.splitlines()[-1])
     except subprocess.TimeoutExpired:
         return f"torch did not answer within {GPU_PROBE_SECONDS:.0f} s whether there is a GPU: look at nvidia-smi"
     except (ValueError, IndexError):
         reason = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
         return f"{sys.executable} cannot import torch ({reason}): install a CUDA build of torch, or set PYTHON"
-    if not found["available"]:
-        built = f"for CUDA {found['cuda']}" if found["cuda"] else "for the CPU"
+    if not device["available"]:
+        built = f"for CUDA {device['cuda']}" if device["cuda"] else "for the CPU"
         return (
-            f"no NVIDIA GPU here: torch {found['torch']}, built {built}, sees no CUDA device; run this on a machine "
+            f"no NVIDIA GPU here: torch {device['torch']}, built {built}, sees no CUDA device; run this on a machine "
             "with a GPU and a CUDA build of torch"
         )
     return None
@@ -131,7 +137,7 @@ class Runner:
         return self.deadline - time.monotonic() - SUMMARY_S
 
     def run(self, parts: list[Part]) -> None:
-        """All of ``parts``; an interruption ends the one that runs and skips the rest."""
+        """Runs all of ``parts``; an interruption ends the one that runs and skips the rest."""
         try:
             for sentence in self.left_out(parts):
                 print(sentence, flush=True)
@@ -146,7 +152,7 @@ class Runner:
                 self._keep(PartEnd(part.name, part.what, status, reason, result=part.result, data=data))
 
     def left_out(self, parts: list[Part]) -> list[str]:
-        """One sentence for each of ``parts`` that will be skipped for want of packages."""
+        """Writes one sentence for each of ``parts`` that will be skipped for want of packages."""
         missing = {part.name: self._missing(part) for part in parts}
         return [f"will be skipped: {name}, {reason}" for name, reason in missing.items() if reason]
 
@@ -208,7 +214,7 @@ class Runner:
 
 
 def _child_environment() -> dict[str, str]:
-    """Returns our environment, with the repository's packages, no network, and kernels compiled for the device.
+    """Returns the child's environment: the repository's packages, no network, kernels compiled for the device.
 
     ``KVBENCH_PEERS``: folders with packages of other engines, which come after the repository.
     """
@@ -228,7 +234,7 @@ def _stop(number: int, frame: Any) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The whole run; the exit code."""
+    """Makes the whole run; returns the exit code."""
     started = time.monotonic()
     args, parts = parse(sys.argv[1:] if argv is None else argv)
     if args.device == "cuda" and (sentence := no_gpu()):

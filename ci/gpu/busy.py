@@ -1,4 +1,4 @@
-"""How busy the GPU is, and with what, in a profiled window."""
+"""Measures the GPU's busy share of a profiled window, and the kernels that fill it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MAX_KERNELS = 30
 
 
 def covered_share(intervals: Iterable[tuple[float, float]]) -> float | None:
-    """Share of the time from the first start to the last end in which at least one (start, end) runs."""
+    """Computes the share of the time, from the first start to the last end, in which any (start, end) runs."""
     ordered = sorted(intervals)
     if not ordered:
         return None

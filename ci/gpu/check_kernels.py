@@ -27,7 +27,7 @@ QUICK_CASES = 48
 
 
 def all_cases() -> list[KernelProblem]:
-    """Most important first, each once: a run that is out of time has done what matters."""
+    """Lists the cases once each, the most important first: a run that is out of time has done what matters."""
     base = KernelProblem()
     wanted: Iterator[KernelProblem] = itertools.chain(
         (replace(base, kv=kv, page_size=page) for page in (16, CONTIGUOUS, 1) for kv in KINDS),
@@ -52,7 +52,7 @@ def tiny_cases() -> list[KernelProblem]:
 
 
 def run_case(case: KernelProblem, device: str) -> dict[str, Any]:
-    """``status`` passed, failed or skipped, ``reason``, and the distances."""
+    """Runs a case: ``status`` passed, failed or skipped, ``reason``, and the distances."""
     backend = get_backend("triton" if device == "cuda" else "numba")
     try:
         problems.check_support(backend, case, device)
@@ -60,19 +60,21 @@ def run_case(case: KernelProblem, device: str) -> dict[str, Any]:
         return {"status": "skipped", "reason": str(error)}
     torch.manual_seed(0)
     drawn = problems.draw(case, device)
-    found = {
+    distances = {
         "decode": problems.check_decode(case, drawn, backend, device),
         "prefill": problems.check_prefill(case, drawn, backend, device),
     }
     write = problems.check_write(case, drawn, backend, device)
     limit = TOLERANCE[case.dtype]
-    wrong = [f"{what} is {value:.2g} from float64, limit {limit:g}" for what, value in found.items() if value > limit]
+    wrong = [
+        f"{what} is {value:.2g} from float64, limit {limit:g}" for what, value in distances.items() if value > limit
+    ]
     wrong += [f"write: {write}"] if write else []
-    return {"status": "failed" if wrong else "passed", "reason": "; ".join(wrong), **found}
+    return {"status": "failed" if wrong else "passed", "reason": "; ".join(wrong), **distances}
 
 
 def keep(report: Report, name: str, result: dict[str, Any]) -> None:
-    """Put the result down as a row, and as a failure or as skipped where it is one."""
+    """Adds the result as a row, and to the failures or the skipped cases."""
     report.row(case=name, **result)
     if result["status"] == "failed":
         report.fail(name, result["reason"])
@@ -95,7 +97,7 @@ class KernelChecks:
         self._far = {name: partial(check, self.device) for name, check in check_moves.far_cases(tiny).items()}
 
     def plan(self) -> list[Planned]:
-        """Kernels, moves, then what reaches furthest."""
+        """Lists kernels, then moves, then the furthest offsets."""
         return [
             *(Planned(name, "kernels") for name in self._kernels),
             *(Planned(name, "moves") for name in self._others),
@@ -103,7 +105,7 @@ class KernelChecks:
         ]
 
     def run(self, name: str, report: Report) -> None:
-        """One check."""
+        """Runs one check."""
         if name in self._kernels:
             keep(report, name, run_case(self._kernels[name], self.device))
             return

@@ -36,7 +36,7 @@ class NotHere(ValueError):
 
 
 def moves_differ(layout: str, device: str) -> str | None:
-    """None, or after which round the caches differ from a model of torch indexing on the CPU.
+    """Compares the caches with a model of torch indexing on the CPU: None, or the round that differs.
 
     Tensors of several dtypes and row sizes, odd ones among them, as codes and scales of quantised caches are.
     """
@@ -90,13 +90,13 @@ def far_cases(tiny: bool) -> dict[str, Callable[[str], str | None]]:
 
     ``tiny``: not as far. Each returns None, or what is wrong, and raises NotHere.
     """
-    found: dict[str, Callable[[str], str | None]] = {}
+    checks: dict[str, Callable[[str], str | None]] = {}
     for kv in ("auto", "int8_per_token_head"):
         case = KernelProblem(kv=kv, kv_heads=8, tiny=tiny, dtype=torch.float32 if tiny else torch.bfloat16)
         far = 5000 if tiny else 2**31 // (case.kv_heads * case.dim) + 4096
         name = f"slots from {far}, {kv}" if tiny else f"slots beyond 2^31 elements, {kv}"
-        found[name] = partial(_far_case, case, far)
-    return found
+        checks[name] = partial(_far_case, case, far)
+    return checks
 
 
 def _far_case(case: KernelProblem, far: int, device: str) -> str | None:
@@ -120,7 +120,7 @@ def _far_case(case: KernelProblem, far: int, device: str) -> str | None:
 
 
 def _far_away(near: DrawnKV, far: int) -> DrawnKV:
-    """The same tokens ``far`` slots further on, in caches whose lower part nobody has written."""
+    """Moves the same tokens ``far`` slots further on, in caches whose lower part is never written."""
     starts = torch.where(near.page_starts < FAR_OUTSIDE, near.page_starts + far, near.page_starts)
     shifted = [_shifted(cache, far) for cache in (near.k, near.v)]
     return replace(near, k=shifted[0], v=shifted[1], page_starts=starts, slots=[slots + far for slots in near.slots])
@@ -148,7 +148,7 @@ def _far_write(case: KernelProblem, drawn: DrawnKV, backend: object, device: str
 
 
 def _far_copy(drawn: DrawnKV, far: int) -> str | None:
-    """A page from the far end to its neighbour and to the host and back."""
+    """Copies a page from the far end to its neighbour, and to the host and back."""
     tensors = [tensor for cache in (drawn.k, drawn.v) for tensor in raw_tensors(cache)]
     first = far // PAGE * PAGE + PAGE
     mover = KVMover(tensors, capacity(len(tensors[0]), 2 * PAGE, PAGE), paged=True)
@@ -165,5 +165,5 @@ def _far_copy(drawn: DrawnKV, far: int) -> str | None:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """NaN equals NaN."""
+    """Views a tensor as bits, in which NaN equals NaN."""
     return tensor.contiguous().view(torch.uint8)

@@ -30,11 +30,11 @@ class DeviceTests:
         self.workers = max(1, min(MAX_WORKERS, (os.cpu_count() or 2) // 2))
 
     def plan(self) -> list[Planned]:
-        """The files."""
+        """Lists the test files."""
         return [Planned(path, seconds=FILE_SECONDS) for path in device_test_files()]
 
     def run(self, name: str, report: Report) -> None:
-        """One row a test. What is not finished in time is skipped, not failed."""
+        """Runs a file: one row a test. Tests that are not finished in time are skipped, not failed."""
         if self.device == "cpu":
             report.skip(name, "tests of GPUs only")
             return
@@ -50,7 +50,7 @@ CASES = DeviceTests
 
 
 def run_pytest(path: str, seconds: float) -> tuple[int | None, str]:
-    """Exit code, None when it took more than ``seconds``, and output."""
+    """Runs pytest: exit code, None when it took more than ``seconds``, and output."""
     # The ini file's options ask for plugins that need not be there.
     command = [sys.executable, "-m", "pytest", "-v", "-rfE", "-o", "addopts=", "-p", "no:cacheprovider", "--tb=short",
                path]  # fmt: skip
@@ -85,5 +85,5 @@ def put_down(report: Report, path: str, code: int | None, text: str) -> None:
 
 
 def device_test_files() -> list[str]:
-    """Relative to the repository."""
+    """Lists the device tests, relative to the repository."""
     return [str(path.relative_to(REPOSITORY)) for pattern in TESTS for path in sorted(REPOSITORY.glob(pattern))]

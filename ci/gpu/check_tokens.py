@@ -59,13 +59,13 @@ class Way:
 
 
 def ways(device: str) -> list[Way]:
-    """All that ``device`` has, the most intricate first."""
+    """Lists all ways that ``device`` has, the most intricate first."""
     graphs = (True, False) if device == "cuda" else (False,)
-    return [Way(*each) for each in itertools.product(graphs, (True, False), ("recompute", "swap"))]
+    return [Way(*settings) for settings in itertools.product(graphs, (True, False), ("recompute", "swap"))]
 
 
 def save_model(folder: Path) -> str:
-    """Random weights, so widely spread that one logit is mostly clear of the others; the folder."""
+    """Saves random weights, so widely spread that one logit is mostly clear of the others; the folder."""
     torch.manual_seed(7)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**MODEL), dtype=torch.float32)
     model.save_pretrained(folder)
@@ -74,10 +74,12 @@ def save_model(folder: Path) -> str:
 
 @torch.inference_mode()
 def make_problem(folder: str) -> dict[Tokens, list[int]]:
-    """Prompts and what ``generate`` says to each alone, on the CPU. Prompts decided by rounding are drawn again.
+    """Draws prompts with the answer of ``generate`` to each alone, on the CPU.
+
+    Prompts whose answer rounding decides are drawn again.
 
     Raises:
-        ValueError: one of them could not be found.
+        ValueError: no prompt with a clear answer was drawn.
     """
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
     rng, vocab = random.Random(5), MODEL["vocab_size"]
@@ -90,14 +92,14 @@ def make_problem(folder: str) -> dict[Tokens, list[int]]:
         for _ in range(TRIES):
             prompt = common + drawn(length - COMMON_TOKENS) if length > COMMON_TOKENS else drawn(length)
             ids = torch.tensor([prompt])
-            told = model.generate(
+            generated = model.generate(
                 ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=OUTPUT_TOKENS,
                 eos_token_id=None, pad_token_id=0, output_logits=True, return_dict_in_generate=True,
             )  # fmt: skip
-            top = torch.cat(told.logits).topk(2).values
+            top = torch.cat(generated.logits).topk(2).values
             assert len(top) == OUTPUT_TOKENS, "generate ended early"
             if float((top[:, 0] - top[:, 1]).min()) > CLEAR_GAP:
-                answers[prompt] = told.sequences[0, length:].tolist()
+                answers[prompt] = generated.sequences[0, length:].tolist()
                 break
         else:
             raise ValueError(f"none of {TRIES} prompts of {length} tokens is clear of rounding")
@@ -105,7 +107,7 @@ def make_problem(folder: str) -> dict[Tokens, list[int]]:
 
 
 def make_engine(loaded: LoadedModel, folder: str, way: Way, pool_slots: int) -> Engine:
-    """An engine with ``pool_slots`` slots of KV."""
+    """Builds an engine with ``pool_slots`` slots of KV."""
     slot_bytes = loaded.kv_shape.slot_bytes("auto")
     table_bytes = MAX_NUM_SEQS * -(-MAX_MODEL_LEN // PAGE_SIZE) * PAGE_TABLE_ENTRY_BYTES
     config = EngineConfig(
@@ -119,23 +121,25 @@ def make_engine(loaded: LoadedModel, folder: str, way: Way, pool_slots: int) -> 
 
 
 def greedy(engine: Engine, prompts: Sequence[Tokens], name: str) -> list[list[int]]:
-    """Tokens by prompt, all requests there at the start."""
+    """Runs all requests from the start; their tokens by prompt."""
     params = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
-    found: list[list[int]] = [[] for _ in prompts]
+    tokens: list[list[int]] = [[] for _ in prompts]
     for index, prompt in enumerate(prompts):
         engine.add_request(Request(f"{name}-{index}", prompt, params))
     while engine.has_work():
         for output in engine.step():
-            found[int(output.request_id.rsplit("-", 1)[1])].extend(output.token_ids)
+            tokens[int(output.request_id.rsplit("-", 1)[1])].extend(output.token_ids)
     engine.check_integrity()
-    return found
+    return tokens
 
 
 def check_way(report: Report, engine: Engine, way: Way, answers: dict[Tokens, list[int]]) -> None:
-    """Two rounds of all prompts, the second with a prefix cache that knows them. One row; a failure says what is off.
+    """Runs two rounds of all prompts, the second with a prefix cache that knows them.
 
-    That graphs were replayed, steps overlapped, sequences preempted and prefixes found is asked too: else it would
-    show nothing.
+    Adds one row; a failure says what is off.
+
+    Also checks that graphs were replayed, steps overlapped, sequences preempted and prefixes hit: else equal tokens
+    would show nothing.
     """
     prompts, wrong = list(answers), []
     for number in (1, 2):
@@ -176,16 +180,16 @@ class TokenChecks:
         self._loaded: LoadedModel | None = None
 
     def plan(self) -> list[Planned]:
-        """All ways."""
+        """Makes the problem and lists all ways."""
         answers = make_problem(save_model(self._folder))
-        told = [[list(prompt), tokens] for prompt, tokens in answers.items()]
-        (self._folder / "answers.json").write_text(json.dumps(told), encoding="utf-8")
+        pairs = [[list(prompt), tokens] for prompt, tokens in answers.items()]
+        (self._folder / "answers.json").write_text(json.dumps(pairs), encoding="utf-8")
         return [Planned(name, None) for name in self._ways]
 
     def run(self, name: str, report: Report) -> None:
-        """One way."""
-        told = json.loads((self._folder / "answers.json").read_text(encoding="utf-8"))
-        answers = {tuple(prompt): tokens for prompt, tokens in told}
+        """Checks one way."""
+        pairs = json.loads((self._folder / "answers.json").read_text(encoding="utf-8"))
+        answers = {tuple(prompt): tokens for prompt, tokens in pairs}
         folder, way = str(self._folder), self._ways[name]
         if self._loaded is None:
             self._loaded = load_model(EngineConfig(model=folder, dtype="float32", device=self.device))

@@ -27,7 +27,7 @@ class ChildEnd:
 
 
 class OnlyChild:
-    """At most one process at a time; ``stop`` may be called from a signal handler's exception path."""
+    """Runs at most one process at a time; ``stop`` may be called from a signal handler's exception path."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -41,7 +41,7 @@ class OnlyChild:
         env: Mapping[str, str],
         meanwhile: Callable[[], None] = lambda: None,
     ) -> ChildEnd:
-        """Run to its end, or stop it after ``seconds``. ``meanwhile``: called every ``MEANWHILE_S``."""
+        """Run a command to its end, or stop it after ``seconds``. ``meanwhile``: called every ``MEANWHILE_S``."""
         started, parent = time.monotonic(), os.getpid()
         with log.open("ab") as output:
             self._process = subprocess.Popen(
@@ -62,7 +62,7 @@ class OnlyChild:
         return ChildEnd(code, timed_out, time.monotonic() - started)
 
     def stop(self) -> int:
-        """Ask, wait ``STOP_GRACE_S``, then insist."""
+        """Ask the process to end, wait ``STOP_GRACE_S``, then kill it; its exit code."""
         assert self._process is not None
         for number in (signal.SIGINT, signal.SIGKILL):
             self._signal(number)

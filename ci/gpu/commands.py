@@ -81,7 +81,7 @@ EXIT_UNDECIDED = 3  # of claims
 
 
 def main() -> int:
-    """The part; 1 if the command failed."""
+    """Runs the part; 1 if the command failed."""
     parser = part_parser(__doc__)
     parser.add_argument("command", choices=RESULTS)
     args = parser.parse_args()

@@ -70,8 +70,10 @@ class JobResult:
 
 
 def run_job(engine: Engine, job: NanoJob, name: str, ends: float = math.inf) -> JobResult:
-    """Submit all of ``job`` at once and step until nothing is left, or until the clock (time.monotonic) says ``ends``:
-    what runs then is aborted, and the result's ``output_lengths`` show it. ``name`` keeps request ids apart."""
+    """Submit all of ``job`` at once and step until nothing is left, or until ``ends`` (time.monotonic).
+
+    Requests that run then are aborted, which the result's ``output_lengths`` show. ``name`` keeps request ids apart.
+    """
     vocab = engine.model_info.vocab_size
     count = len(job.prompts)
     first, finished, lengths = [0.0] * count, [0.0] * count, [0] * count
@@ -102,7 +104,7 @@ def run_job(engine: Engine, job: NanoJob, name: str, ends: float = math.inf) -> 
 
 
 def cost_of(engine: Engine, model: str) -> ModelCost:
-    """The cost of the loaded model, with the KV as the engine stores it."""
+    """Computes the cost of the loaded model, with the KV as the engine stores it."""
     text, config = find_model(model).text_config, engine.config
     dtype = "float32" if config.device == "cpu" else config.dtype
     embedding = text["vocab_size"] * text["hidden_size"]
@@ -119,7 +121,7 @@ class WarningsAreFailures(logging.Handler):
         self.report: Report | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
-        """One failure a record."""
+        """Adds one failure a record."""
         if self.report is not None:
             self.report.fail(record.name, record.getMessage())
 
@@ -146,7 +148,7 @@ class EngineJob:
         logging.getLogger("engine").addHandler(self._warnings)
 
     def plan(self) -> list[Planned]:
-        """Runs before the profile; each variant alone, so that none finds another's memory taken."""
+        """Lists runs before the profile; each variant alone, so that none finds another's memory taken."""
         if self.variants:
             return [Planned(name, None, JOB_SECONDS) for name in VARIANTS]
         runs = 1 if self.args.quick or self.args.tiny else 2
@@ -154,7 +156,7 @@ class EngineJob:
         return [Planned(name, seconds=JOB_SECONDS) for name in names]
 
     def run(self, name: str, report: Report) -> None:
-        """One case; the engine is there afterwards."""
+        """Runs one case; the engine is there afterwards."""
         self.report = self._warnings.report = report
         if self.variants:
             if not self._settings_are_known(name):
@@ -169,8 +171,8 @@ class EngineJob:
             self.measure(name)
 
     def _settings_are_known(self, name: str) -> bool:
-        known = {field.name for field in dataclasses.fields(EngineConfig)}
-        if unknown := sorted(set(VARIANTS[name]) - known):
+        settings = {field.name for field in dataclasses.fields(EngineConfig)}
+        if unknown := sorted(set(VARIANTS[name]) - settings):
             self.report.skip(name, f"this engine has no setting {', '.join(unknown)}")
         elif self.args.device == "cpu" and VARIANTS[name].get("torch_compile"):
             self.report.skip(name, "on a CPU it takes minutes and a C++ compiler")
@@ -203,12 +205,12 @@ class EngineJob:
         self.warm_up()
 
     def warm_up(self) -> None:
-        """All prompts once, with short outputs, not measured."""
+        """Runs all prompts once, with short outputs, not measured."""
         assert self.engine is not None
         run_job(self.engine, shortened(self.job, WARM_UP_TOKENS), "warm-up")
 
     def measure(self, name: str) -> None:
-        """One run of the job: a row, or a failure that says what is missing."""
+        """Measures one run of the job: a row, or a failure that says what is missing."""
         assert self.engine is not None
         job, before = self.job, read_state()
         result = run_job(self.engine, job, name, time.monotonic() + self.report.time_left)
@@ -257,7 +259,7 @@ class EngineJob:
         return figures
 
     def profile(self) -> None:
-        """Decode of as many sequences as the job has and nothing else, under the profiler."""
+        """Profiles decode of as many sequences as the job has, and nothing else."""
         assert self.engine is not None
         engine, vocab = self.engine, self.engine.model_info.vocab_size
         before = -(-NUM_SEQUENCES * PROFILED_PROMPT // engine.config.max_num_batched_tokens) + 8
@@ -267,14 +269,14 @@ class EngineJob:
             engine.add_request(Request(f"profile-{index}", prompt, params))
         for _ in range(before):
             engine.step()
-        found = profile_device(engine.step, PROFILED_STEPS)
-        if found.busy_share is None:
+        profile = profile_device(engine.step, PROFILED_STEPS)
+        if profile.busy_share is None:
             self.report.skip(PROFILE, "the profiler saw nothing run on the device")
             return
         self.report.put(
-            busy_share_in_decode=found.busy_share, profiled=f"{self.shown_model}, {NUM_SEQUENCES} sequences",
-            kernels_of_a_decode_step=found.kernels, other_kernels_us=found.other_us,
-            kernels_a_decode_step=found.count,
+            busy_share_in_decode=profile.busy_share, profiled=f"{self.shown_model}, {NUM_SEQUENCES} sequences",
+            kernels_of_a_decode_step=profile.kernels, other_kernels_us=profile.other_us,
+            kernels_a_decode_step=profile.count,
         )  # fmt: skip
         while engine.has_work():
             engine.step()
@@ -284,7 +286,7 @@ CASES = EngineJob
 
 
 def shortened(job: NanoJob, longest: int) -> NanoJob:
-    """The same prompts with outputs of at most ``longest`` tokens."""
+    """Shortens the outputs to at most ``longest`` tokens; the prompts stay."""
     return dataclasses.replace(job, output_lengths=tuple(min(longest, wanted) for wanted in job.output_lengths))
 
 

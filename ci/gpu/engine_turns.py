@@ -77,7 +77,7 @@ class EngineTurns(EngineJob):
         )
 
     def _add(self, name: str, prompt_tokens: int, output_tokens: int) -> None:
-        """A request of ``prompt_tokens``, and of as many of ``output_tokens`` as the model's length leaves."""
+        """Adds a request of ``prompt_tokens``, and of as many ``output_tokens`` as the model's length leaves."""
         assert self.engine is not None and self.engine.config.max_model_len is not None
         first, vocab = zlib.crc32(name.encode()), self.engine.model_info.vocab_size
         prompt = tuple((first + i * 31) % vocab for i in range(prompt_tokens))

@@ -87,7 +87,10 @@ def _installed(requirement: str) -> bool:
 
 
 def _install(environment: PartEnvironment, folder: Path, wheels: Path, wanted: list[str], ends: float) -> None:
-    """All at once; where that fails, one by one, so that a missing wheel costs no more than what needs it."""
+    """Installs all at once; where that fails, one by one.
+
+    So a missing wheel costs only the parts that need it.
+    """
     pins = folder / "constraints.txt"
     versions = {name: importlib.metadata.version(name) for name in PINNED if _installed(name)}
     pins.write_text("".join(f"{name}=={version}\n" for name, version in versions.items()), encoding="utf-8")
@@ -106,7 +109,7 @@ def _install(environment: PartEnvironment, folder: Path, wheels: Path, wanted: l
 
 
 def _pip(command: list[str], names: list[str], ends: float) -> str | None:
-    """None when pip was content, else why not, without paths of this machine."""
+    """Runs pip: None when it succeeded, else its error, without paths of this machine."""
     seconds = max(0.0, min(PIP_SECONDS, ends - time.monotonic()))
     try:
         done = subprocess.run([*command, *names], capture_output=True, text=True, timeout=seconds)

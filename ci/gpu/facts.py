@@ -57,13 +57,13 @@ def torch_facts(device: str) -> dict[str, Any]:
     """Asks torch for its version and, on a GPU, for the device."""
     facts: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda, **host_facts(device)}
     if device == "cuda":
-        found = torch.cuda.get_device_properties(0)
+        gpu = torch.cuda.get_device_properties(0)
         free, total = torch.cuda.mem_get_info(0)
         facts |= {
-            "name": found.name,
-            "capability": f"{found.major}.{found.minor}",
-            "multiprocessors": found.multi_processor_count,
-            "l2_bytes": found.L2_cache_size,
+            "name": gpu.name,
+            "capability": f"{gpu.major}.{gpu.minor}",
+            "multiprocessors": gpu.multi_processor_count,
+            "l2_bytes": gpu.L2_cache_size,
             "memory_bytes": total,
             "memory_free_bytes": free,
             "cudnn": torch.backends.cudnn.version(),
@@ -92,11 +92,11 @@ class Facts:
                             "read bandwidth by Triton": self.triton_read}  # fmt: skip
 
     def plan(self) -> list[Planned]:
-        """Our own kernel in a process of its own."""
+        """Lists the ceilings, our own kernel in a process of its own."""
         return [Planned(name, None if name == "read bandwidth by Triton" else "main") for name in self._cases]
 
     def run(self, name: str, report: Report) -> None:
-        """One ceiling."""
+        """Measures one ceiling."""
         self._cases[name](report)
 
     def before(self, report: Report) -> None:
@@ -112,12 +112,12 @@ class Facts:
         report.row(ceiling=name, value=float(f"{value:.4g}"), how=how)
 
     def read(self, report: Report) -> None:
-        """Read bandwidth of torch's reductions."""
+        """Measures the read bandwidth of torch's reductions."""
         x = torch.randn(self.size // 4, device=self.device)
         self._reads(report, x, {"torch.sum": lambda: torch.sum(x), "torch.dot": lambda: torch.dot(x, x)})
 
     def triton_read(self, report: Report) -> None:
-        """Read bandwidth of a kernel that does nothing else."""
+        """Measures the read bandwidth of a kernel that does nothing else."""
         from ci.gpu.read_kernel import BLOCKS, launch_read
 
         x = torch.randn(self.size // 4, device=self.device)
@@ -135,7 +135,7 @@ class Facts:
             self.keep(report, "read_gb_per_s", speed, how)
 
     def copy(self, report: Report) -> None:
-        """Copy bandwidth."""
+        """Measures the copy bandwidth."""
         x = torch.randn(self.size // 4, device=self.device)
         y = torch.empty_like(x)
         for capture, how in ((False, "launched"), (True, "in a graph")):  # of an H200, 4,295 and 2,768
@@ -143,7 +143,7 @@ class Facts:
             self.keep(report, "copy_gb_per_s", 2 * x.nbytes / timing.median / 1e9, f"read and written, {how}")
 
     def matmul(self, report: Report) -> None:
-        """Matrix products: a few, then so many that the chip may slow down for its power limit."""
+        """Times matrix products: a few, then so many that the chip may slow down for its power limit."""
         n = self.matrix
         dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
         a, b = (torch.randn(n, n, device=self.device, dtype=dtype) for _ in "ab")
@@ -153,7 +153,7 @@ class Facts:
             self.keep(report, name, 2 * n**3 / timing.median / 1e12, f"{n} x {n} x {n}, random data, {how}")
 
     def host_link(self, report: Report) -> None:
-        """Page-locked host memory, both ways: the ceiling of swapping."""
+        """Measures page-locked host memory both ways: the ceiling of swapping."""
         size = min(self.size, 2**30)
         on_device = torch.empty(size, dtype=torch.uint8, device=self.device)
         on_host = torch.ones(size, dtype=torch.uint8, pin_memory=True)

@@ -76,7 +76,7 @@ class CaseProcess:
         return " / ".join(lines[-3:])[:600] or "it printed nothing"
 
     def ask(self, request: dict[str, Any], seconds: float, latest: float) -> Iterator[dict[str, Any]]:
-        """Answers up to the last one, which has ``plan`` or ``done``.
+        """Yields answers up to the last one, which has ``plan`` or ``done``.
 
         ``seconds``: for the request, once the process has begun with it; ``latest``: when all of it must be over, by
         time.monotonic.
@@ -133,7 +133,7 @@ def _descendants(pid: int) -> Iterator[int]:
 
 
 class CaseRunner:
-    """Runs ``plan`` in ``workers`` processes at once and puts down in ``report`` what they tell."""
+    """Runs ``plan`` in ``workers`` processes at once and adds to ``report`` what they tell."""
 
     def __init__(self, command: Sequence[str], report: PartReport):
         self._command, self._report = list(command), report
@@ -142,18 +142,18 @@ class CaseRunner:
         self._alive: list[CaseProcess] = []
 
     def run(self, in_one_group: bool = False) -> None:
-        """All cases of the plan that the first process tells. ``in_one_group``: whatever groups they have."""
+        """Runs all cases of the plan that the first process tells. ``in_one_group``: whatever groups they have."""
         first = self._start()
         try:
-            (told,) = first.ask({}, PLAN_SECONDS, self._latest())
+            (answer,) = first.ask({}, PLAN_SECONDS, self._latest())
         except ProcessEnded as ended:
             self._report.fail("the list of cases", str(ended))
             first.stop(ask=False)
             return
-        plan = [Planned(**case) for case in told["plan"]]
+        plan = [Planned(**case) for case in answer["plan"]]
         self._left.extend(Planned(c.name, "main", c.seconds) if in_one_group else c for c in plan)
         self._report.put(cases=len(plan))
-        workers = [first, *[None] * (min(told["workers"], len(plan)) - 1)]
+        workers = [first, *[None] * (min(answer["workers"], len(plan)) - 1)]
         threads = [threading.Thread(target=self._work, args=(worker,), daemon=True) for worker in workers]
         for thread in threads:
             thread.start()
@@ -167,7 +167,7 @@ class CaseRunner:
                 worker.stop(ask=False)
 
     def _latest(self) -> float:
-        """When the last case must be over, by time.monotonic."""
+        """Returns when the last case must be over, by time.monotonic."""
         return time.monotonic() + self._report.time_left + OVERTIME_S
 
     def _start(self) -> CaseProcess:
@@ -223,7 +223,7 @@ class CaseRunner:
 
 
 def main() -> int:
-    """The part; 1 if a case failed."""
+    """Runs the part; 1 if a case failed."""
     parser = part_parser(__doc__)
     parser.add_argument("module")
     parser.add_argument("--wrapper", default="", help="a command that runs the processes, such as compute-sanitizer")

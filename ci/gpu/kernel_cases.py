@@ -1,4 +1,4 @@
-"""What the part ``kernels`` times: Llama-8B's heads (32 query, 8 KV, head dim 128), bfloat16 on a GPU.
+"""The cases of the part ``kernels``: Llama-8B's heads (32 query, 8 KV, head dim 128), bfloat16 on a GPU.
 
 ``bar``: the project's aim, as a share of the ceiling that is measured in the same sitting.
 """

@@ -131,7 +131,7 @@ def check_prefill(
 
 
 def check_write(case: KernelProblem, drawn: DrawnKV, backend: Any, device: str) -> str | None:
-    """None, or what is wrong with a write of new rows, some of them skipped (slot < 0).
+    """Checks a write of new rows, some of them skipped (slot < 0): None, or what is wrong.
 
     The same slots written by torch must hold the same values within half a step of the format, see kernels.quantized;
     no other slot may change by a bit.
@@ -157,7 +157,7 @@ def check_write(case: KernelProblem, drawn: DrawnKV, backend: Any, device: str) 
 
 
 def write_error(cache: KVCache, slots: torch.Tensor, rows: torch.Tensor) -> str | None:
-    """None, or how ``cache`` at ``slots`` differs from ``rows`` by more than its format allows."""
+    """Compares ``cache`` at ``slots`` with ``rows``: None, or how they differ by more than its format allows."""
     if not isinstance(cache, QuantizedKV):
         return None if torch.equal(cache[slots], rows) else "plain values differ"
     rows = rows.float()

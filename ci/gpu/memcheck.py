@@ -41,11 +41,11 @@ class MemCheck:
             self._cases = {name: replace(case, dtype=torch.float32) for name, case in self._cases.items()}
 
     def plan(self) -> list[Planned]:
-        """The six."""
+        """Lists the six cases."""
         return [Planned(name) for name in self._cases]
 
     def run(self, name: str, report: Report) -> None:
-        """One case: its numbers are held against float64 too."""
+        """Runs one case; its numbers are compared with float64 too."""
         keep(report, name, run_case(self._cases[name], self.device))
 
 

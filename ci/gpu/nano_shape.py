@@ -34,7 +34,7 @@ class NanoJob:
 
     @property
     def kv_tokens_read(self) -> int:
-        """Tokens whose KV the decode steps must read: step j of a prompt of n tokens attends to n + j."""
+        """Counts the tokens whose KV decode must read: step j of a prompt of n tokens reads n + j."""
         return sum(
             len(prompt) * out + out * (out - 1) // 2
             for prompt, out in zip(self.prompts, self.output_lengths, strict=True)
@@ -44,7 +44,7 @@ class NanoJob:
 def draw_job(
     num_sequences: int = NUM_SEQUENCES, shortest: int = SHORTEST, longest: int = LONGEST, seed: int = 0
 ) -> NanoJob:
-    """A smaller ``num_sequences`` is another, smaller draw, not a part of the full one's output lengths."""
+    """Draws the job. A smaller ``num_sequences`` is another draw, not a part of the full one."""
     rng = random.Random(seed)
     prompts = tuple(
         tuple(rng.randint(0, LAST_TOKEN_ID) for _ in range(rng.randint(shortest, longest)))
@@ -55,8 +55,11 @@ def draw_job(
 
 @dataclass(frozen=True)
 class ModelCost:
-    """The cost of a model: ``weight_bytes`` read by every step (an untied input embedding is looked up, not read),
-    ``matrix_parameters`` that each prompt token is multiplied with, ``kv_bytes`` of one token's KV."""
+    """The cost of a model.
+
+    ``weight_bytes``: read by every step (an untied input embedding is looked up, not read). ``matrix_parameters``: each
+    prompt token is multiplied with them. ``kv_bytes``: of one token's KV.
+    """
 
     weight_bytes: int
     matrix_parameters: int
@@ -64,7 +67,7 @@ class ModelCost:
 
 
 def model_cost(parameters: int, embedding: int, tied: bool, dtype_bytes: int, kv_bytes: int) -> ModelCost:
-    """``parameters`` in all, tied ones once; ``embedding``: of the input embedding.
+    """Computes the cost of a model. ``parameters`` in all, tied ones once; ``embedding``: those of the input embedding.
 
     The output matrix is needed for the last token of a prompt only, so prompt tokens do not pay for it.
     """
@@ -73,7 +76,9 @@ def model_cost(parameters: int, embedding: int, tied: bool, dtype_bytes: int, kv
 
 
 def floor_seconds(job: NanoJob, cost: ModelCost, read_bytes_per_s: float, flop_per_s: float) -> dict[str, float]:
-    """The least time of ``job``: sum(KV bytes) / BW + steps x weight bytes / BW + 2 N T_in / peak flops.
+    """Computes the least time of ``job``.
+
+    sum(KV bytes) / BW + steps x weight bytes / BW + 2 N T_in / peak flops.
 
     Steps: those of the longest output, as if all sequences fit at once. Overlap of the terms is not credited.
     """

@@ -1,4 +1,4 @@
-"""What every part shares: its arguments, its clock, and the JSON file it keeps up to date while it runs.
+"""The base of every part: its arguments, its clock, and the JSON file that it keeps up to date.
 
 A part that is stopped in the middle leaves everything it had measured until then. Standard library only.
 """
@@ -19,7 +19,7 @@ TRACEBACK_CHARACTERS = 6000  # the end of it
 
 
 class Report:
-    """Rows, and what was skipped or failed and why, of a part or of one case.
+    """The rows of a part or of one case, and what was skipped or failed and why.
 
     ``headline``: a few words for the table of parts. ``table``: columns and rows of text for the summary.
     """
@@ -39,14 +39,14 @@ class Report:
         return 1 if self.data["failures"] else 0
 
     def add(self, kind: str, value: dict[str, Any]) -> None:
-        """``kind``: rows, skipped or failures, to which ``value`` is appended; or data, which ``value`` updates."""
+        """Adds ``value`` to ``kind``: appends to rows, skipped or failures, or updates data."""
         if kind == "data":
             self.data |= value
         else:
             self.data[kind].append(value)
 
     def row(self, **values: Any) -> None:
-        """One measurement."""
+        """Adds one measurement."""
         self.add("rows", values)
 
     def put(self, **values: Any) -> None:
@@ -54,21 +54,21 @@ class Report:
         self.add("data", values)
 
     def skip(self, what: str, reason: str) -> None:
-        """``what`` was not measured, and why."""
+        """Notes that ``what`` was not measured, and why."""
         self.add("skipped", {"what": what, "reason": reason})
 
     def fail(self, what: str, reason: str, **more: Any) -> None:
-        """``what`` is wrong, and how."""
+        """Notes that ``what`` is wrong, and how."""
         self.add("failures", {"what": what, "reason": reason, **more})
 
     def error(self, what: str, error: BaseException) -> None:
-        """``what`` failed with ``error``, whose traceback is kept."""
+        """Notes that ``what`` failed with ``error``, whose traceback is kept."""
         text = "".join(traceback.format_exception(error))
         self.fail(what, sentence(error), traceback=text[-TRACEBACK_CHARACTERS:])
 
 
 class PartReport(Report):
-    """A report of which every change is on disk at once, and in the log what is wrong."""
+    """A report that writes every change to disk at once, and failures to the log."""
 
     def __init__(self, path: Path, seconds: float):
         super().__init__(seconds)
@@ -88,7 +88,7 @@ class PartReport(Report):
         self.save()
 
     def save(self) -> None:
-        """All of it, to the file, in one go."""
+        """Writes the whole report to the file."""
         scratch = self._path.with_suffix(".tmp")
         scratch.write_text(json.dumps(plain(self.data), indent=1) + "\n", encoding="utf-8")
         scratch.replace(self._path)
@@ -115,15 +115,15 @@ class PartCases(Protocol):
         """All cases, the most important and least risky first. Called in the first process only."""
 
     def run(self, name: str, report: Report) -> None:
-        """One case; what it raises is put down as its failure."""
+        """Runs one case; what it raises is recorded as its failure."""
 
 
 def plain(value: Any) -> Any:
-    """``value`` as JSON can hold it: NaN and infinities become null."""
+    """Converts ``value`` for JSON: NaN and infinities become null."""
     if isinstance(value, dict):
-        return {str(key): plain(each) for key, each in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(each) for each in value]
+        return [plain(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

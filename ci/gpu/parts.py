@@ -39,18 +39,18 @@ class Part:
     wrapper: str = ""
 
     def command(self, python: str) -> list[str]:
-        """The part's process, but for the arguments that all parts have."""
+        """Returns the command of the part's process, without the arguments that all parts have."""
         if not self.isolated:
             return [python, "-m", f"ci.gpu.{self.module}", *self.arguments]
         wrapped = ["--wrapper", self.wrapper] if self.wrapper else []
         return [python, "-m", "ci.gpu.isolated", f"ci.gpu.{self.module}", *wrapped, *self.arguments]
 
     def seconds(self, quick: bool) -> float:
-        """After which it begins no new measurement."""
+        """Returns the seconds after which the part begins no new measurement."""
         return self.quick_s if quick else self.full_s
 
     def needed(self, device: str) -> tuple[str, ...]:
-        """Import names."""
+        """Returns the import names that the part needs on ``device``."""
         return self.needs + (self.gpu_needs if device == "cuda" else ("numba",) if self.module != "facts" else ())
 
 
@@ -173,9 +173,9 @@ ENTRIES = {
 
 
 def select_parts(names: list[str], quick: bool) -> list[Part]:
-    """The parts asked for, in their own order, ``facts`` always among them; none asked for: all that such a run has.
+    """Selects the parts of ``names`` in their own order, ``facts`` always among them; without names, all of such a run.
 
-    A name stands for every part that it is the beginning of up to a dash: ``engine`` for all models.
+    A name stands for every part whose name begins with it and a dash: ``engine`` for all models.
 
     Raises:
         ValueError: no part has such a name.

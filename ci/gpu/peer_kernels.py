@@ -172,7 +172,7 @@ class PeerKernels:
         self.cases = {case.name: case for case in drawn}
 
     def plan(self) -> list[Planned]:
-        """The trials first, in which imports and compilers take their time."""
+        """Lists the trials first, in which imports and compilers take their time."""
         return [Planned(name, seconds=180.0) for name in self.cases]
 
     def run(self, name: str, report: Report) -> None:
@@ -201,7 +201,7 @@ class PeerKernels:
             )  # fmt: skip
 
     def _started(self, kernel: str, x: Inputs, case: str, report: Report) -> Callable[[], object] | None:
-        """The kernel's step after its first run; None where it cannot run, or once took its process along."""
+        """Runs the kernel once and returns its step; None where it cannot run, or once ended its process."""
         begun = self.scratch / f"{kernel}, {x.k.dtype}"
         if begun.exists():
             report.skip(f"{case}: {kernel}", "an earlier case's process did not survive it")

@@ -20,5 +20,5 @@ def read_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr, LOADS: tl.constexpr):
 
 
 def launch_read(x: torch.Tensor, out: torch.Tensor, block: int, loads: int, warps: int) -> None:
-    """``x [n]`` float32, ``out [n / (block * loads)]`` float32."""
+    """Launches the kernel on ``x [n]`` float32 into ``out [n / (block * loads)]`` float32."""
     read_kernel[(x.numel() // (block * loads),)](x, out, BLOCK=block, LOADS=loads, num_warps=warps)

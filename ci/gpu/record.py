@@ -50,7 +50,7 @@ def begin(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def finish(manifest: dict[str, Any], environment: PartEnvironment, outcomes: list[PartEnd], seconds: float) -> None:
-    """Add what the parts told, those of ``facts`` at the top level."""
+    """Adds the parts' results, those of ``facts`` at the top level."""
     facts = next((outcome.data for outcome in outcomes if outcome.name == "facts"), {})
     manifest |= {key: facts[key] for key in ("device", "nvidia_smi", "nvidia_smi_after", "ceilings") if key in facts}
     manifest |= {
@@ -79,7 +79,7 @@ def versions(python: str) -> dict[str, str | None]:
 
 
 def git_state(folder: Path) -> dict[str, Any]:
-    """Commit, and whether tracked files differ from it; both None where this is no checkout."""
+    """Reads the commit, and whether tracked files differ from it; both None where this is no checkout."""
 
     def git(*arguments: str) -> str | None:
         try:
@@ -96,7 +96,7 @@ def git_state(folder: Path) -> dict[str, Any]:
 
 
 def sources_hash(folder: Path) -> str:
-    """blake2b over paths and bytes of all Python sources that take part: ties figures to code without git, too."""
+    """Hashes paths and bytes of all Python sources that take part, to tie figures to code without git."""
     digest = hashlib.blake2b(digest_size=6)
     for path in sorted(path for name in SOURCES for path in (folder / name).rglob("*.py")):
         digest.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes() + b"\0")

@@ -1,4 +1,6 @@
-"""What the parts need beside what an image for CUDA brings: pyproject's dependencies less those. Standard library only.
+"""Lists the parts' requirements: pyproject's dependencies less those of a CUDA image.
+
+Standard library only.
 
 ``python -m ci.gpu.requirements`` prints them with their versions, for ci/gpu_wheels.sh.
 """
@@ -24,13 +26,13 @@ def package(requirement: str) -> str:
 def read_requirements(pyproject: Path = PYPROJECT) -> dict[str, str]:
     """Reads the requirement of each package that the machine may lack, by name."""
     project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
-    found = {package(line): line for line in project["dependencies"] if package(line) not in BROUGHT}
+    requirements = {package(line): line for line in project["dependencies"] if package(line) not in BROUGHT}
     extra = {package(line): line for line in project["optional-dependencies"]["test"]}
-    return found | {name: extra[name] for name in FOR_TESTS}
+    return requirements | {name: extra[name] for name in FOR_TESTS}
 
 
 def main() -> None:
-    """A requirement a line."""
+    """Prints a requirement a line."""
     print("\n".join(read_requirements().values()))
 
 

@@ -65,7 +65,7 @@ class SettingsGroup:
     budget_mib: int = 16400
 
     def fit(self, free_bytes: int) -> SettingsGroup:
-        """The same with the largest budget of which all engines fit a card; they share the weights."""
+        """Returns the group with the largest budget with which all engines fit a card; they share the weights."""
         engines = 1 + sum(map(len, self.sweep.values()))
         room = (free_bytes - WEIGHTS_BYTES - SPARE_BYTES) / engines - ENGINE_BYTES
         return replace(self, budget_mib=min(self.budget_mib, int(room / 2**20) // MIB_STEP * MIB_STEP))
@@ -101,8 +101,10 @@ def metrics_of(load: Path) -> dict[str, float | None]:
 def means(
     effects: Mapping[str, Mapping[str, Any]], cell: str, first: Mapping[str, float | None]
 ) -> dict[str, float | None]:
-    """Returns the values of a cell as means over the launches. ``first``: those of the first launch, which stand where
-    the cell was compared with none."""
+    """Returns the values of a cell as means over the launches.
+
+    ``first``: the values of the first launch, for a cell that was compared with none.
+    """
     of_cell = {name: effect["value"] for name, effect in effects.get(cell, {}).items()}
     of_base = {name: effect["base"] for against in effects.values() for name, effect in against.items()}
     return {name: (of_cell or of_base).get(name, value) for name, value in first.items()}
@@ -169,7 +171,7 @@ class GroupRun:
                 self.report.error(name, error)
 
     def put_down(self) -> None:
-        """Puts rows and table of all launches so far in the place of those before."""
+        """Replaces rows and table by those of all launches so far."""
         measured, group = read_json(self.folder / FOLDER / EFFECTS), self.group
         effects: dict[str, dict[str, Any]] = {self.base: {}}
         for effect in measured["effects"]:
@@ -206,13 +208,13 @@ def table_row(row: Mapping[str, Any]) -> list[str]:
 
 
 def ratio(effect: Mapping[str, Any]) -> str:
-    """Shows an effect as 1.234 (1.200 to 1.270)."""
+    """Writes an effect as `1.234 (1.200 to 1.270)`."""
     low, high = effect["low"], effect["high"]
     return f"{effect['ratio']:.3f}" + (f" ({low:.3f} to {high:.3f})" if low and high and math.isfinite(high) else "")
 
 
 def main() -> int:
-    """The part; 1 if a sitting failed."""
+    """Runs the part; 1 if a sitting failed."""
     args = part_parser(__doc__).parse_args()
     report = PartReport(args.out, args.seconds)
     device = (read_json(args.facts) if args.facts and args.facts.is_file() else {}).get("device", {})

@@ -1,7 +1,7 @@
 """Parts ``launched-pairs`` and ``lockstep-pairs``: how far pairs of equal sides scatter on this device.
 
 `kvbench dev calibrate` measures them (see tests/benchmarks/method_runs.py); a launched pair starts two servers, so its
-load is short. Kept are every pair, the scatter by metric, and whether throughputs of launches have two modes.
+load is short. The part keeps every pair, the scatter by metric, and whether throughputs of launches have two modes.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def keep_pairs(report: PartReport, pairs: pd.DataFrame) -> None:
 
 
 def main() -> int:
-    """The part; 1 if something failed."""
+    """Runs the part; 1 if something failed."""
     parser = part_parser(__doc__)
     parser.add_argument("method", choices=METHODS)
     args = parser.parse_args()

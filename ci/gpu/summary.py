@@ -1,4 +1,4 @@
-"""What OUTDIR holds in the end: at most 8 files of at most 16 MiB each, and a summary.md that is read in a minute."""
+"""Writes the results into OUTDIR: at most 8 files of at most 16 MiB each, with a short summary.md."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class PartEnd:
 def write_results(
     outdir: Path, scratch: Path, manifest: dict[str, Any], outcomes: list[PartEnd], beside: Sequence[str] = ()
 ) -> None:
-    """Everything into ``outdir``; what is too large is left out, and the summary says so.
+    """Writes everything into ``outdir``; files that are too large are left out, and the summary says so.
 
     ``beside``: lines about an earlier run.
     """
@@ -75,12 +75,12 @@ def write_results(
 
 
 def _without_paths(text: str, scratch: Path) -> str:
-    """Leaves out where this machine has the repository and the run's temporary files: results are shown around."""
+    """Removes the paths of the repository and of the run's temporary files: results are shown to others."""
     return text.replace(f"{scratch}/", "").replace(f"{REPOSITORY}/", "")
 
 
 def left_over(outdir: Path) -> list[Path]:
-    """Files of an earlier run."""
+    """Lists the files of an earlier run."""
     return [outdir / name for name in FILES if (outdir / name).is_file()]
 
 
@@ -89,7 +89,7 @@ def _json(data: Any) -> bytes:
 
 
 def _log(scratch: Path, outcomes: list[PartEnd]) -> bytes:
-    """The end of each part's output."""
+    """Collects the end of each part's output."""
     pieces = []
     for outcome in outcomes:
         path = scratch / f"{outcome.name}.log"
@@ -100,7 +100,7 @@ def _log(scratch: Path, outcomes: list[PartEnd]) -> bytes:
 
 
 def render(manifest: dict[str, Any], outcomes: list[PartEnd], left_out: list[str], beside: Sequence[str] = ()) -> str:
-    """The summary as Markdown."""
+    """Writes the summary as Markdown."""
     device, versions = manifest.get("device") or {}, manifest.get("versions") or {}
     name = device.get("name") or "no GPU"
     reached = manifest.get("ceilings") or {}
@@ -155,12 +155,12 @@ def _code(manifest: dict[str, Any]) -> str:
 
 
 def _tables(outcomes: list[PartEnd]) -> dict[tuple[str, tuple[str, ...]], list[list[str]]]:
-    """Rows by title and columns: parts that tell the same of different things share a table."""
-    found: dict[tuple[str, tuple[str, ...]], list[list[str]]] = {}
+    """Collects rows by title and columns: parts with the same columns share a table."""
+    tables: dict[tuple[str, tuple[str, ...]], list[list[str]]] = {}
     for outcome in outcomes:
         for table in outcome.data.get("tables", []):
-            found.setdefault((table["title"], tuple(table["columns"])), []).extend(table["rows"])
-    return found
+            tables.setdefault((table["title"], tuple(table["columns"])), []).extend(table["rows"])
+    return tables
 
 
 def _table(columns: list[str], rows: list[list[str]]) -> list[str]:
@@ -176,7 +176,7 @@ def _cell(text: Any) -> str:
 
 
 def _troubles(title: str, outcomes: list[PartEnd], key: str) -> list[str]:
-    """Equal reasons once, with what they concern."""
+    """Lists equal reasons once, with what they concern."""
     grouped: dict[tuple[str, str], list[str]] = {}
     for outcome in outcomes:
         for trouble in outcome.data.get(key, []):

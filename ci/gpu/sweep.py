@@ -30,19 +30,19 @@ EXIT_INVALID = 4
 
 
 def sweep_command(device: str, quick: bool, tiny: bool, folder: Path) -> list[str]:
-    """The sweep as ``kvbench`` is asked for it, results into ``folder``."""
+    """Builds the command line of the sweep, with results into ``folder``."""
     words = ["sweep", WORKLOAD, "--profile", PROFILES[device], "--output-dir", str(folder)]
     return [*words, *(TINY if tiny else QUICK if quick else ())]
 
 
 def newest_run(folder: Path) -> Path | None:
-    """The latest run's folder, if there is one."""
+    """Finds the latest run's folder, if there is one."""
     runs = sorted(folder.glob("*/*/manifest.json"), key=os.path.getmtime)
     return runs[-1].parent if runs else None
 
 
 def read_cells(path: Path) -> list[dict[str, Any]]:
-    """The rows of summary.csv, numbers as numbers."""
+    """Reads the rows of summary.csv, numbers as numbers."""
     with path.open(encoding="utf-8", newline="") as file:
         return [{key: _number(value) for key, value in row.items()} for row in csv.DictReader(file)]
 
@@ -55,7 +55,7 @@ def _number(text: str | None) -> Any:
 
 
 def summarise(report: PartReport, cells: list[dict[str, Any]], label: str) -> None:
-    """One table row a cell, and the headline."""
+    """Makes one table row a cell, and the headline."""
     columns = [
         "cell",
         "valid",
@@ -95,7 +95,7 @@ def _shown(cell: dict[str, Any], key: str, form: str = "{:,.0f}") -> str:
 
 
 def main() -> int:
-    """The part; 1 if the sweep failed."""
+    """Runs the part; 1 if the sweep failed."""
     args = part_parser(__doc__).parse_args()
     report = PartReport(args.out, args.seconds)
     folder = args.scratch / "sweep"

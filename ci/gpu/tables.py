@@ -1,4 +1,4 @@
-"""What the summary shows of each part whose cases run in processes of their own, made from the rows they told.
+"""Makes the summary's tables of parts whose cases run in processes of their own, from their rows.
 
 Standard library only.
 """
@@ -14,7 +14,7 @@ SHOWN_KERNELS = 8  # of those that the profile keeps
 
 
 def conclude(module: str, report: PartReport, args: Any) -> None:
-    """Tables and headline of ``module``'s part."""
+    """Makes tables and headline of ``module``'s part."""
     tables = {
         "facts": ceilings, "time_kernels": kernels, "check_tokens": tokens, "engine_job": engine, "peer_kernels": peers,
     }  # fmt: skip
@@ -31,21 +31,21 @@ def checks(report: PartReport, args: Any) -> None:
 
 
 def ceilings(report: PartReport, args: Any) -> None:
-    """The best figure of each ceiling."""
+    """Keeps the best figure of each ceiling."""
     rows = report.data["rows"]
     if not rows:
         report.data["not_run"] = "no time left"
-    found: dict[str, float] = {}
+    best: dict[str, float] = {}
     for row in rows:
-        found[row["ceiling"]] = max(row["value"], found.get(row["ceiling"], 0.0))
-    report.data["ceilings"] = found
-    report.data["headline"] = ", ".join(f"{name} {value:,.0f}" for name, value in found.items())
+        best[row["ceiling"]] = max(row["value"], best.get(row["ceiling"], 0.0))
+    report.data["ceilings"] = best
+    report.data["headline"] = ", ".join(f"{name} {value:,.0f}" for name, value in best.items())
     shown = [[row["ceiling"], f"{row['value']:,.4g}", row["how"]] for row in rows]
     report.table("Measured ceilings (the largest counts)", ["ceiling", "value", "how"], shown)
 
 
 def tokens(report: PartReport, args: Any) -> None:
-    """One table row a way."""
+    """Makes one table row a way."""
     columns, rows = ["way", "result", "preemptions", "slots swapped in", "prefix hits"], report.data["rows"]
     shown = ("case", "status", "preemptions", "swapped_in_slots", "prefix_hits")
     report.table("Greedy tokens of whole engines", columns, [[str(row[key]) for key in shown] for row in rows])
@@ -62,7 +62,7 @@ AIMS = (  # a row's figure, the aim that it is held against, whether it is met, 
 
 
 def kernels(report: PartReport, args: Any) -> None:
-    """Rows are held against the project's aims on a GPU only: they are for shapes of use."""
+    """Makes the kernels' table. Rows are compared with the project's aims on a GPU only, whose shapes they are for."""
     aimed = args.device == "cuda"
     times = {row["case"]: row["us"] for row in report.data["rows"]}
     rows, missed = [], []
@@ -113,7 +113,10 @@ def _peer_cell(row: dict[str, Any] | None) -> str:
 
 
 def engine(report: PartReport, args: Any) -> None:
-    """One table row a run, those of the variants in a table of their own; the largest kernels of a decode step."""
+    """Makes one table row a run, and the table of a decode step's largest kernels.
+
+    Variants have a table of their own.
+    """
     label = " (tiny shape)" if args.tiny else ""
     runs = [row for row in report.data["rows"] if row["variant"] is None]
     _runs_table(report, runs, label)
@@ -167,17 +170,17 @@ def _variants_table(report: PartReport, runs: list[dict[str, Any]], label: str) 
 
 
 def _profile_table(report: PartReport) -> None:
-    found = report.data.get("kernels_of_a_decode_step")
-    if not found:
+    kernel_rows = report.data.get("kernels_of_a_decode_step")
+    if not kernel_rows:
         return
-    total = sum(row["us"] for row in found) + report.data["other_kernels_us"]
+    total = sum(row["us"] for row in kernel_rows) + report.data["other_kernels_us"]
     rows = [
         [row["name"][:90], f"{row['count']:.1f}", f"{row['us']:,.1f}", f"{row['us'] / total:.0%}"]
-        for row in found[:SHOWN_KERNELS]
+        for row in kernel_rows[:SHOWN_KERNELS]
     ]
     launches = report.data["kernels_a_decode_step"]
     report.table(
         f"Largest kernels of a decode step, {report.data['profiled']} ({launches:.0f} kernels and copies a step, "
-        f"{total:,.0f} us; engine.json has {len(found)} of them)",
+        f"{total:,.0f} us; engine.json has {len(kernel_rows)} of them)",
         ["kernel", "times a step", "us a step", "share"], rows,
     )  # fmt: skip

@@ -50,7 +50,7 @@ class KernelTimes:
         self._main, self._extreme = self._todo(args.quick) if least is None else (self._long(least), {})
 
     def _long(self, least: int) -> dict[str, Callable[[], None]]:
-        """The decodes that have a sequence of ``least`` tokens or more, by name; all tiny ones."""
+        """Selects the decodes that have a sequence of ``least`` tokens or more, by name; all tiny ones."""
         decodes = cases.tiny_decode_cases() if self.tiny else cases.decode_cases(False)
         return {c.name: partial(self.decode, c) for c in decodes if self.tiny or max(c.lengths) >= least}
 
@@ -58,24 +58,24 @@ class KernelTimes:
         """Makes what is timed, by name: for a quick run, and what goes beyond."""
         decodes = cases.tiny_decode_cases() if self.tiny else cases.decode_cases(True)
         prefills = [Prefill(2, 16, 16)] if self.tiny else cases.prefill_cases(True)
-        found: dict[str, Callable[[], None]] = {c.name: partial(self.decode, c) for c in decodes[:9]}
-        found["decode by torch SDPA"] = partial(self.decode_by_sdpa, *((2, 64) if self.tiny else (64, 4096)))
-        found |= {c.name: partial(self.prefill, c) for c in prefills}
-        found |= {f"write {kv}": partial(self.write, kv) for kv in ("auto", *KV_FORMATS)}
-        found |= {f"moves of pages of {size}": partial(self.moves, size) for size in ((16,) if self.tiny else (16, 1))}
-        found |= {c.name: partial(self.decode, c) for c in decodes[9:]}
+        steps: dict[str, Callable[[], None]] = {c.name: partial(self.decode, c) for c in decodes[:9]}
+        steps["decode by torch SDPA"] = partial(self.decode_by_sdpa, *((2, 64) if self.tiny else (64, 4096)))
+        steps |= {c.name: partial(self.prefill, c) for c in prefills}
+        steps |= {f"write {kv}": partial(self.write, kv) for kv in ("auto", *KV_FORMATS)}
+        steps |= {f"moves of pages of {size}": partial(self.moves, size) for size in ((16,) if self.tiny else (16, 1))}
+        steps |= {c.name: partial(self.decode, c) for c in decodes[9:]}
         if quick or self.tiny:
-            return found, {}
+            return steps, {}
         extreme: dict[str, Callable[[], None]] = {c.name: partial(self.prefill, c) for c in cases.prefill_cases(False)}
         extreme |= {c.name: partial(self.decode, c) for c in cases.decode_cases(False)}
-        return found, {name: run for name, run in extreme.items() if name not in found}
+        return steps, {name: run for name, run in extreme.items() if name not in steps}
 
     def plan(self) -> list[Planned]:
-        """Times in another process what goes beyond a quick run."""
+        """Lists the cases; those beyond a quick run get another process."""
         return [*(Planned(name, "main") for name in self._main), *(Planned(name, "extreme") for name in self._extreme)]
 
     def run(self, name: str, report: Report) -> None:
-        """One case."""
+        """Times one case."""
         self.report = report
         (self._main.get(name) or self._extreme[name])()
 
@@ -96,18 +96,18 @@ class KernelTimes:
         return measure(step, self.device, self.seconds, capture, flush)
 
     def row(self, name: str, timing: Timing, **values: Any) -> None:
-        """One timed case."""
+        """Adds a row of one timed case."""
         self.report.row(case=name, **timing.as_dict(), **values)
 
     def bandwidth(self, name: str, timing: Timing, moved: int, ceiling: str, **values: Any) -> None:
-        """A row in GB/s against ``ceiling``, a key of the facts."""
+        """Adds a row in GB/s against ``ceiling``, a key of the facts."""
         speed = moved / timing.median / 1e9
         top = self.ceilings.get(ceiling)
         values |= {"gb_per_s": speed, "ceiling_gb_per_s": top, "ratio": speed / top if top else None}
         self.row(name, timing, bytes=moved, ceiling=ceiling, **values)
 
     def decode(self, case: Decode) -> None:
-        """One layer's decode step."""
+        """Times one layer's decode step."""
         if not self.supports(case.name, case.kv):
             return
         t = cases.make_decode(case, self.heads, self.dtype, self.device)
@@ -130,7 +130,7 @@ class KernelTimes:
         self.bandwidth(name, timing, k.nbytes + v.nbytes, "read_gb_per_s")
 
     def prefill(self, case: Prefill) -> None:
-        """One layer's prefill, beside torch's own."""
+        """Times one layer's prefill, beside torch's own."""
         if not self.supports(case.name, case.kv):
             return
         total, length, heads = case.batch * case.new, case.context + case.new, self.heads
@@ -157,8 +157,11 @@ class KernelTimes:
         )  # fmt: skip
 
     def _torch_prefill(self, case: Prefill, q: torch.Tensor) -> dict[str, float]:
-        """Seconds of torch on the same tokens, KV contiguous, its heads repeated for varlen_attn, which knows no groups
-        in every version; the repetition is not timed. What this torch or device does not do is left out and said."""
+        """Times torch on the same tokens in contiguous KV [s].
+
+        Its heads are repeated for varlen_attn, which does not know groups in every version; the repetition is not
+        timed. A kernel that this torch or device lacks is skipped.
+        """
         heads, length = self.heads, case.context + case.new
         shape = (case.batch * length, heads.kv, heads.dim)
         k, v = (torch.randn(shape, dtype=self.dtype, device=self.device) for _ in "kv")
@@ -180,15 +183,15 @@ class KernelTimes:
             columns = [x.view(case.batch, length, heads.query, heads.dim).transpose(1, 2) for x in wide]
             return F.scaled_dot_product_attention(rows, *columns, is_causal=True)
 
-        found = {}
+        seconds = {}
         for name, step in (("varlen_attn", varlen), ("sdpa", sdpa)):
             if name == "sdpa" and case.context:
                 continue  # its causal mask begins at the first key
             try:
-                found[name] = self.timed(step).median
+                seconds[name] = self.timed(step).median
             except Exception as error:
                 self.report.skip(f"torch {name} beside {case.name}", str(error).splitlines()[0][:200])
-        return found
+        return seconds
 
     def write(self, kv: str) -> None:
         tokens, heads = (64 if self.tiny else 32768), self.heads
@@ -205,7 +208,7 @@ class KernelTimes:
         self.bandwidth(name, timing, moved, "copy_gb_per_s", bar=bench_bars.COPY_SHARE if kv == "auto" else None)
 
     def moves(self, page_size: int) -> None:
-        """Copies and swaps of pages that are scattered over the layers' tensors, in random order."""
+        """Times copies and swaps of pages that are scattered over the layers' tensors, in random order."""
         layers = 2 if self.tiny else LAYERS_MOVED
         heads = self.heads
         slot_bytes = layers * cases.row_bytes("auto", heads, self.dtype)

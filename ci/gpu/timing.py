@@ -44,7 +44,7 @@ class Timing:
 
 
 class Flush:
-    """A call fills the L2 with lines of a buffer, clean ones (``READING``) or dirty ones (``WRITING``)."""
+    """Fills the L2 with lines of a buffer, clean ones (``READING``) or dirty ones (``WRITING``)."""
 
     def __init__(self, how: str, device: str, size: int = FLUSH_BYTES):
         self._how = how
@@ -88,7 +88,7 @@ def _measure_cpu(step: Callable[[], object], seconds: float) -> Timing:
 
 
 def _captured(step: Callable[[], object]) -> torch.cuda.CUDAGraph | None:
-    """None where the step cannot be captured (it waits for the device, or copies from pageable memory)."""
+    """Captures the step; None where that fails (it waits for the device, or copies from pageable memory)."""
     graph = torch.cuda.CUDAGraph()
     before, side = torch.cuda.current_stream(), torch.cuda.Stream()
     side.wait_stream(before)

@@ -20,13 +20,13 @@ QUICK = ("--head-dim", "128", "--page-size", "16")
 
 
 def tune_command(folder: Path, quick: bool, seconds: float) -> list[str]:
-    """``kvbench dev tune`` for as long as ``seconds`` allow."""
+    """Builds the command ``kvbench dev tune`` for as long as ``seconds`` allow."""
     command = [sys.executable, "-m", "kvbench", "dev", "tune", "--output-dir", str(folder)]
     return [*command, "--max-minutes", f"{max(1.0, seconds - START_S) / 60:.3f}", *(QUICK if quick else ())]
 
 
 def summarise(report: PartReport, table: dict[str, Any]) -> None:
-    """Rows are the table's entries."""
+    """Adds the table's entries as rows."""
     rows = []
     for entry in table["entries"]:
         report.row(**entry)
@@ -43,7 +43,7 @@ def summarise(report: PartReport, table: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    """The part; 1 if tuning failed."""
+    """Runs the part; 1 if tuning failed."""
     args = part_parser(__doc__).parse_args()
     report = PartReport(args.out, args.seconds)
     if args.device == "cpu":

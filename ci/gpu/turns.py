@@ -1,4 +1,6 @@
-"""Runs parts whose engines stay alive in processes of their own and take turns, so that all meet the same machine.
+"""Runs parts whose engines stay alive in processes of their own and take turns.
+
+So all of them meet the same machine.
 
 ``peer-job``: kvbench and vLLM on nano-vllm's job. ``before-after``: two commits of the engine on that job, on steps
 that only decode, and on steps of 512 and 2,048 tokens. Every side computes a case once a turn; who begins changes from
@@ -184,7 +186,7 @@ def summarise(report: PartReport, names: list[str], shape: str) -> None:
 
 
 def main() -> int:
-    """The part; 1 if a side failed."""
+    """Runs the part; 1 if a side failed."""
     parser = part_parser(__doc__)
     parser.add_argument("--pair", choices=PAIRS, required=True, help="which engines")
     args, _ = parser.parse_known_args()

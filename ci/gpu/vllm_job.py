@@ -52,7 +52,7 @@ class VllmJob:
         self._llm: Any = None
 
     def plan(self) -> list[Planned]:
-        """Loading, and one run of the job."""
+        """Lists loading, and one run of the job."""
         return [Planned("load", seconds=LOAD_SECONDS), Planned("job", seconds=JOB_SECONDS)]
 
     def run(self, name: str, report: Report) -> None:

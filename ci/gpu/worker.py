@@ -1,4 +1,4 @@
-"""The child process of ``ci.gpu.isolated``: runs the cases of one module that its parent names, and tells what came.
+"""The child process of ``ci.gpu.isolated``: runs the cases that its parent names, and tells their results.
 
 Requests are lines of JSON on the standard input. Answers are lines on the standard output that begin with ``MARK``;
 whatever else the process prints goes to its standard error.

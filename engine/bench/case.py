@@ -1,4 +1,4 @@
-"""The case that every side is given."""
+"""The prompts that every side of ``kvbench dev bench-engine`` answers."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ Outputs = list[list[int]]  # output token ids by prompt
 
 
 @dataclass(frozen=True)
-class Case:
-    """Prompts (token ids) and how many tokens each is to give."""
+class PromptBatch:
+    """Prompts (token ids), and the number of output tokens of each."""
 
     prompts: tuple[tuple[int, ...], ...]
     output_tokens: int
@@ -28,18 +28,18 @@ class Case:
         return max(map(len, self.prompts)) + self.output_tokens
 
 
-def make_case(num_requests: int, output_tokens: int, vocab_size: int, seed: int) -> Case:
-    """``num_requests`` prompts of random tokens, their lengths drawn from ``PROMPT_TOKENS``."""
+def make_case(num_requests: int, output_tokens: int, vocab_size: int, seed: int) -> PromptBatch:
+    """Make ``num_requests`` prompts of random tokens, with lengths drawn from ``PROMPT_TOKENS``."""
     rng = random.Random(seed)
     lengths = [rng.choice(PROMPT_TOKENS) for _ in range(num_requests)]
-    return Case(tuple(tuple(rng.randrange(1, vocab_size) for _ in range(n)) for n in lengths), output_tokens)
+    return PromptBatch(tuple(tuple(rng.randrange(1, vocab_size) for _ in range(n)) for n in lengths), output_tokens)
 
 
-def speed_of(case: Case, outputs: Outputs, seconds: float) -> float:
+def speed_of(case: PromptBatch, outputs: Outputs, seconds: float) -> float:
     """Output tokens/s of a run.
 
     Raises:
-        ValueError: it gave another number of answers or of tokens than the case asks for.
+        ValueError: the number of answers or of their tokens is not what the case asks for.
     """
     wrong = [len(tokens) for tokens in outputs if len(tokens) != case.output_tokens]
     if wrong or len(outputs) != len(case.prompts):

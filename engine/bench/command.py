@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import transformers
 
-from engine.bench.case import PROMPT_TOKENS, Case, make_case
-from engine.bench.compare import Bar, Comparison, Turn, compare, parse_bars
+from engine.bench.case import PROMPT_TOKENS, PromptBatch, make_case
+from engine.bench.compare import SpeedBar, SpeedComparison, Turn, compare, parse_bars
 from engine.bench.sides import HF_SIDES, OURS, measure, save_model
 from engine.bench.turns import run_apart
 from engine.bench.vllm_peer import VLLM_SIDES, VllmPeer, speed_settings, vllm_version
@@ -119,11 +119,11 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
 def turns_of(
     sides: Sequence[str],
     config: EngineConfig,
-    case: Case,
+    case: PromptBatch,
     vllm_python: str | None = None,
     record: dict[str, Any] | None = None,
 ) -> Iterator[dict[str, Turn]]:
-    """A turn for each side. While it is open, a scratch folder holds what vLLM reads.
+    """A turn for each side. While the context is open, a scratch folder holds what vLLM reads.
 
     ``record`` gets ``vllm_environment``, the settings that vLLM runs under, if it takes part.
     """
@@ -150,8 +150,8 @@ def turns_of(
         yield turns
 
 
-def verdict(comparison: Comparison, bars: Sequence[Bar], machine: Mapping[str, Any]) -> int:
-    """Print whether the bars are reached; the exit code. ``machine``: see ``watch`` of ``main``."""
+def verdict(comparison: SpeedComparison, bars: Sequence[SpeedBar], machine: Mapping[str, Any]) -> int:
+    """Print whether the bars are reached; return the exit code. ``machine``: see ``watch`` of ``main``."""
     if wrong := comparison.other_work():
         print(f"not a comparison of equal work: {', '.join(wrong)} gave other tokens than {OURS}")
         return 4

@@ -20,8 +20,8 @@ Report = Callable[[str, int, float], None]  # side, repeat from 0, output tokens
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """What was measured, by side. ``ratio``: kvbench's speed over the side's, repeat by repeat.
+class SpeedComparison:
+    """The measured speeds by side. ``ratio``: kvbench's speed over the side's, repeat by repeat.
 
     ``same_tokens``: share of requests whose tokens equal kvbench's, lowest of the repeats. ``compared_tokens``: how
     many of each request's first tokens count there; None: all.
@@ -33,7 +33,7 @@ class Comparison:
     compared_tokens: int | None = None
 
     def lines(self) -> list[str]:
-        """One a side."""
+        """Write one line a side."""
         lines = []
         for side, speeds in self.output_tokens_per_s.items():
             line = f"{side:18} median {statistics.median(speeds):8.1f} output tokens/s"
@@ -53,24 +53,24 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class Bar:
+class SpeedBar:
     """kvbench's median ratio to ``side`` is to be at least ``ratio``."""
 
     side: str
     ratio: float
 
-    def judge(self, comparison: Comparison) -> tuple[bool, str]:
-        """Whether it is reached, and the line that says so."""
+    def judge(self, comparison: SpeedComparison) -> tuple[bool, str]:
+        """Tell whether the ratio is reached, with the line that says so."""
         reached = statistics.median(comparison.ratio[self.side])
         met = reached >= self.ratio
         return met, f"bar {self.ratio:.2f}x {self.side}: {reached:.2f}x, {'reached' if met else 'MISSED'}"
 
 
-def parse_bars(texts: Sequence[str], sides: Sequence[str]) -> list[Bar]:
-    """From texts such as ``hf-continuous=5``.
+def parse_bars(texts: Sequence[str], sides: Sequence[str]) -> list[SpeedBar]:
+    """Parse texts such as ``hf-continuous=5``.
 
     Raises:
-        ValueError: not of that form, or of a side that does not run.
+        ValueError: a text has another form, or names a side that does not run.
     """
     bars = []
     for text in texts:
@@ -88,12 +88,12 @@ def parse_bars(texts: Sequence[str], sides: Sequence[str]) -> list[Bar]:
                 f"--require {text!r} compares {OURS} with {side}, and the sides that run are {', '.join(sides)}: "
                 "name two of them"
             )
-        bars.append(Bar(side, ratio))
+        bars.append(SpeedBar(side, ratio))
     return bars
 
 
-def compare(turns: Mapping[str, Turn], repeats: int, report: Report, half_precision: bool = False) -> Comparison:
-    """Every side once a repeat, in an order drawn anew each time.
+def compare(turns: Mapping[str, Turn], repeats: int, report: Report, half_precision: bool = False) -> SpeedComparison:
+    """Measure every side once a repeat, in an order drawn anew each time.
 
     ``half_precision``: only the first ``HALF_TOKENS`` of each request are compared.
 
@@ -115,7 +115,7 @@ def compare(turns: Mapping[str, Turn], repeats: int, report: Report, half_precis
         for side in same:
             same[side] = min(same[side], _agreement(outputs[OURS], outputs[side], compared))
     ratios = {side: [a / b for a, b in zip(speeds[OURS], speeds[side], strict=True)] for side in same}
-    return Comparison(speeds, ratios, same, compared)
+    return SpeedComparison(speeds, ratios, same, compared)
 
 
 def _agreement(ours: Outputs, theirs: Outputs, count: int | None) -> float:

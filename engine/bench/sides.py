@@ -9,7 +9,7 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from engine.async_engine import EngineThread
-from engine.bench.case import Case, Outputs, speed_of
+from engine.bench.case import Outputs, PromptBatch, speed_of
 from engine.build import assemble_engine
 from engine.config import EngineConfig
 from engine.engine import Engine
@@ -20,8 +20,8 @@ OURS = "kvbench"
 HF_SIDES = ("hf-continuous", "hf-continuous-best", "hf-static")
 
 
-def run_engine(engine: Engine, case: Case) -> Outputs:
-    """The built-in engine, all requests there at the start."""
+def run_engine(engine: Engine, case: PromptBatch) -> Outputs:
+    """Run the built-in engine, with all requests there at the start."""
     params = SamplingParams(max_tokens=case.output_tokens, temperature=0.0, ignore_eos=True)
     outputs: Outputs = [[] for _ in case.prompts]
     for index, prompt in enumerate(case.prompts):
@@ -32,15 +32,15 @@ def run_engine(engine: Engine, case: Case) -> Outputs:
     return outputs
 
 
-def _generation_config(case: Case) -> GenerationConfig:
+def _generation_config(case: PromptBatch) -> GenerationConfig:
     return GenerationConfig(max_new_tokens=case.output_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
 
 
-def run_hf_continuous(loaded: LoadedModel, case: Case, best: bool) -> Outputs:
-    """transformers' own continuous batching with SDPA, its pool sized so that nothing waits.
+def run_hf_continuous(loaded: LoadedModel, case: PromptBatch, best: bool) -> Outputs:
+    """Run transformers' own continuous batching with SDPA, its pool sized so that nothing waits.
 
-    As its documentation shows it, ``generate_batch`` on a loaded model; or ``best``: with a manager that persists, so
-    that cache and thread are made by the first, unmeasured run, as ours are.
+    ``generate_batch`` on a loaded model, as its documentation shows it. ``best``: with a manager that persists, so that
+    the first, unmeasured run makes cache and thread, as ours does.
     """
     tokens = sum(len(p) + case.output_tokens for p in case.prompts)
     batching = ContinuousBatchingConfig(page_size=32, num_blocks=tokens // 32 + 2 * len(case.prompts))
@@ -55,8 +55,8 @@ def run_hf_continuous(loaded: LoadedModel, case: Case, best: bool) -> Outputs:
 
 
 @torch.inference_mode()
-def run_hf_static(loaded: LoadedModel, case: Case) -> Outputs:
-    """One left-padded ``generate`` of all prompts."""
+def run_hf_static(loaded: LoadedModel, case: PromptBatch) -> Outputs:
+    """Run one left-padded ``generate`` of all prompts."""
     longest = max(map(len, case.prompts))
     ids = torch.tensor([[0] * (longest - len(p)) + list(p) for p in case.prompts])
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in case.prompts])
@@ -65,7 +65,7 @@ def run_hf_static(loaded: LoadedModel, case: Case) -> Outputs:
     return output[:, longest:].tolist()
 
 
-def _load_for(side: str, config: EngineConfig) -> Callable[[Case], Outputs]:
+def _load_for(side: str, config: EngineConfig) -> Callable[[PromptBatch], Outputs]:
     """The side's runner, its model loaded."""
     loaded = load_model(config)
     if side == OURS:
@@ -77,7 +77,7 @@ def _load_for(side: str, config: EngineConfig) -> Callable[[Case], Outputs]:
     return lambda case: run_hf_continuous(loaded, case, best=side == "hf-continuous-best")
 
 
-def measure(side: str, config: EngineConfig, case: Case) -> tuple[float, Outputs]:
+def measure(side: str, config: EngineConfig, case: PromptBatch) -> tuple[float, Outputs]:
     """Output tokens/s and the tokens of one measured run after an unmeasured one of the same case.
 
     Raises:

@@ -20,10 +20,10 @@ _LAST_LINES = 3  # of the output of a process that failed
 
 
 def run_apart(function: Callable[..., Any], *args: Any, limit_s: float = TURN_LIMIT_S) -> Any:
-    """``function(*args)`` in a fresh Python process with this one's number of torch threads.
+    """Call ``function(*args)`` in a fresh Python process with this one's number of torch threads.
 
     Raises:
-        ValueError: it raised, died, or was not done after ``limit_s`` seconds.
+        ValueError: the process raised, died, or was not done after ``limit_s`` seconds.
     """
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
@@ -56,10 +56,10 @@ def _worker(function: Callable[..., Any], args: Sequence[Any], threads: int, con
 
 
 def run_command(command: Sequence[str], environment: Mapping[str, str], log: Path, limit_s: float) -> None:
-    """Run ``command`` as the leader of a process group of its own, all of which ends with it; output goes to ``log``.
+    """Run ``command`` in a process group of its own, all of which ends with it. Its output goes to ``log``.
 
     Raises:
-        ValueError: it could not be started, failed, or was not done after ``limit_s`` seconds.
+        ValueError: the command could not be started, failed, or was not done after ``limit_s`` seconds.
     """
     with log.open("w", encoding="utf-8") as file:
         try:
@@ -76,12 +76,12 @@ def run_command(command: Sequence[str], environment: Mapping[str, str], log: Pat
         finally:
             _end_group(process)
     if code:
-        said = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
-        raise ValueError(f"exit code {code}: " + " | ".join([line for line in said if line][-_LAST_LINES:]))
+        lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
+        raise ValueError(f"exit code {code}: " + " | ".join([line for line in lines if line][-_LAST_LINES:]))
 
 
 def _end_group(process: subprocess.Popen) -> None:
-    """The leader may have ended and left others of its group behind."""
+    """Kill the process group, whose leader may have ended before the others."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

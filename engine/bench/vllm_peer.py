@@ -1,6 +1,6 @@
-"""vLLM as a side: its CPU backend in an environment of its own, which has its own torch and none of our packages.
+"""vLLM's CPU backend as a side, in an environment with its own torch and none of our packages.
 
-What it is given, so that it runs at its best for this case: all cores for its OpenMP threads (0.32 leaves them free in
+So that it runs at its best for this case it gets all cores for its OpenMP threads (0.32 leaves them free in
 the calling process; a version that binds them there would keep one core for its scheduler), the OpenMP runtime and
 allocator that its documentation asks for where they are found, no tokenizer, no prefix cache (the prompts share
 nothing), its own batch limit, and its engine in the calling process. ``vllm`` is its default, compiled by torch;
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.bench.case import Case, Outputs, speed_of
+from engine.bench.case import Outputs, PromptBatch, speed_of
 from engine.bench.turns import TURN_LIMIT_S, run_command
 
 VLLM_SIDES = ("vllm", "vllm-eager")
@@ -44,7 +44,7 @@ class VllmPeer:
     threads: int
     limit_s: float = TURN_LIMIT_S
 
-    def measure(self, side: str, case: Case) -> tuple[float, Outputs]:
+    def measure(self, side: str, case: PromptBatch) -> tuple[float, Outputs]:
         """One turn: output tokens/s and tokens. ``side`` is one of ``VLLM_SIDES``.
 
         Raises:
@@ -60,8 +60,8 @@ class VllmPeer:
         measured = json.loads(result.read_text(encoding="utf-8"))
         return speed_of(case, measured["outputs"], measured["seconds"]), measured["outputs"]
 
-    def job(self, side: str, case: Case) -> dict[str, Any]:
-        """What ``vllm_turn.py`` reads."""
+    def job(self, side: str, case: PromptBatch) -> dict[str, Any]:
+        """The job that ``vllm_turn.py`` reads."""
         llm = {
             "model": str(self.model),
             "skip_tokenizer_init": True,
@@ -75,7 +75,7 @@ class VllmPeer:
         return {"llm": llm, "prompts": case.prompts, "output_tokens": case.output_tokens}
 
     def environment(self, given: Mapping[str, str]) -> dict[str, str]:
-        """``given`` and what it leaves open; threads and memory are the comparison's, whatever ``given`` says.
+        """The variables of ``given`` and the missing ones; threads and memory are always the comparison's.
 
         An exported OMP_NUM_THREADS=1 would reach only vLLM, since the other sides set their threads themselves.
         Compiled code is kept for the next turn, in the scratch folder.
@@ -120,8 +120,8 @@ def vllm_version(python: str) -> str | None:
 
 def preloaded(prefix: Path, system: Path = Path("/usr/lib")) -> list[Path]:
     """The libraries that vLLM recommends and that exist in its environment ``prefix`` or the system."""
-    found = []
+    libraries = []
     for pattern in _PRELOADED:
         places = [*sorted((prefix / "lib").glob(pattern)), *sorted(system.glob(f"*/{pattern}"))]
-        found += places[:1]
-    return found
+        libraries += places[:1]
+    return libraries

@@ -1,4 +1,4 @@
-"""Computes a step plan as one packed forward pass of the model. Decides nothing."""
+"""Computes a step plan as one packed forward pass of the model; the plan is the scheduler's."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class _Launched:
     def tokens(self) -> list[Drawn | None]:
         """Wait until the step is computed (on CUDA that time counts as "execute"), even if it draws nothing.
 
-        Else all chunks of a long prompt would be queued at once, and the next request would wait behind all of them.
+        Without the wait all chunks of a long prompt would be queued at once, ahead of the next request.
         """
         result: list[Drawn | None] = [None] * self._num_items
         started = time.perf_counter()

@@ -13,10 +13,10 @@ from engine.model.attention import AttentionHost, StepTensors, install
 
 
 class ModelForward:
-    """``(ids [T], positions [T], step, last_tokens [N])`` -> logits ``[N, vocab]`` of those of the T tokens.
+    """Computes ``(ids [T], positions [T], step, last_tokens [N])`` -> logits ``[N, vocab]`` of the last tokens.
 
     Several may share a model, each with its own KV cache: every call first routes the model's attention to its
-    ``host``. ``compiler``: returns what is called instead of the model.
+    ``host``. ``compiler``: makes of the model what is called in its place.
     """
 
     def __init__(
@@ -49,18 +49,18 @@ class ModelForward:
 
     @property
     def replays_graphs(self) -> bool:
-        """Whether any steps are replayed."""
+        """Tests whether any steps are replayed."""
         return self._graphs is not None
 
     @property
     def graph_sizes(self) -> GraphSizes | None:
-        """Which steps are replayed; None: none is."""
+        """The sizes of the captured graphs; None where no step is replayed."""
         return None if self._graphs is None else self._graphs.sizes
 
     def __call__(
         self, ids: torch.Tensor, positions: torch.Tensor, step: StepTensors, last_tokens: torch.Tensor
     ) -> torch.Tensor:
-        """Does not wait for the device. Logits of a replayed graph are valid until the next call."""
+        """Compute the logits; does not wait for the device. A replayed graph's are valid until the next call."""
         if self._graphs is not None:
             logits = self._graphs.run(ids, positions, step, last_tokens)
             if logits is not None:

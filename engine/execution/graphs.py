@@ -50,20 +50,24 @@ _log = logging.getLogger(__name__)
 
 
 def decode_sizes(max_num_seqs: int) -> list[int]:
-    """The batch sizes that are captured: 1, 2, 4, then steps of 8 to 64, of 16 to 256, of 32 to ``LARGEST_BATCH``.
+    """The batch sizes that are captured, the last one ``max_num_seqs`` or ``LARGEST_BATCH``.
+
+    1, 2, 4, then in steps of 8 up to 64, of 16 up to 256, of 32 up to ``LARGEST_BATCH``.
 
     Padding is less than half of a small batch, whose time is reading the weights, and less than a fifth of one beyond
-    64. The last size is ``max_num_seqs``, ``LARGEST_BATCH`` at most.
+    64.
     """
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, LARGEST_BATCH + 1, 32)]
     return _up_to(min(max_num_seqs, LARGEST_BATCH), sizes)
 
 
 def mixed_sizes(max_num_batched_tokens: int) -> list[int]:
-    """The numbers of tokens that are captured: 16 and 32, then steps of 32 to 128, of 64 to 512, of 128 beyond.
+    """The numbers of tokens that are captured, the last ``max_num_batched_tokens`` or ``LARGEST_MIXED``.
+
+    16 and 32, then in steps of 32 up to 128, of 64 up to 512, of 128 beyond.
 
     Products of matrices are computed in tiles of up to 128 rows, so that padding to a whole tile costs little where
-    they are the most of a step. The last size is ``max_num_batched_tokens``, ``LARGEST_MIXED`` at most.
+    they are the most of a step.
     """
     sizes = [16, *range(32, 128, 32), *range(128, 512, 64), *range(512, LARGEST_MIXED + 1, 128)]
     return _up_to(min(max_num_batched_tokens, LARGEST_MIXED), sizes)
@@ -82,8 +86,10 @@ class Fit(NamedTuple):
 
 @dataclass(frozen=True)
 class GraphSizes:
-    """What is captured. ``decodes``: numbers of sequences, ``mixed``: of tokens; ``prefills``: most chunks in a mixed
-    step."""
+    """The sizes that are captured.
+
+    ``decodes``: numbers of sequences. ``mixed``: numbers of tokens. ``prefills``: the most chunks in a mixed step.
+    """
 
     decodes: tuple[int, ...]
     mixed: tuple[int, ...]
@@ -91,7 +97,7 @@ class GraphSizes:
 
     @classmethod
     def of(cls, max_num_seqs: int, max_num_batched_tokens: int) -> GraphSizes:
-        """For an engine of these settings."""
+        """Make the sizes for an engine of these settings."""
         mixed = tuple(mixed_sizes(max_num_batched_tokens))
         return cls(tuple(decode_sizes(max_num_seqs)), mixed, min(max_num_seqs, MOST_PREFILLS))
 
@@ -105,8 +111,10 @@ class GraphSizes:
         return self.decodes[-1]
 
     def fit(self, decodes: int, prefills: int, tokens: int) -> Fit | None:
-        """The smallest graph for a step of ``decodes`` single tokens and ``prefills`` longer chunks, ``tokens`` in all;
-        None where there is none."""
+        """The smallest graph that holds a step; None where there is none.
+
+        ``decodes``: single tokens. ``prefills``: longer chunks. ``tokens``: of both together.
+        """
         if decodes + prefills > self.rows:
             return None
         if not prefills:
@@ -193,8 +201,8 @@ class StepGraphs:
                     ) from error
                 kind = "steps with prompts run" if fit.mixed else "decode runs"
                 _log.warning("%s without CUDA graphs: the %s cannot be captured (%s)", kind, step, reason)
-                for each in fits:
-                    self._replays.pop(each, None)
+                for captured in fits:
+                    self._replays.pop(captured, None)
                 return False
         return True
 
@@ -262,7 +270,7 @@ class StepGraphs:
         return self._logits[last_tokens]  # a prompt's chunk may be a single token that draws nothing
 
     def _fill_prefills(self, step: StepTensors, padded: int) -> None:
-        """Sequence 0 has the decodes' rows, and the one behind the chunks has the padding."""
+        """Fill the prefill tensors: sequence 0 has the decodes' rows, the one behind the chunks the padding."""
         static, count = self._step, len(step.prefill_seq_lens)
         _fill(static.prefill_seq_lens[1:], step.prefill_seq_lens, 0)
         _copy_tables(static.prefill_page_starts[1:], step.prefill_page_starts)
@@ -271,21 +279,23 @@ class StepGraphs:
 
 
 def _fill(buffer: torch.Tensor, values: torch.Tensor, rest: int) -> None:
-    """``values`` in the first elements of ``buffer``, and ``rest`` in the others."""
+    """Write ``values`` to the first elements of ``buffer``, and ``rest`` to the others."""
     buffer[: len(values)].copy_(values, non_blocking=True)
     if len(values) < len(buffer):
         buffer[len(values) :].fill_(rest)
 
 
 def _copy_tables(buffer: torch.Tensor, page_starts: torch.Tensor) -> None:
-    """``page_starts`` in the top left corner of ``buffer``."""
+    """Write ``page_starts`` to the top left corner of ``buffer``."""
     rows, pages = page_starts.shape
     buffer[:rows, :pages].copy_(page_starts, non_blocking=True)
 
 
 def cuda_capture() -> Capture:
-    """Captures with torch.cuda.CUDAGraph. All captures of one call share a memory pool, and a stream, because the
-    libraries allocate tens of MB for each stream."""
+    """Makes a function that captures with torch.cuda.CUDAGraph.
+
+    All its captures share a memory pool, and a stream, because the libraries allocate tens of MB for each stream.
+    """
     pool = torch.cuda.graph_pool_handle()
     aside = torch.cuda.Stream()
 

@@ -22,22 +22,22 @@ _BLOCK_ELEMENTS = 2**15  # logits drawn from at once: torch gives so few to one 
 
 
 def row_keys(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """One key for each draw, ``[M]`` int64: of its seed (``[M]`` uint64) and its position in the sequence (``[M]``)."""
+    """One key for each draw, ``[M]`` int64, from ``seeds [M]`` uint64 and ``positions [M]`` in the sequence."""
     weyl = np.uint64(_WEYL)
     return _mix64(_mix64(seeds + weyl) + positions.astype(np.uint64) * weyl).view(np.int64)
 
 
 def _mix64(x: np.ndarray) -> np.ndarray:
-    """SplitMix64's output function, a bijection on uint64 whose every output bit hangs on every input bit."""
+    """SplitMix64's output function, a bijection on uint64 whose every output bit depends on every input bit."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(_MIX[0])
     x = (x ^ (x >> np.uint64(27))) * np.uint64(_MIX[1])
     return x ^ (x >> np.uint64(31))
 
 
 def random_bits(keys: torch.Tensor, vocab: int, token_ids: torch.Tensor | None = None) -> torch.Tensor:
-    """63 random bits for each token id, ``[M, vocab]`` int64 in [0, 2^63), from ``keys [M]`` int64.
+    """Make 63 random bits for each token id, ``[M, vocab]`` int64 in [0, 2^63), from ``keys [M]`` int64.
 
-    ``token_ids [vocab]`` int64: of these tokens, else of 0 to vocab - 1. A Weyl sequence over the token ids that starts
+    ``token_ids [vocab]`` int64: the tokens, else 0 to vocab - 1. A Weyl sequence over the token ids that starts
     at the key, through SplitMix64's output function. torch's right shift copies the sign bit, which makes
     ``x ^ x >> s`` map x and ~x to one and the same non-negative number: two of 2^64 states meet, the bits stay uniform,
     and no shift needs a mask.
@@ -53,9 +53,9 @@ def random_bits(keys: torch.Tensor, vocab: int, token_ids: torch.Tensor | None =
 
 
 def add_gumbel_(scores: torch.Tensor, keys: torch.Tensor, token_ids: torch.Tensor | None = None) -> torch.Tensor:
-    """``scores [M, vocab]`` float32 plus standard Gumbel noise, in place; ``keys [M]`` int64. -inf stays -inf.
+    """Add standard Gumbel noise to ``scores [M, vocab]`` float32 in place; ``keys [M]`` int64. -inf stays -inf.
 
-    ``token_ids [vocab]`` int64: whose scores they are, else of 0 to vocab - 1.
+    ``token_ids [vocab]`` int64: the tokens of the scores, else 0 to vocab - 1.
 
     ``G = -log(E)`` with ``E = -log(1 - U)``, a standard exponential: small E decide, and there a float32 U has all its
     digits, so that no two tokens of a large vocabulary tie and no tail is cut off before 2^-63.

@@ -17,7 +17,7 @@ _WORD = 2**64 - 1
 
 
 def mixed(*parts: int) -> int:
-    """A 64-bit hash of whole numbers: splitmix64's finaliser (Steele et al. 2014) over one after another."""
+    """Hash whole numbers to 64 bits: splitmix64's finaliser (Steele et al. 2014) over one after another."""
     state = 0x9E3779B97F4A7C15
     for part in parts:
         state = ((state ^ part) + 0x9E3779B97F4A7C15) & _WORD
@@ -28,12 +28,14 @@ def mixed(*parts: int) -> int:
 
 
 def name_number(name: str) -> int:
-    """A hash of a name that is the same in every process, unlike ``hash``."""
+    """Hash a name; the same in every process, unlike ``hash``."""
     return zlib.crc32(name.encode())
 
 
 class ReplayExecutor:
-    """Token ids run from 0 to ``vocab_size`` - 1; the first ``num_eos`` of them end a sequence that does not ignore it.
+    """An executor whose tokens are hashes, from 0 to ``vocab_size`` - 1.
+
+    The first ``num_eos`` ids end a sequence that does not ignore EOS.
 
     ``on_launch``, if set, is called with each plan before it is committed, when a step holds most memory.
     """
@@ -62,7 +64,9 @@ class ReplayExecutor:
         return bits % self.model_info.vocab_size
 
     def _continuations(self, seq: Sequence) -> Drawn:
-        """A beam's best, best first; their scores depend on its last token, so that beams are dropped and forked."""
+        """A beam's best continuations, best first. Their scores depend on its last token, so that beams are dropped and
+        forked.
+        """
         vocab = self.model_info.vocab_size
         bits = mixed(self.seed, name_number(seq.request_id), seq.token_ids[-1], len(seq.token_ids))
         count = min(seq.num_candidates, vocab)

@@ -1,4 +1,4 @@
-"""From logits to the next tokens: all rows at once on the device, read once.
+"""Draws the next tokens from logits: all rows at once on the device, read once.
 
     logits [N, vocab] -> argmax, and whether it is finite              every row
                       -> temperature, Gumbel-max, top-k, top-p         the draws of rows that sample
@@ -45,8 +45,11 @@ class Sampled:
         self._host = parts
 
     def read(self) -> list[Drawn]:
-        """One ``Drawn`` a row, in the order of the sequences; without tokens for a row that nothing can be drawn from:
-        logits with NaN or infinity among them, or all of them -inf."""
+        """One ``Drawn`` a row, in the order of the sequences.
+
+        Without tokens for a row that nothing can be drawn from: its logits hold NaN or infinity, or all of them are
+        -inf.
+        """
         if self._event is not None:
             self._event.synchronize()
         largest, *parts = self._host
@@ -76,7 +79,7 @@ class Sampled:
 
 @dataclass(frozen=True)
 class _Extras:
-    """``drawn [M]`` int64 all draws, ``logprobs [L]`` of those of silent rows, and each beam width's candidates."""
+    """All draws ``drawn [M]`` int64, ``logprobs [L]`` of silent rows' draws, and each beam width's candidates."""
 
     drawn: torch.Tensor
     logprobs: torch.Tensor
@@ -84,7 +87,7 @@ class _Extras:
 
 
 class _Wanted:
-    """What each row needs: ``counts [N]`` draws, their log probabilities where ``silent [N]``, or candidates.
+    """The draws that each row needs: ``counts [N]``, log probabilities where ``silent [N]``, or candidates.
 
     ``beams``: number of candidates -> rows. ``simple``: one token a row and nothing else.
     """
@@ -100,8 +103,9 @@ class _Wanted:
 
 
 def sample(logits: torch.Tensor, sequences: list[Sequence], engine_seed: int) -> Sampled:
-    """Draw for each sequence from its row of ``logits [N, vocab]``: a token, one for each of its forks, or a beam's
-    best continuations.
+    """Draw for each sequence from its row of ``logits [N, vocab]``.
+
+    A row gives a token, one for each of its forks, or a beam's best continuations.
 
     The random numbers of a row depend only on its request's seed, the sequence's index in the request and the position
     (engine/execution/gumbel.py), so a request draws the same tokens in any batch, preempted or not, and a fork the same
@@ -156,7 +160,7 @@ class _Draws:
     def of(
         cls, sequences: list[Sequence], draw_rows: np.ndarray, positions: np.ndarray, engine_seed: int, vocab: int
     ) -> _Draws:
-        """``draw_rows [M]``: the row of each draw, those of one row (its siblings) side by side."""
+        """Collect the draws. ``draw_rows [M]``: the row of each draw, those of one row (its siblings) side by side."""
         picked, seeds, settings = [], [], []
         before, sibling = -1, 0
         for at, row in enumerate(draw_rows.tolist()):
@@ -191,7 +195,7 @@ class _Draws:
 
 
 def _upload(device: torch.device, *columns: np.ndarray) -> list[torch.Tensor]:
-    """int64 or float32 columns of any length as tensors on ``device``, in one copy from pinned memory."""
+    """Upload int64 or float32 columns of any length to ``device``, in one copy from pinned memory."""
     words = [column if column.dtype == np.int64 else _as_words(column) for column in columns]
     packed = torch.from_numpy(np.concatenate(words))
     if device.type == "cuda":
@@ -209,7 +213,7 @@ def _as_words(column: np.ndarray) -> np.ndarray:
 
 
 def _seed_of(seq: Sequence, index: int, engine_seed: int) -> int:
-    """The request's own seed plus the sibling's index, else one of the engine's seed and both names; 64 bits."""
+    """The request's own seed plus the sibling's index, else a hash of the engine's seed and both names; 64 bits."""
     if seq.request.params.seed is not None:
         return (seq.request.params.seed + index) & (2**64 - 1)
     return _named_seed(engine_seed, seq.request_id, index)

@@ -1,4 +1,4 @@
-"""An executor that computes nothing and takes the time that a cost model says, on a clock that only it moves.
+"""An executor without tensors that moves a virtual clock by the times of a cost model.
 
 Scheduler, pool, prefix cache and swap are the engine's own. Its tokens depend on the token before alone, so equal
 prompts get equal answers, as greedy ones do. No torch.
@@ -27,9 +27,9 @@ class VirtualClock:
 
 
 class StepWork(NamedTuple):
-    """What one step computes and moves.
+    """The work of one step, computed and moved.
 
-    prefills: of each chunk of a prompt its tokens, and the tokens before it whose KV it reads
+    prefills: for each chunk of a prompt its tokens, and the tokens before it whose KV it reads
     decodes: sequences that compute one token
     decode_context: tokens whose KV they read, summed over them; longest_decode: of the longest of them
     drawn: sequences that draw a token

@@ -49,8 +49,11 @@ class InputBuffers:
         self._sides = [_HostSide(self._on_gpu), _HostSide(self._on_gpu)]
 
     def make(self, items: list[Scheduled], page_table: np.ndarray, drawn_at: Mapping[Sequence, int]) -> StepInputs:
-        """``items``: single tokens first. ``page_table [rows, pages]``: first slots, int64. ``drawn_at``: index
-        among the previous launch's tokens of each sequence with a pending one."""
+        """Make the inputs of a step.
+
+        ``items``: single tokens first. ``page_table [rows, pages]``: first slots, int64. ``drawn_at``: for each
+        sequence with a pending token, its index among the previous launch's tokens.
+        """
         counts = _column([count for _, count in items])
         rows = _column([seq.row for seq, _ in items])
         starts = _column([seq.num_computed for seq, _ in items])
@@ -123,7 +126,7 @@ class _HostSide:
         self.array = self._tensor.numpy()
 
     def take(self, size: int) -> torch.Tensor:
-        """``[size]`` to write to. Waits for the last copy from it, which was two steps ago."""
+        """A view ``[size]`` to write to. Waits for the last copy from it, which was two steps ago."""
         if self._copied is not None:
             self._copied.synchronize()
         if size > len(self.array):
@@ -131,7 +134,7 @@ class _HostSide:
         return self._tensor[:size]
 
     def sent(self) -> None:
-        """The copy to the device is queued."""
+        """Note that the copy to the device is queued."""
         self._copied.record()
 
 

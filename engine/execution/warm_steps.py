@@ -16,7 +16,7 @@ Forward = Callable[[torch.Tensor, torch.Tensor, StepTensors, torch.Tensor], torc
 
 
 def padding_steps(pages: int, max_model_len: int, device: torch.device) -> Iterator[StepTensors]:
-    """Decode, short and long chunks, each once with too few tokens to split their keys and once with the most.
+    """Make steps of decode, short and long chunks, once with few keys (no split) and once with the most.
 
     One sequence of length 0 on slots -1: no KV is read or written. Kernels are chosen by the bounds alone.
     ``pages``: columns of the page table.

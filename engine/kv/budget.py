@@ -32,7 +32,7 @@ class LayerKV:
 
 @dataclass(frozen=True)
 class KVShape:
-    """What one token's KV is made of. ``dtype_bytes`` of the model's own dtype."""
+    """The layers of one token's KV. ``dtype_bytes``: of the model's own dtype."""
 
     layers: tuple[LayerKV, ...]
     dtype_bytes: int
@@ -119,9 +119,9 @@ def capacity_of(config: EngineConfig, shape: KVShape, budget_bytes: int) -> KVCa
 def settle_length(
     config: EngineConfig, model_max_len: int | None, shape: KVShape, budget_bytes: int, *, may_lower: bool
 ) -> EngineConfig:
-    """``config`` with max_model_len settled: as given, else the model's own limit.
+    """Settle max_model_len of ``config``: as given, else the model's own limit.
 
-    ``may_lower``: one that is not given is at most what the budget holds of one sequence. Raises ValueError as
+    ``may_lower``: lower one that is not given to what the budget holds of one sequence. Raises ValueError as
     ``EngineConfig.check_against_model``; a budget that is too small for any sequence is refused by ``capacity_of``.
     """
     if may_lower and config.max_model_len is None and model_max_len is not None:
@@ -140,7 +140,7 @@ def least_budget(config: EngineConfig, shape: KVShape) -> int:
 
 
 def _advice(config: EngineConfig, shape: KVShape, budget_bytes: int) -> str:
-    """What to do about a budget that does not hold one sequence of ``config.max_model_len``."""
+    """Advice for a budget that does not hold one sequence of ``config.max_model_len``."""
     least = least_budget(config, shape)
     if budget_bytes < least:
         return f"raise kv_budget; below {least} ({format_bytes(least)}) it holds no sequence at all"

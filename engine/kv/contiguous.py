@@ -1,7 +1,7 @@
 """The baseline without paging: one reservation per sequence, from its first token to its end. No torch.
 
 Slots reserved (Kwon et al. 2023, section 6.1, after Orca), ``max_model_len`` at most:
-    max      max_model_len: nothing is known of the output.
+    max      max_model_len: the output's length is unknown.
     pow2     prompt + the next power of two of the output: the output is over-reserved by at most 2x.
     oracle   prompt + output, exactly: the infeasible best case.
 The output's length is taken to be ``max_tokens``, which is exact for requests that ignore EOS, as the load
@@ -31,7 +31,7 @@ class Slab:
         self._sizes: list[int] = [size]
 
     def copy(self) -> Slab:
-        """A copy to try something on."""
+        """A copy, for a trial that leaves this slab as it is."""
         other = Slab(self.size)
         other.free, other._bases, other._sizes = self.free, self._bases.copy(), self._sizes.copy()
         return other
@@ -215,7 +215,7 @@ class ContiguousKVManager(KVManager):
         self._return_row(seq)
 
     def reset_prefix_cache(self) -> bool:
-        """There is no cache; False while a sequence owns a reservation, as in the paged layout."""
+        """Do nothing: there is no cache. False while a sequence owns a reservation, as in the paged layout."""
         return not self._sizes
 
     def stats(self) -> KVStats:

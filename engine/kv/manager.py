@@ -30,7 +30,7 @@ pieces smaller than the waiting reservation (external fragmentation, contiguous 
 
 
 class MoveKind(enum.Enum):
-    """Within the device, from device to host, or back."""
+    """The way of a move: within the device, from device to host, or back."""
 
     COPY = "copy"
     SWAP_OUT = "swap_out"
@@ -48,7 +48,7 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True)
 class KVStats:
-    """How the KV memory is used. In the contiguous layout a "page" is one reservation."""
+    """The use of the KV memory. In the contiguous layout a "page" is one reservation."""
 
     pages_total: int  # contiguous: reservations of max_model_len that the slab would hold
     pages_free: int  # hold nothing; without the cached pages
@@ -122,11 +122,11 @@ class KVManager(ABC):
 
     @abstractmethod
     def fits(self, num_prompt: int, num_output: int) -> bool:
-        """Whether a sequence of these lengths could run alone."""
+        """Tests whether a sequence of these lengths could run alone."""
 
     @abstractmethod
     def can_admit(self, seq: Sequence, running: int, leaving: list[Sequence]) -> bool:
-        """Whether ``admit`` would succeed if the resident sequences ``leaving`` were preempted first."""
+        """Tests whether ``admit`` would succeed if the resident sequences ``leaving`` were preempted first."""
 
     @abstractmethod
     def admit(self, seq: Sequence, running: int) -> bool:
@@ -134,7 +134,7 @@ class KVManager(ABC):
 
     @abstractmethod
     def grow(self, seq: Sequence, num_tokens: int) -> bool:
-        """Allocate writable slots for ``num_tokens`` more tokens; or do nothing and return False."""
+        """Allocate writable slots for ``num_tokens`` more tokens; False, with nothing done, without room."""
 
     @abstractmethod
     def commit(self, seq: Sequence, num_tokens: int) -> None:
@@ -164,7 +164,7 @@ class KVManager(ABC):
         """Unpin the pages that the taken moves read: the moves are done, or queued before everything later."""
 
     def forget_unfinished(self, clear_cache: bool) -> None:  # noqa: B027 (only pages need it)
-        """Call after a failed step, whose moves may not be done: forget which host pages are copies of device pages.
+        """Forget which host pages are copies of device pages, after a failed step, whose moves may not be done.
 
         ``clear_cache``: the step may not have computed pages that are in the prefix cache, so clear it.
         """

@@ -14,7 +14,7 @@ from engine.kv.manager import Move, MoveKind
 
 
 class KVMover:
-    """``caches``: every slot-major tensor of the KV cache, ``[slots, ...]``.
+    """Moves KV in ``caches``: every slot-major tensor of the KV cache, ``[slots, ...]``.
 
     ``paged``: each move is of one page, and whole pages are copied. Ranges of a slab are copied exactly, because the
     slots behind them belong to another sequence.
@@ -71,7 +71,7 @@ class _TorchMoves:
             self._move_pages(batch, sources, targets)
 
     def _move_pages(self, batch: list[Move], sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
-        """Whole pages, even partly filled ones: slots behind the last token are never read."""
+        """Move whole pages, even partly filled ones: slots behind the last token are never read."""
         size = self._page_size
         source = torch.tensor([move.source // size for move in batch])
         target = torch.tensor([move.target // size for move in batch])
@@ -148,7 +148,7 @@ class _DeviceTimer:
 
 
 def _pages(cache: torch.Tensor, page_size: int) -> torch.Tensor:
-    """``[slots, ...]`` as ``[pages, page_size x row bytes]``: bytes, because not every dtype can be indexed."""
+    """View ``[slots, ...]`` as ``[pages, page_size x row bytes]``: bytes, because not every dtype can be indexed."""
     return cache[: cache.shape[0] // page_size * page_size].view(torch.uint8).reshape(-1, page_size * _row_bytes(cache))
 
 
@@ -157,7 +157,7 @@ def _row_bytes(cache: torch.Tensor) -> int:
 
 
 def batches(moves: Sequence[Move]) -> Iterator[list[Move]]:
-    """``moves``, each of one page, in runs of one kind that can be done all at once.
+    """Cut ``moves``, each of one page, into runs of one kind that can be done all at once.
 
     The managers plan as if each move were done immediately, so a move that reads or writes a page that an earlier one
     wrote begins a new batch.

@@ -113,7 +113,7 @@ class PagePool:
         return page
 
     def share(self, page: int) -> None:
-        """One more page-table entry names ``page``; a cached page comes back out of the free queue."""
+        """Count one more page-table entry of ``page``; a cached page leaves the free queue."""
         if self.ref_count[page] == 0:
             assert self._cached[page], f"page {page} is free and holds nothing to share"
             if page in self._pins:
@@ -125,7 +125,7 @@ class PagePool:
         self.num_references += 1
 
     def release(self, page: int) -> None:
-        """One page-table entry fewer names ``page``; after the last one it is free."""
+        """Count one page-table entry of ``page`` fewer; after the last one it is free."""
         assert self.ref_count[page] > 0, f"page {page} released more often than it was taken"
         self.ref_count[page] -= 1
         self.num_references -= 1
@@ -161,7 +161,7 @@ class PagePool:
         self._cached[page] = 1
 
     def drop_cached(self, page: int) -> None:
-        """Nothing refers to the content any more; if no sequence owns the page, it is allocated next."""
+        """Forget the content of a page; if no sequence owns the page, it is allocated next."""
         assert self._cached[page], f"page {page} is not cached"
         self._cached[page] = 0
         if self.ref_count[page] == 0 and page not in self._pins:

@@ -34,29 +34,29 @@ class PagedKVManager(KVManager):
         return self.capacity.max_concurrency(num_prompt + num_output) >= 1
 
     def can_admit(self, seq: Sequence, running: int, leaving: list[Sequence]) -> bool:
-        found, ref_count = self._prefix_pages(seq), self.pool.ref_count
-        taken = set(found)  # shared with ``leaving``: seq would keep them, so nothing is gained
+        prefix, ref_count = self._prefix_pages(seq), self.pool.ref_count
+        taken = set(prefix)  # shared with ``leaving``: seq would keep them, so nothing is gained
         pages = (page for other in leaving for page in other.pages)
         coming = sum(ref_count[page] == 1 and page not in taken for page in pages)  # shared ones count as kept
         coming += sum(other.promised_pages for other in leaving)
-        return bool(self._free_rows or leaving) and self._has_pages(seq, running, found, coming)
+        return bool(self._free_rows or leaving) and self._has_pages(seq, running, prefix, coming)
 
     def admit(self, seq: Sequence, running: int) -> bool:
         """Take a row, share the pages on the device, swap in those on the host; the rest is computed."""
-        found = self._prefix_pages(seq)
-        if not self._free_rows or not self._has_pages(seq, running, found):
+        prefix = self._prefix_pages(seq)
+        if not self._free_rows or not self._has_pages(seq, running, prefix):
             return False
         self._take_row(seq)
         table, size = self.page_table[seq.row], self.page_size
-        for page in found:  # all of them before any allocation, which might evict one
+        for page in prefix:  # all of them before any allocation, which might evict one
             if page is not None:
                 if self.pool.ref_count[page] == 0:
                     self._used_slots += size
                     self.counters.allocated_pages += 1
                 self.pool.share(page)
         kept = min(seq.host_tokens, len(seq.host_pages) * size)
-        resident = max(kept, sum(page is not None for page in found) * size)  # None: on the host
-        for index, page in enumerate(found):
+        resident = max(kept, sum(page is not None for page in prefix) * size)  # None: on the host
+        for index, page in enumerate(prefix):
             if page is None:
                 page = self._swap_in_page(seq.host_pages[index], min(size, kept - index * size))
             table[index] = page * size
@@ -72,28 +72,28 @@ class PagedKVManager(KVManager):
         self._count_hit(seq)
         return True
 
-    def _has_pages(self, seq: Sequence, running: int, found: list[int | None], coming: int = 0) -> bool:
-        """Whether all of ``seq`` fits once ``coming`` more pages are free, with ``SPARE_TOKENS`` for each running one.
+    def _has_pages(self, seq: Sequence, running: int, prefix: list[int | None], coming: int = 0) -> bool:
+        """Tests whether all of ``seq`` fits once ``coming`` more pages are free.
 
-        Pages promised to prompts that are computed in part are not free. Without the spare room, an admission could
-        cause a preemption within a few steps, and its prompt would have been computed for nothing. The room is counted
-        in tokens so that it is the same for every page size.
+        ``SPARE_TOKENS`` stay free for each running sequence. Pages promised to prompts that are computed in part are
+        not free. Without the spare room, an admission could cause a preemption within a few steps, and its prompt would
+        have been computed for nothing. The room is counted in tokens so that it is the same for every page size.
         """
         spare = -(-running * SPARE_TOKENS // self.page_size)
         ref_count = self.pool.ref_count
-        shared = sum(page is not None and ref_count[page] > 0 for page in found)  # need no free page
+        shared = sum(page is not None and ref_count[page] > 0 for page in prefix)  # need no free page
         needed = -(-seq.num_tokens // self.page_size) - shared
         return needed + spare + self._promised <= self.pool.num_available + coming
 
     def _prefix_pages(self, seq: Sequence) -> list[int | None]:
         """The longest prefix of ``seq`` that exists: device pages to share, None for pages that are on the host."""
-        found: list[int | None] = list(self.prefix_cache.match(seq)) if self.prefix_cache is not None else []
+        prefix: list[int | None] = list(self.prefix_cache.match(seq)) if self.prefix_cache is not None else []
         pool, swap = self.pool, self.swap
-        for host_page in seq.host_pages[len(found) :]:
+        for host_page in seq.host_pages[len(prefix) :]:
             page = swap.twin_on_device(host_page)
             alive = page is not None and (pool.ref_count[page] > 0 or pool.is_cached(page))
-            found.append(page if alive else None)
-        return found
+            prefix.append(page if alive else None)
+        return prefix
 
     def _swap_in_page(self, host_page: int, filled: int) -> int:
         page = self._allocate()
@@ -149,7 +149,7 @@ class PagedKVManager(KVManager):
         self.counters.copied_slots += filled
 
     def commit(self, seq: Sequence, num_tokens: int) -> None:
-        """Also offers full pages of known tokens to the prefix cache."""
+        """Count the tokens, and offer full pages of known tokens to the prefix cache."""
         before = seq.num_computed
         seq.num_computed = now = before + num_tokens
         self._used_slots += num_tokens
@@ -162,9 +162,9 @@ class PagedKVManager(KVManager):
 
     def publish(self, seq: Sequence) -> None:
         """Offer a page that was full before its last token was known."""
-        known = len(seq.token_ids) - seq.num_pending
-        if known % self.page_size == 0 and known <= seq.num_computed and self.prefix_cache is not None:
-            self.prefix_cache.insert(seq, known // self.page_size, self.pool)
+        num_known = len(seq.token_ids) - seq.num_pending
+        if num_known % self.page_size == 0 and num_known <= seq.num_computed and self.prefix_cache is not None:
+            self.prefix_cache.insert(seq, num_known // self.page_size, self.pool)
 
     def fork(self, parent: Sequence, child: Sequence) -> bool:
         """Share the parent's pages; those on the host if the parent is swapped out."""
@@ -191,7 +191,7 @@ class PagedKVManager(KVManager):
         self.swap.enter(child)
 
     def swap_out(self, seq: Sequence) -> None:
-        """Page by page from the first, so that what fits on the host is a prefix and can be used."""
+        """Swap out page by page from the first, so that the pages on the host are a usable prefix."""
         assert self.swap is not None, "there is no swap space"
         seq.host_tokens = seq.num_computed
         for index, page in enumerate(seq.pages):

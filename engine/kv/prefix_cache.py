@@ -65,7 +65,7 @@ class PrefixCache:
         return _pages_to(parent)
 
     def _known(self, seq: Sequence, limit: int) -> tuple[_Node | None, int]:
-        """Where ``seq`` was verified last, if that is still cached, so that a waiting prompt is not compared again."""
+        """The last verified page of ``seq``, if it is still cached, so that a waiting prompt is not compared again."""
         node = seq.prefix_node
         if node is None or seq.prefix_depth > limit or self._nodes.get(node.key) is not node:
             return None, 0

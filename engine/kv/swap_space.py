@@ -79,7 +79,7 @@ class SwapSpace:
         self.pool.drop_cached(host_page)
 
     def _forget_twin(self, host_page: int) -> tuple[()]:
-        """Forget a host page's twin; the pages that cannot be found without it: none."""
+        """Forget a host page's twin. Returns no pages: none becomes unreachable without it."""
         del self._host_of[self._device_of.pop(host_page)]
         return ()
 

@@ -130,12 +130,12 @@ class AttentionHost:
     def __call__(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions
     ) -> torch.Tensor:
-        """``q [T, H, D]``, ``k [T, Hkv, D]``, ``v [T, Hkv, Dv]`` -> ``[T, H, Dv]``."""
+        """Attention of ``q [T, H, D]`` with ``k [T, Hkv, D]`` and ``v [T, Hkv, Dv]`` stored first -> ``[T, H, Dv]``."""
         self.backend.write_kv(k, v, *self.destination(layer))
         return self.attend(layer, q, options, new_kv=(k, v))
 
     def destination(self, layer: int) -> tuple[KVCache, KVCache, torch.Tensor]:
-        """Where the step's K and V of a layer go: its caches, and the slot of each token."""
+        """The places of the step's K and V of a layer: its caches, and the slot of each token."""
         assert self._step is not None, "begin() comes before the model's forward"
         return self.k_caches[layer], self.v_caches[layer], self._step.slots
 
@@ -180,7 +180,7 @@ class AttentionHost:
 
 @dataclass
 class ShapeRecorder:
-    """In place of the host: records the shapes that each layer sends, and how often it calls."""
+    """A stand-in for the host that records the shapes that each layer sends, and how often it calls."""
 
     layers: dict[int, LayerKV] = field(default_factory=dict)
     calls: Counter[int] = field(default_factory=Counter)
@@ -225,7 +225,9 @@ def forward(
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What transformers calls: ``query [1, H, T, D]``, ``key`` and ``value [1, Hkv, T, D | Dv]``, after RoPE.
+    """The attention function that transformers calls, after RoPE.
+
+    ``query [1, H, T, D]``, ``key`` and ``value [1, Hkv, T, D | Dv]``.
 
     Raises:
         ForeignMaskError: the model made its own mask; without it the output would be wrong.

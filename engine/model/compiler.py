@@ -1,4 +1,4 @@
-"""torch.compile for the model's forward, and its errors as one sentence."""
+"""Compiles the model's forward with torch.compile, and writes its errors as one sentence."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.model.attention import forward as attention_forward
 
 
 def compile_model(model: PreTrainedModel, backend: str = "inductor") -> Callable[..., Any]:
-    """torch.compile for any number of tokens; our attention, which has state, is not compiled."""
+    """Compile ``model`` for any number of tokens; our attention, which has state, is left out."""
     AttentionInterface.register(NAME, torch.compiler.disable(attention_forward))
     return torch.compile(model, dynamic=True, backend=backend)
 

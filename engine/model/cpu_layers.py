@@ -64,7 +64,7 @@ class CpuKernels:
             return None
         return _Product(module, names, PackedLinear(linears, self._arena), widths)
 
-    def gated(self, module: nn.Module, names: tuple[str, ...], activation: str) -> _Gated | None:
+    def gated(self, module: nn.Module, names: tuple[str, ...], activation: str) -> _CpuGatedProduct | None:
         linears = [getattr(module, name) for name in names]
         if activation not in GATES or not all(can_pack(linear) for linear in linears):
             return None
@@ -75,12 +75,14 @@ class CpuKernels:
             return None
         packed = [PackedLinear([linear], self._arena) for linear in linears]
         if len(packed) > 1:
-            return _Gated(module, names, packed, packed, activation)
-        return _Gated(module, names, packed, [packed[0].part(0, half), packed[0].part(half, 2 * half)], activation)
+            return _CpuGatedProduct(module, names, packed, packed, activation)
+        return _CpuGatedProduct(
+            module, names, packed, [packed[0].part(0, half), packed[0].part(half, 2 * half)], activation
+        )
 
 
 class _Product:
-    """Linear layers side by side; once adopted, the module has them as parts of the same memory."""
+    """Linear layers side by side. Once adopted, the module's layers are parts of the same memory."""
 
     def __init__(self, module: nn.Module, names: tuple[str, ...], packed: PackedLinear, widths: list[int]):
         self._module, self._names, self._packed, self._widths = module, names, packed, widths
@@ -100,8 +102,8 @@ class _Product:
             start += width
 
 
-class _Gated:
-    """Gate and up; ``packed``: what the module has as ``names`` once they are adopted."""
+class _CpuGatedProduct:
+    """Gate and up. ``packed``: the layers that the module has as ``names`` once they are adopted."""
 
     def __init__(
         self, module: nn.Module, names: tuple[str, ...], packed: list[PackedLinear], parts: list[PackedLinear], act: str

@@ -23,8 +23,8 @@ class CudaKernels:
     def product(self, module: nn.Module, names: tuple[str, ...]) -> _Joint:
         return _Joint([getattr(module, name) for name in names])
 
-    def gated(self, module: nn.Module, names: tuple[str, ...], activation: str) -> _Gated:
-        return _Gated(self.product(module, names), activation)
+    def gated(self, module: nn.Module, names: tuple[str, ...], activation: str) -> _CudaGatedProduct:
+        return _CudaGatedProduct(self.product(module, names), activation)
 
     def can_rotate(self, heads: Heads, rotation: Rotation, width: int) -> bool:
         return True
@@ -71,7 +71,7 @@ class _Joint:
             torch.cuda.empty_cache()  # else the freed weights of all layers, in blocks too small, add up
 
 
-class _Gated:
+class _CudaGatedProduct:
     """Gate and up as one matrix product, then ``act(gate) * up``."""
 
     def __init__(self, joint: _Joint, activation: str):

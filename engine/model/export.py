@@ -66,7 +66,7 @@ def _write_folder(loaded: LoadedModel, folder: Path, tokenizer: Path | None, *, 
 
 
 def save_word_tokenizer(folder: Path, vocab_size: int) -> None:
-    """A tokenizer for random weights, one word a token: the text of ids 17, 4 is "17 4", and the reverse.
+    """Save a tokenizer for random weights, one word a token: ids 17, 4 are the text "17 4".
 
     A text then has exactly the tokens it was made of, for servers that take no token ids, and every generated token is
     valid UTF-8, so that a server holds no chunk back.
@@ -101,7 +101,7 @@ def drop_eos(folder: Path) -> None:
 
 
 def main(job_file: str) -> int:
-    """0, or 2 with a sentence on stderr."""
+    """Run the command: exit code 0, or 2 with a sentence on stderr."""
     try:
         export_model(json.loads(Path(job_file).read_text(encoding="utf-8")))
     except ValueError as error:

@@ -74,7 +74,7 @@ class Product(Protocol):
     def __call__(self, rows: torch.Tensor) -> torch.Tensor: ...
 
     def add_to(self, residual: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """``residual [T, N]``, which may be overwritten, plus the product."""
+        """Add the product to ``residual [T, N]``, which may be overwritten."""
         ...
 
     def adopt(self) -> None:
@@ -88,12 +88,12 @@ class GatedProduct(Protocol):
     def __call__(self, rows: torch.Tensor) -> torch.Tensor: ...
 
     def adopt(self) -> None:
-        """As a product's."""
+        """Let the original layers read the weights that this product reads."""
         ...
 
 
 class LayerKernels(Protocol):
-    """What fused forwards are made of on a device. None or False: it has no kernels of that shape or dtype."""
+    """The kernels that a device has for fused forwards. None or False: none of that shape or dtype."""
 
     def can_norm(self, weight: torch.Tensor) -> bool: ...
 
@@ -104,15 +104,15 @@ class LayerKernels(Protocol):
         ...
 
     def product(self, module: nn.Module, names: tuple[str, ...]) -> Product | None:
-        """Of the linear layers of these names."""
+        """Make the product of the linear layers of these names."""
         ...
 
     def gated(self, module: nn.Module, names: tuple[str, ...], activation: str) -> GatedProduct | None:
-        """Of gate and up, or of one layer that holds both."""
+        """Make the gated product of gate and up, or of one layer that holds both."""
         ...
 
     def can_rotate(self, heads: Heads, rotation: Rotation, width: int) -> bool:
-        """``width``: columns of cos and sin."""
+        """Tests whether ``rotate_and_write`` serves these heads. ``width``: columns of cos and sin."""
         ...
 
     def rotate_and_write(
@@ -131,7 +131,7 @@ class LayerKernels(Protocol):
 
 
 class Fusion:
-    """What was fused in a model. ``on``: whether the engine that uses the model now wants it.
+    """The fused modules of a model. ``on``: whether the engine that uses the model now wants them.
 
     ``fused``: kind -> modules; ``left``: (kind, why) -> modules.
     """
@@ -146,7 +146,7 @@ class Fusion:
 
     @property
     def active(self) -> bool:
-        """Whether fused forwards serve: never while the model has attention of transformers' own."""
+        """Tests whether fused forwards serve: never while the model has attention of transformers' own."""
         return self.on and self._config._attn_implementation == NAME
 
     @contextmanager
@@ -279,7 +279,7 @@ class FusedAttention(_Fused):
 def _is_plain(
     position_embeddings: Any = None, attention_mask: Any = None, past_key_values: Any = None, **_: Any
 ) -> bool:
-    """Whether an attention module is called as our engine calls it."""
+    """Tests whether an attention module is called as our engine calls it."""
     return past_key_values is None and attention_mask is None and position_embeddings is not None
 
 
@@ -326,9 +326,9 @@ def fuse_layers(
 
     They are used while a host with ``fused_layers`` is installed. Afterwards a dummy host is installed.
     """
-    found = getattr(model, FUSION, None)
-    if found is not None:
-        return found
+    earlier = getattr(model, FUSION, None)
+    if earlier is not None:
+        return earlier
     expected = paged_logits(model, backend, kv_shape)
     fuser = _Fuser(model, kernels, kv_shape, query_heads)
     fuser.fuse_norms()
@@ -352,7 +352,7 @@ def fuse_layers(
 
 
 def _failure(error: Exception) -> str:
-    """Why a try-out ended, on one line; the last line is where a compiler says what is wrong."""
+    """The reason for which a try-out ended, on one line: a compiler says on its last line what is wrong."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join([type(error).__name__, *lines[:1], *lines[1:][-1:]])
 
@@ -382,8 +382,10 @@ class _Fuser:
         self._probes = [calls_at(model, first, modules) for first in probe_starts(model)]
 
     def _calls(self, module: nn.Module, *, named: bool) -> list[Call] | None:
-        """How ``module`` was called, once a probe; None unless its hidden states came as ``hidden_states`` alone
-        (``named``), or as the only argument."""
+        """The calls of ``module``, one a probe.
+
+        None unless its hidden states came as ``hidden_states`` alone (``named``), or as the only argument.
+        """
         calls = [probe[module] for probe in self._probes if module in probe]
         fits = all(
             (not args and "hidden_states" in kwargs) if named else (len(args) == 1 and not kwargs)
@@ -394,8 +396,10 @@ class _Fuser:
     def _try(
         self, kind: str, fused: _Fused, calls: list[Call], layer: int = -1, *, children_fused: bool = False
     ) -> str | None:
-        """Use ``fused`` if it gives what the module's own forward gives, which may call fused children; else say why
-        not."""
+        """Use ``fused`` if it gives what the module's own forward gives; else return why not.
+
+        The module's own forward may call fused children.
+        """
 
         def ours(*args: Any, **kwargs: Any) -> Any:
             with self.fusion.turned_on():
@@ -429,7 +433,7 @@ class _Fuser:
         self.fusion.left[kind, why] += 1
 
     def fuse_norms(self) -> None:
-        """The function of a norm is found in float32, which tells apart what half precision rounds to the same."""
+        """Fuse the norms. A norm's function is found in float32: half precision rounds different ones to the same."""
         for _, module in named(self.model, self._may_be_norm):
             calls = self._calls(module, named=False)
             if calls is None:
@@ -555,8 +559,10 @@ class _Fuser:
 
 
 def _children(module: nn.Module, choices: tuple[tuple[str, ...], ...]) -> tuple[tuple[str, ...] | None, set[str]]:
-    """Which of ``choices`` are linear layers of ``module`` (None: none), and the names of all its children that do
-    something."""
+    """The ``choices`` that are linear layers of ``module`` (None: none), and its other children's names.
+
+    Children that do nothing are left out.
+    """
     children = {name for name, child in module.named_children() if not isinstance(child, nn.Dropout)}
     for names in choices:
         if all(type(getattr(module, name, None)) is nn.Linear for name in names):
@@ -576,14 +582,14 @@ def _angle_width(calls: list[Call]) -> int | None:
 
 
 def _rotations(width: int, dim: int) -> list[Rotation]:
-    """What a head of ``dim`` may do with cos and sin of ``width`` columns."""
-    found = [Rotation(width), Rotation(width, pairs=True), Rotation(width, pairs=True, angle="pair"), Rotation(0)]
-    found += [Rotation(2 * width), Rotation(2 * width, pairs=True, angle="pair")]
-    return [rotation for rotation in found if rotation.size <= dim and rotation.size % 2 == 0]
+    """The rotations that a head of ``dim`` may have with cos and sin of ``width`` columns."""
+    rotations = [Rotation(width), Rotation(width, pairs=True), Rotation(width, pairs=True, angle="pair"), Rotation(0)]
+    rotations += [Rotation(2 * width), Rotation(2 * width, pairs=True, angle="pair")]
+    return [rotation for rotation in rotations if rotation.size <= dim and rotation.size % 2 == 0]
 
 
 def _activation_of(module: nn.Module) -> str | None:
-    """The name in ``ACTIVATIONS`` of what the module calls its activation, found in float32."""
+    """The name in ``ACTIVATIONS`` of the module's activation, found in float32."""
     act = next((getattr(module, name) for name in _ACT_NAMES if hasattr(module, name)), None)
     x = torch.cat([torch.linspace(-6, 6, 97), torch.tensor([-50.0, 50.0])])
     if not callable(act):

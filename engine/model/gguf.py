@@ -34,7 +34,7 @@ _SPLITS = {
 
 
 def refusal(config: Mapping[str, Any], tokenizer: Path | None) -> str | None:
-    """Why no GGUF file can be written, with the way out; None when it can. Needs no torch.
+    """The reason for which no GGUF file can be written, with the way out; None when it can. Needs no torch.
 
     ``config``: of config.json, or as transformers has it. ``tokenizer``: a folder, None for a word of each id.
     """
@@ -77,7 +77,7 @@ def write_gguf(model: PreTrainedModel, path: Path, tokenizer: Path | None = None
 
 
 def _model_refusal(config: Mapping[str, Any]) -> str | None:
-    """What of a model llama.cpp would compute otherwise, or is not written here; None for nothing."""
+    """The part of a model that llama.cpp computes otherwise, or that is not written here; None for none."""
     if (kind := config.get("model_type")) not in _ARCHITECTURES:
         return f"the model's type is {kind}, not {' or '.join(_ARCHITECTURES)}"
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
@@ -98,15 +98,15 @@ def _tokenizer_refusal(tokenizer: Path | None) -> str | None:
 def _split_of(tokenizer: Path) -> str | None:
     """llama.cpp's name of how a byte-level BPE splits texts; None for other tokenizers and patterns."""
     try:
-        found = json.loads((tokenizer / "tokenizer.json").read_text(encoding="utf-8"))
+        tokenizer_json = json.loads((tokenizer / "tokenizer.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    first = found.get("pre_tokenizer") or {}
+    first = tokenizer_json.get("pre_tokenizer") or {}
     steps = first.get("pretokenizers", [first])
     levels = [step for step in steps if step.get("type") == "ByteLevel"]
     patterns = [step["pattern"].get("Regex") for step in steps if step.get("type") == "Split"]
     patterns += [None for step in levels if step.get("use_regex", True)]
-    if (found.get("model") or {}).get("type") != "BPE" or len(levels) != 1 or len(patterns) != 1:
+    if (tokenizer_json.get("model") or {}).get("type") != "BPE" or len(levels) != 1 or len(patterns) != 1:
         return None
     return _SPLITS.get(patterns[0])
 
@@ -127,7 +127,7 @@ def _add_sizes(writer: GGUFWriter, config: Any) -> None:
 
 
 def _add_words(writer: GGUFWriter, vocab_size: int) -> None:
-    """The text of ids 17 and 4 is "17 4"."""
+    """Add a vocabulary of words: the text of ids 17 and 4 is "17 4"."""
     from gguf import TokenType
 
     writer.add_tokenizer_model("llama")
@@ -139,12 +139,14 @@ def _add_words(writer: GGUFWriter, vocab_size: int) -> None:
 
 
 def _add_tokenizer(writer: GGUFWriter, folder: Path, vocab_size: int) -> None:
-    """A byte-level BPE. Raises ValueError where it has tokens that the model does not know."""
+    """Add a byte-level BPE. Raises ValueError where it has tokens that the model does not know."""
     from gguf import SpecialVocab, TokenType
 
-    found = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
-    added = {each["id"]: each for each in found.get("added_tokens") or ()}
-    texts = {i: text for text, i in found["model"]["vocab"].items()} | {i: each["content"] for i, each in added.items()}
+    tokenizer_json = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    added = {token["id"]: token for token in tokenizer_json.get("added_tokens") or ()}
+    texts = {i: text for text, i in tokenizer_json["model"]["vocab"].items()} | {
+        i: token["content"] for i, token in added.items()
+    }
     if (highest := max(texts)) >= vocab_size:
         raise ValueError(f"the tokenizer in {folder} has the token id {highest}, and the model {vocab_size} tokens")
 
@@ -181,7 +183,7 @@ def _interleaved(weight: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def _rope_factors(config: Any) -> torch.Tensor | None:
-    """Of llama3's RoPE: what each frequency is divided by, [head_dim / 2]; None where RoPE is plain."""
+    """The divisor of each frequency of llama3's RoPE, [head_dim / 2]; None where RoPE is plain."""
     import torch
 
     rope = config.rope_parameters

@@ -46,7 +46,7 @@ class HostWaits(TorchDispatchMode):
         self._methods.__exit__(*error)
 
     def note(self, name: str, tensor: torch.Tensor) -> None:
-        """``name`` reads ``tensor``."""
+        """Note that the operation ``name`` reads ``tensor``."""
         if tensor.device.type == self._device and name not in self.found:
             self.found.append(name)
 
@@ -95,5 +95,5 @@ def _read_by(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.
 
 
 def _blocks(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a copy ends before the call does."""
+    """Tests whether a copy ends before the call does."""
     return not (kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2]))

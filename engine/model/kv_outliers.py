@@ -1,4 +1,4 @@
-"""Outlier channels of K and V, and the balance of K that gives each of its channels the steps of an integer format.
+"""Measures outlier channels of K and V, and balances those of K for integer formats.
 
 int8 and int4 have one scale for a token's KV head: a channel 100 times the others leaves these 1 of 127 steps. So the
 channels of K are divided by powers of two, measured at load, and those of Q multiplied by the same, in the weights
@@ -91,7 +91,7 @@ def _balance(model: PreTrainedModel, kv_shape: KVShape, query_heads: Sequence[in
 
 
 def _ratios(sizes: torch.Tensor) -> torch.Tensor:
-    """The channels' sizes ``[heads, dim]`` over the median of their head; 1 where they or it are 0 or not finite."""
+    """The channels' sizes ``[heads, dim]`` over their head's median; 1 where either is 0 or not finite."""
     typical = sizes.masked_fill(sizes == 0, torch.nan).nanmedian(-1, keepdim=True).values
     ratios = sizes / typical
     return ratios.where(ratios.isfinite() & (ratios > 0), 1.0)
@@ -114,7 +114,7 @@ def _scales(pair: Callable[[torch.Tensor], torch.Tensor], sizes: torch.Tensor, r
 
 
 def _divide(layers: dict[int, list[_Rows]], scales: Sequence[torch.Tensor]) -> bool:
-    """Divide the rows of K by the scales, multiply those of Q; False, with nothing changed, if that would lose bits."""
+    """Divide the rows of K by the scales, multiply those of Q. False, with nothing changed, if bits would be lost."""
     changes = []
     for index, rows in layers.items():
         scale = scales[index]
@@ -142,7 +142,7 @@ def _rows_by_layer(model: PreTrainedModel, kv_shape: KVShape, query_heads: Seque
 
 
 def _rows(module: nn.Module, q_rows: int, k_rows: int, dim: int) -> list[_Rows]:
-    """Returns the rows that make Q and K last: of their norms, else of linear layers; none for other modules."""
+    """Returns the last rows that make Q and K: those of their norms, else of linear layers; none for other modules."""
     norms = [getattr(module, name) for name in ("q_norm", "k_norm") if hasattr(module, name)]
     if norms:
         pairs = [[getattr(norm, "weight", None) for norm in norms]]

@@ -27,7 +27,7 @@ _SEED = 0
 def run_random_tokens(
     model: PreTrainedModel, kv_shape: KVShape, vocab_size: int, most: int
 ) -> tuple[AttentionHost, torch.Tensor]:
-    """Prefill one prompt of up to ``most`` random tokens: a host with K and V of the model's dtype, the last logits.
+    """Prefill up to ``most`` random tokens; a host with K and V of the model's dtype, and the last logits.
 
     Random tokens need no data set, are the same in every run, and show outlier channels, which come from the weights.
     Afterwards the host is installed in the model: install your own.
@@ -48,7 +48,7 @@ def run_random_tokens(
 def calibrate_kv_scales(
     model: PreTrainedModel, kv_shape: KVShape, vocab_size: int, format: KVFormat
 ) -> list[tuple[float, float]]:
-    """(K scale, V scale) of each layer: MARGIN x largest absolute value / largest finite code.
+    """Measure (K scale, V scale) of each layer: MARGIN x largest absolute value / largest finite code.
 
     The largest values are those of the cache after ``run_random_tokens``, K after RoPE. The margin is for real text;
     beyond it values saturate. It costs little: doubling the scale of a floating-point format costs precision in the

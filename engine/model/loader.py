@@ -36,7 +36,10 @@ class LoadedModel:
     query_heads: tuple[int, ...]
 
     def fingerprints(self) -> tuple[str, ...]:
-        """Of the weights in each dtype that a server may load them in; before an engine packs them for its kernels."""
+        """The weights' fingerprints, in each dtype in which a server may load them.
+
+        Call before an engine packs them for its kernels.
+        """
         return tuple(fingerprint(self.model, dtype=getattr(torch, name)) for name in DTYPE_BYTES)
 
 
@@ -78,12 +81,12 @@ def load_model(config: EngineConfig) -> LoadedModel:
 
 
 def wants_fusion(config: EngineConfig, backend: AttentionBackend) -> bool:
-    """Whether layers of fewer kernels (engine/model/fused_layers.py) are to be used."""
+    """Tests whether layers of fewer kernels (engine/model/fused_layers.py) are to be used."""
     return backend.name != "torch" and config.fused_layers is not False and not config.torch_compile
 
 
 def serve_another(loaded: LoadedModel, config: EngineConfig) -> LoadedModel | None:
-    """``loaded`` for another engine of the same weights; None where its settings need other kernels.
+    """Reuse ``loaded`` for another engine of the same weights; None where its settings need other kernels.
 
     Raises ValueError if the kernels do not support its KV dtype.
     """
@@ -102,7 +105,7 @@ def serve_another(loaded: LoadedModel, config: EngineConfig) -> LoadedModel | No
 
 @dataclass(frozen=True)
 class Support:
-    """Whether a backend serves a model's attention on a device; every refusal names the model as well."""
+    """The check whether a backend serves a model's attention on a device. Every refusal names the model."""
 
     model: str
     backend: AttentionBackend
@@ -111,7 +114,7 @@ class Support:
     kv_cache_dtype: str
 
     def check(self, query_heads: int, layer: LayerKV) -> None:
-        """Raises ValueError: of this layer's shape, or of the dtypes on this device's architecture."""
+        """Raises ValueError for a layer's shape, or for the dtypes on this device's architecture."""
         try:
             self.backend.check_support(
                 num_heads=query_heads,
@@ -150,7 +153,7 @@ def _pick_dtype(name: str, spec: ModelSpec, device: torch.device) -> torch.dtype
 
 
 class _ArangeOnCPU(TorchFunctionMode):
-    """Within torch.device("meta"): arithmetic on torch.arange there imports sympy, for a quarter of a second."""
+    """Computes torch.arange on the CPU within torch.device("meta"), whose arithmetic on it imports sympy (0.25 s)."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -160,7 +163,7 @@ class _ArangeOnCPU(TorchFunctionMode):
 
 
 def _check_memory(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> None:
-    """Weights beyond the memory would end the process, and perhaps others, without a word."""
+    """Raise ValueError for weights beyond the memory, which would end the process without a message."""
     try:
         with torch.device("meta"), no_init_weights(), _ArangeOnCPU():
             hf_config = AutoConfig.for_model(**spec.config)
@@ -202,7 +205,7 @@ def _make_model(config: EngineConfig, spec: ModelSpec, device: torch.device, dty
 
 
 def skip_padding_check(model: PreTrainedModel) -> None:
-    """Some families read the ids of every step back, to warn of padding without a mask: a packed batch has none."""
+    """Skip the warning of padding, for which some families read every step's ids. A packed batch has no padding."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             module.warn_if_padding_and_no_attention_mask = _warn_of_nothing

@@ -1,4 +1,4 @@
-"""What a model's config.json says, read without torch: enough to name it, check lengths and plan KV capacity."""
+"""The facts of a model's config.json, read without torch: names, lengths, KV shape."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What the server and the harness need to know of a loaded model."""
+    """The facts of a loaded model that the server and the harness need."""
 
     name: str
     vocab_size: int
@@ -44,7 +44,7 @@ class ModelSpec:
 
     @property
     def text_config(self) -> dict[str, Any]:
-        """Multi-modal configs keep the decoder's settings one level down."""
+        """The decoder's settings, which multi-modal configs keep one level down."""
         return self.config.get("text_config") or self.config
 
     @property
@@ -57,13 +57,13 @@ class ModelSpec:
     @property
     def default_dtype(self) -> str:
         stated = (part.get(key) for part in (self.text_config, self.config) for key in ("dtype", "torch_dtype"))
-        name = next((each for each in stated if each), "float32")
+        name = next((dtype for dtype in stated if dtype), "float32")
         return name if isinstance(name, str) and name in DTYPE_BYTES else "float32"
 
     def kv_shape(self, dtype: str) -> KVShape:
         """KV of one token as the config's common keys give it, ``dtype`` one of float32, bfloat16, float16.
 
-        The loaded model is measured, not believed: this is for planning before anything is loaded.
+        For planning before anything is loaded; a loaded model's KV is measured.
         """
         text = self.text_config
         try:
@@ -124,7 +124,7 @@ def shipped_models() -> list[str]:
 
 
 def model_folder(model: str) -> Path | None:
-    """The folder that ``model`` names: its path, or the name of a whole model that ships; None where it is neither."""
+    """The folder of ``model``, a path or the name of a whole model that ships; None for neither."""
     path = Path(model).expanduser()
     shipped = MODEL_DIR / model
     return path if path.is_dir() else shipped if (shipped / "config.json").is_file() else None
@@ -158,7 +158,7 @@ def find_model(model: str, load_format: str = "auto") -> ModelSpec:
 
 
 def uses_random_weights(spec: ModelSpec, load_format: str) -> bool:
-    """A bare config has no weights to load, so ``auto`` means random ones there."""
+    """Tests whether weights are random: with ``auto``, those of a bare config, which has none to load."""
     return load_format == "dummy" or spec.weights is None
 
 
@@ -187,7 +187,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _parse_int(digits: str) -> int:
-    """Raises ValueError for a number that no size can be, and that no arithmetic of floats could take."""
+    """Parse an integer. Raises ValueError for one too large to be a size or to become a float."""
     if len(digits) > _MOST_DIGITS:
         raise ValueError(f"a number has {len(digits)} digits")
     return int(digits)

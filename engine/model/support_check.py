@@ -73,7 +73,7 @@ def refuse(model: PreTrainedModel, check: str, why: str) -> ValueError:
 
 
 def check_family(model: PreTrainedModel) -> None:
-    """What the model says of itself: decoder, layer types, RoPE."""
+    """Check the model's own config: decoder, layer types, RoPE."""
     config = model.config.get_text_config()
     if getattr(model.config, "is_encoder_decoder", False):
         raise refuse(model, "decoder only", "it is an encoder-decoder model")
@@ -90,19 +90,19 @@ def check_family(model: PreTrainedModel) -> None:
 
 
 def _rope_types(config) -> set[str]:
-    """``rope_parameters`` is one dict, or one per layer type; older configs have ``rope_scaling``."""
-    found: set[str] = set()
+    """The RoPE types of a config, from ``rope_parameters`` (one dict, or one per layer type) or ``rope_scaling``."""
+    types: set[str] = set()
     for parameters in (getattr(config, "rope_parameters", None), getattr(config, "rope_scaling", None)):
         if not isinstance(parameters, dict):
             continue
         nested = [value for value in parameters.values() if isinstance(value, dict)]
         for one in nested or [parameters]:
-            found.add(one.get("rope_type") or one.get("type") or "default")
-    return found
+            types.add(one.get("rope_type") or one.get("type") or "default")
+    return types
 
 
 class _CallRecorder(ShapeRecorder):
-    """Also keeps the sliding window that each layer asks for."""
+    """A recorder that also keeps the sliding window that each layer asks for."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +117,10 @@ class _CallRecorder(ShapeRecorder):
 
 @torch.inference_mode()
 def measure_kv(model: PreTrainedModel, dtype_bytes: int) -> tuple[KVShape, tuple[int, ...]]:
-    """KV shape of each layer as the model really sends it, and its query heads; each layer must call exactly once."""
+    """Measure the KV shape that each layer really sends, and its query heads.
+
+    Each layer must call attention exactly once.
+    """
     recorder = _CallRecorder()
     ids, positions = _probe_batch(model)
     try:
@@ -147,7 +150,8 @@ def measure_kv(model: PreTrainedModel, dtype_bytes: int) -> tuple[KVShape, tuple
 def find_host_waits(model: PreTrainedModel) -> list[str]:
     """Operations of the model's own code that wait for its device; see engine.model.host_waits.
 
-    One that fails, as all of them do on the device "meta", is the last. Afterwards our attention has a dummy host.
+    An operation that fails ends the list, as the first one on the device "meta" does. Afterwards our attention has a
+    dummy host.
     """
     ids, positions = _probe_batch(model)
     ids, positions = ids[:1, :2], positions[:, :2]
@@ -162,7 +166,7 @@ def find_host_waits(model: PreTrainedModel) -> list[str]:
 
 
 def _may_bite(window: Any, model: PreTrainedModel) -> bool:
-    """Whether a sliding window can ever hide a token: it is one, and shorter than the longest sequence."""
+    """Tests whether a sliding window can ever hide a token: it is one, and shorter than the longest sequence."""
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return isinstance(window, int) and window > 0 and not (isinstance(longest, int) and window >= longest)
 
@@ -198,7 +202,7 @@ def _own_window(module: torch.nn.Module) -> Any:
 
 @torch.inference_mode()
 def check_logits(model: PreTrainedModel, backend: AttentionBackend, kv_shape: KVShape) -> None:
-    """Eager logits of two prompts, each alone, against ours: packed together, in chunks, over scattered pages."""
+    """Compare eager logits of two prompts, each alone, with ours: packed, in chunks, over scattered pages."""
     ids, positions = _probe_batch(model)
     with _narrow_windows(model):
         model.set_attn_implementation("eager")
@@ -212,7 +216,7 @@ def check_logits(model: PreTrainedModel, backend: AttentionBackend, kv_shape: KV
 
 
 def logits_differ(expected: list[torch.Tensor], got: list[torch.Tensor], dtype: torch.dtype) -> str | None:
-    """By how much the probe's logits of a model in ``dtype`` differ, if that is beyond the limits."""
+    """The difference of the probe's logits in words, if it is beyond the limits of ``dtype``; else None."""
     spread = float(torch.cat(expected).std()) or 1.0
     errors = [(ours - theirs).square().mean(-1).sqrt() / spread for ours, theirs in zip(got, expected, strict=True)]
     limits = _LIMITS[dtype]
@@ -259,7 +263,7 @@ def paged_logits(
 
 
 def _probe_batch(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
-    """``[2, tokens]`` ids spread over the vocabulary, and their positions ``[1, tokens]``."""
+    """Make ids ``[2, tokens]`` spread over the vocabulary, and their positions ``[1, tokens]``."""
     device = next(model.parameters()).device
     vocab = model.get_input_embeddings().weight.shape[0]
     index = torch.arange(_PROBE_TOKENS, device=device)
@@ -267,7 +271,7 @@ def _probe_batch(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _probe_step(page_starts: torch.Tensor, items: list[tuple[int, int, int]]) -> StepTensors:
-    """``items``: (prompt, start, stop) of each chunk, single tokens first."""
+    """Make a step of the probe. ``items``: (prompt, start, stop) of each chunk, single tokens first."""
     device = page_starts.device
     num_decodes = sum(stop - start == 1 for _, start, stop in items)
     positions = [torch.arange(start, stop, device=device) for _, start, stop in items]

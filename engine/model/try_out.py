@@ -1,4 +1,4 @@
-"""How a faster module is tried out before it takes the place of a model's own: the same calls, the same numbers."""
+"""Tries a faster module out before it replaces a model's own: same calls, same numbers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Call = tuple[tuple, dict[str, Any]]  # args, kwargs
 
 @dataclass
 class RecordingHost:
-    """In place of the host: keeps what a layer sends, and returns numbers made from it.
+    """A stand-in for the host that keeps what a layer sends, and returns numbers made from it.
 
     ``caches``: K and V of each layer, ``[PROBE_TOKENS, heads, dim]``, for layers that write their KV themselves.
     """
@@ -42,7 +42,7 @@ class RecordingHost:
         return v.repeat_interleave(q.shape[1] // v.shape[1], 1)
 
     def destination(self, layer: int) -> tuple[KVCache, KVCache, torch.Tensor]:
-        """As AttentionHost.destination: token i goes to slot i of caches that hold NaN."""
+        """See AttentionHost.destination: token i goes to slot i of caches that hold NaN."""
         for cache in self.caches[layer]:
             cache.fill_(torch.nan)
         k, v = self.caches[layer]
@@ -51,12 +51,12 @@ class RecordingHost:
     def attend(
         self, layer: int, q: torch.Tensor, options: AttentionOptions, new_kv: KVPair | None = None
     ) -> torch.Tensor:
-        """As AttentionHost.attend, the KV read back from the cache."""
+        """See AttentionHost.attend; the KV is read back from the cache."""
         return self(layer, q, *self.caches[layer], options)
 
 
 def same_numbers(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether shapes and dtypes are equal, and the RMS of the difference is within rounding of a's. NaN: False."""
+    """Tests whether shapes and dtypes are equal, and the RMS difference is within a's rounding. NaN: False."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     limit, a, b = _LIMITS[a.dtype], a.float(), b.float()
@@ -64,8 +64,10 @@ def same_numbers(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def same_call(own: Callable, ours: Callable, call: Call, size: float, host: RecordingHost, layer: int) -> bool:
-    """Whether both send ``host`` the same and return the same if ``call`` comes with hidden states ``size`` times as
-    large. Modules that are not of attention send nothing: they leave ``host`` out of it."""
+    """Tests whether both modules send ``host`` the same and return the same for a scaled ``call``.
+
+    ``size``: the factor of its hidden states. ``host``: None for modules without attention, which send nothing.
+    """
     args, kwargs = scaled(call, size)
     host.sent = []
     theirs = own(*args, **kwargs)
@@ -82,12 +84,12 @@ def same_call(own: Callable, ours: Callable, call: Call, size: float, host: Reco
 
 
 def same_options(a: AttentionOptions, b: AttentionOptions) -> bool:
-    """Sinks must be the same tensor."""
+    """Tests whether the options are equal; sinks must be the same tensor."""
     return (a.scale, a.sliding_window, a.softcap) == (b.scale, b.sliding_window, b.softcap) and a.sinks is b.sinks
 
 
 def scaled(call: Call, size: float) -> Call:
-    """``call`` with hidden states ``size`` times as large; they are its first argument or have that name."""
+    """Scale the hidden states of ``call`` by ``size``; they are its first argument or have that name."""
     args, kwargs = call
     if args:
         return (args[0] * size, *args[1:]), kwargs
@@ -110,7 +112,7 @@ def probe_starts(model: PreTrainedModel) -> tuple[int, ...]:
 
 
 def calls_at(model: PreTrainedModel, first: int, modules: list[nn.Module]) -> dict[nn.Module, Call]:
-    """What each of ``modules`` is called with when the model sees PROBE_TOKENS tokens from position ``first`` on."""
+    """The call of each of ``modules`` when the model sees PROBE_TOKENS tokens from position ``first`` on."""
     calls: dict[nn.Module, Call] = {}
 
     def keep(module: nn.Module, args: tuple, kwargs: dict) -> None:

@@ -75,10 +75,12 @@ class BeamSearch:
         self._length = 0  # tokens of each live beam
 
     def advance(self, candidates: Sequence[Drawn]) -> list[tuple[int, int]]:
-        """One step: ``candidates[i]`` are the best ``num_candidates`` continuations (the whole vocabulary, if that is
-        less) of live beam i, best first, with their natural logarithms of probability.
+        """Search one step further.
 
-        Returns the next live beams, best first, each as (position of its parent, its new token). Empty: the search
+        ``candidates[i]``: the best ``num_candidates`` continuations of live beam i, best first, with their natural
+        logarithms of probability; the whole vocabulary where that is less.
+
+        Returns the next live beams, best first, each as (position of its parent, its new token); empty when the search
         has ended.
         """
         assert len(candidates) == len(self._live) > 0, f"{len(candidates)} candidates, {len(self._live)} live beams"
@@ -101,7 +103,7 @@ class BeamSearch:
         return self._finished[:n]
 
     def _finish(self, leading: list[_Continuation]) -> None:
-        """Join those of the leading continuations that end to the finished, and keep the best ``width``.
+        """Add the leading continuations that end to the finished ones, and keep the best ``width``.
 
         An end that ranks lower is dropped for good, though a length penalty might have lifted it.
         """

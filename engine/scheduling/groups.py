@@ -21,7 +21,7 @@ class Group:
 
     @property
     def shown(self) -> bool:
-        """Whether all its sequences exist and each one's tokens are returned as they come."""
+        """Tests whether all its sequences exist and each one's tokens are returned as they come."""
         return not any(seq.silent or seq.pending_forks for seq in self.live.values())
 
     @property
@@ -38,7 +38,7 @@ class Group:
         return [parent, *siblings]
 
     def ended(self, seq: Sequence, output: TokenOutput) -> list[TokenOutput]:
-        """Call when ``seq`` has ended with ``output``; the outputs to return now."""
+        """Note that ``seq`` has ended with ``output``; the outputs to return now."""
         del self.live[seq.index]
         if not seq.silent:
             self.remaining -= 1
@@ -120,6 +120,6 @@ class BeamGroup(Group):
     def _results(self, seq: Sequence) -> list[TokenOutput]:
         self.remaining = 0
         return [
-            TokenOutput(seq.request_id, found.token_ids, found.finish_reason, seq.num_cached, index=index)
-            for index, found in enumerate(self.search.results(self.request.params.n))
+            TokenOutput(seq.request_id, hypothesis.token_ids, hypothesis.finish_reason, seq.num_cached, index=index)
+            for index, hypothesis in enumerate(self.search.results(self.request.params.n))
         ]

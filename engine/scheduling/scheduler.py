@@ -1,4 +1,4 @@
-"""Which tokens are computed in the next step. Policy only: no tensors, no clock.
+"""Chooses the tokens that the next step computes. Policy only: no tensors, no clock.
 
 Prefill and decode are the same: a sequence catches up with its tokens. A step spends at most
 ``max_num_batched_tokens``, first on the running sequences in order of rank, then on admitting waiting ones.
@@ -269,7 +269,7 @@ class Scheduler:
             self.waiting.push(child)
 
     def claim_forks(self, parent: Sequence) -> int:
-        """How many forks ``parent`` is to have. The rows kept for them become free: fork at once."""
+        """Claim the forks of ``parent`` and return their number. The rows kept for them become free: fork at once."""
         count, parent.pending_forks = parent.pending_forks, 0
         if parent.status is Status.RUNNING:
             self._promised_rows -= count
@@ -299,8 +299,8 @@ class Scheduler:
         waiting = [*self.waiting.unordered(), *self.passed_over.unordered()]
         parked = list(self._parked.values())
         assert all(seq.blocked and seq.status is Status.PREEMPTED for seq in parked)
-        known = [id(seq) for seq in (*self.running, *waiting, *parked)]
-        assert sorted(known) == sorted(map(id, live)), "a sequence is in two queues, or in none"
+        queued = [id(seq) for seq in (*self.running, *waiting, *parked)]
+        assert sorted(queued) == sorted(map(id, live)), "a sequence is in two queues, or in none"
         assert self.running == sorted(self.running, key=self.rank), "running is out of order"
         assert all(seq.status is Status.RUNNING and seq.row >= 0 for seq in self.running)
         assert all(seq.row < 0 and not seq.pages for seq in (*waiting, *parked)), "a waiting sequence owns pages"

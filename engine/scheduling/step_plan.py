@@ -17,7 +17,7 @@ class Scheduled(NamedTuple):
 
     @property
     def samples(self) -> bool:
-        """Whether a token is drawn after these; valid until the step is launched."""
+        """Tests whether a token is drawn after these; valid until the step is launched."""
         return self.seq.num_computed + self.num_tokens == len(self.seq.token_ids)
 
 

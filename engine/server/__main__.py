@@ -23,7 +23,7 @@ from engine.startup import SWITCH_SECONDS, no_garbage_collection, only_what_serv
 
 
 def reserve_socket(host: str, port: int) -> socket.socket:
-    """A bound socket that does not listen yet, so that nobody connects before the model is there.
+    """Bind a socket that does not listen yet, so that nobody connects before the model is there.
 
     Raises:
         ValueError: the address cannot be bound; one sentence.
@@ -90,7 +90,7 @@ def planned_length(config: EngineConfig) -> int | None:
 
 
 def load(config: EngineConfig) -> Engine:
-    """The engine, each phase of its load said on stderr. Raises ValueError if something is missing or does not fit."""
+    """Build the engine and print each phase of its load to stderr. Raises ValueError as ``build_engine`` does."""
     expected = planned_length(config)
     _say_lowered(config, expected)
 
@@ -127,7 +127,7 @@ LoadTokenizer = Callable[[EngineConfig, ModelInfo], ServerTokenizer]
 
 
 def run(args: argparse.Namespace, load: LoadEngine = load, load_tokenizer: LoadTokenizer = load_tokenizer) -> int:
-    """The command with its arguments parsed (by ``add_arguments``); the exit code."""
+    """Run the command with its parsed arguments; the exit code."""
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
     try:
         config, options = options_of(args)
@@ -143,7 +143,7 @@ def run(args: argparse.Namespace, load: LoadEngine = load, load_tokenizer: LoadT
 
 
 def in_two_processes(config: EngineConfig, options: ServeOptions) -> bool:
-    """Whether the engine gets a process of its own; by default on a GPU, where the host is what both compete for."""
+    """Tests whether the engine gets a process of its own: by default on a GPU, where host time is scarce."""
     wanted = options.frontend_multiprocessing
     return not runs_on_cpu(config.device) if wanted is None else wanted
 
@@ -186,9 +186,9 @@ def run_in_two_processes(
 
             from engine.server import http  # noqa: F401
 
-            told = child.wait_loaded()
-            tokenizer = load_tokenizer(told.config, told.model_info)
-        client = ProcessEngine(child, told, watchdog_timeout_s=options.watchdog_timeout)
+            engine_info = child.wait_loaded()
+            tokenizer = load_tokenizer(engine_info.config, engine_info.model_info)
+        client = ProcessEngine(child, engine_info, watchdog_timeout_s=options.watchdog_timeout)
         return serve(client, tokenizer, options, sock)
     finally:
         child.stop()

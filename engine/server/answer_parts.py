@@ -1,4 +1,4 @@
-"""Thoughts and tool calls apart from the rest of an answer's text, however that comes in pieces.
+"""Splits an answer's text into thoughts, tool calls and the rest, in whatever pieces it comes.
 
     <think>thought</think>text<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>
 
@@ -72,7 +72,7 @@ class _Call:
         return len(text)
 
     def end(self) -> str:
-        """The arguments of a call whose name was not known before; what was held, without a name, where it is none."""
+        """The arguments of a call whose name came late; without a name, the text that was held."""
         held = "".join(self._held)
         try:
             call = json.loads(held)

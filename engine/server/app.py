@@ -34,7 +34,7 @@ Endpoint = Callable[[ServerState, Request, bytes], Awaitable[Response]]
 
 
 def create_app(engine: EngineClient, tokenizer: ServerTokenizer, options: ServeOptions) -> FastAPI:
-    """The application for one engine, which its lifespan starts and stops."""
+    """Make the application for one engine, which its lifespan starts and stops."""
     name = options.served_model_name or engine.model_info.name
     aliases = frozenset() if options.served_model_name else frozenset({engine.config.model})
     metrics = ServerMetrics(engine.config, engine.capacity, engine.last_stats, engine.process_ids())
@@ -101,7 +101,7 @@ def _post(
 
 
 def body_limit(max_model_len: int) -> int:
-    """The longest body in bytes: no other request is served while one is parsed, so no longer than a model needs."""
+    """The longest body in bytes. No other request is served while one is parsed."""
     return min(MAX_BODY_BYTES, BATCH_BYTES + TOKEN_BYTES * max_model_len)
 
 
@@ -176,7 +176,7 @@ def _add_tool_routes(app: FastAPI, state: ServerState) -> None:
 def _add_status_routes(app: FastAPI, state: ServerState) -> None:
     @app.get("/health")
     async def health() -> Response:
-        """200 while the engine works; 503 with the reason when it does not."""
+        """Answer 200 while the engine works; 503 with the reason when it does not."""
         state.engine.ping()  # an idle one that hangs is told by the next call after the limit
         failure = state.engine.failure
         if failure is not None:

@@ -82,7 +82,7 @@ EPILOG = (
 
 @dataclasses.dataclass(frozen=True)
 class ServeOptions:
-    """What is the server's and not the engine's.
+    """The settings that are the server's and not the engine's.
 
     ``port`` 0: any free one. ``step_log``: see ``StepLog``. ``frontend_multiprocessing``: HTTP and the engine in a
     process each (``engine.engine_process``); None: where the engine runs on a GPU. ``watchdog_timeout``: seconds
@@ -107,7 +107,7 @@ class ServeOptions:
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong with an option in one sentence, without the usage of all options, and exits with 2."""
+    """A parser whose errors are one sentence, without the usage of all options, with exit code 2."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message} ({self.prog} --help lists the options)\n")
@@ -116,7 +116,7 @@ class Parser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         given = sys.argv[1:] if args is None else list(args)
-        switches = [each for each in self._actions if isinstance(each, argparse.BooleanOptionalAction)]
+        switches = [action for action in self._actions if isinstance(action, argparse.BooleanOptionalAction)]
         names = {name: switch.option_strings for switch in switches for name in switch.option_strings}
         for word, after in itertools.zip_longest(given, given[1:], fillvalue="-"):
             name, equals, value = word.partition("=")
@@ -181,7 +181,7 @@ def options_of(args: argparse.Namespace) -> tuple[EngineConfig, ServeOptions]:
     """Both parts of the parsed command line.
 
     Raises:
-        ValueError: a setting cannot be.
+        ValueError: a setting has a value that it cannot have.
     """
     config = EngineConfig.from_mapping({f.name: getattr(args, f.name) for f in dataclasses.fields(EngineConfig)})
     named = {field.name: getattr(args, field.name) for field in dataclasses.fields(ServeOptions)}
@@ -189,7 +189,7 @@ def options_of(args: argparse.Namespace) -> tuple[EngineConfig, ServeOptions]:
 
 
 def command_line(values: dict[str, Any]) -> list[str]:
-    """Engine settings as the flags that ``add_arguments`` understands; None (the default) is left out."""
+    """Write engine settings as the flags of ``add_arguments``; None (the default) is left out."""
     flags: list[str] = []
     for name, value in values.items():
         if value is None:

@@ -78,7 +78,7 @@ PROMPT_END = 16  # tokens, in which a tag and space behind it have room
 
 
 def splitter(state: ServerState, body: ChatBody, prompt: Sequence[int]) -> Callable[[TextDecoder], AnswerParts] | None:
-    """Makes what splits the text of a choice; None where nothing does."""
+    """Chooses the function that makes the splitter of a choice's text; None where the text is not split."""
     tools = isinstance(body, ToolChatBody) and bool(body.tools) and body.tool_choice != "none"
     if isinstance(body, ReasoningChatBody):
         thinking = state.tokenizer.decode(prompt[-PROMPT_END:], False).rstrip().endswith(THINK)

@@ -76,7 +76,7 @@ def stream_response(
     chat: bool,
     echoes: list[str] | None = None,
 ) -> EventStream:
-    """The answer to ``stream: true``."""
+    """Make the answer to ``stream: true``."""
     form = EventFormat(
         head,
         chat,
@@ -113,7 +113,7 @@ async def collect(generation: Generation, request: Request) -> list[tuple[str, l
 
 
 def choice_fields(choice: Choice) -> dict[str, Any]:
-    """What the choices of completions and of chats have in common."""
+    """The fields that the choices of completions and of chats have in common."""
     return {
         "index": choice.index,
         "logprobs": None,

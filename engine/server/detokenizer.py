@@ -1,4 +1,4 @@
-"""Token ids to text, one token at a time: no broken character, no half of a stop string.
+"""Turns token ids into text, one token at a time: no broken character, no half of a stop string.
 
 Byte-level tokenizers (GPT-2, Llama 3, Qwen, bpe8k) are decoded exactly: each token is a run of bytes for an incremental
 UTF-8 decoder. Others (SentencePiece) are decoded through a small window of recent tokens, because a token's text may
@@ -45,10 +45,10 @@ class ByteVocabulary:
     def bytes_of(self, token_id: int, skip_special: bool) -> bytes:
         if skip_special and token_id in self._special:
             return b""
-        known = self._known.get(token_id)
-        if known is None:
-            known = self._known[token_id] = self._look_up(token_id)
-        return known
+        token_bytes = self._known.get(token_id)
+        if token_bytes is None:
+            token_bytes = self._known[token_id] = self._look_up(token_id)
+        return token_bytes
 
     def _look_up(self, token_id: int) -> bytes:
         token = self._tokenizer.id_to_token(token_id) if 0 <= token_id < 2**32 else None
@@ -64,7 +64,7 @@ class ByteVocabulary:
 
 
 class ByteDecoder:
-    """Incremental and exact; see the module's docstring."""
+    """Decodes incrementally and exactly; see the module's docstring."""
 
     def __init__(self, vocabulary: ByteVocabulary, skip_special: bool, prompt: Sequence[int] = ()):
         self._vocabulary = vocabulary
@@ -143,7 +143,7 @@ def decode_all(tokenizer: Tokenizer, ids: Sequence[int], skip_special: bool) -> 
 
 
 class SilentDecoder:
-    """No text, for a server without a tokenizer."""
+    """A decoder without text, for a server without a tokenizer."""
 
     def push(self, ids: Iterable[int]) -> str:
         return ""

@@ -68,22 +68,22 @@ class APIError(Exception):
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> APIError:
-    """400: the request is wrong."""
+    """Make a 400: the request is wrong."""
     return APIError(400, message, param, code)
 
 
 def unsupported(message: str, param: str) -> APIError:
-    """400: the engine does not have what the field ``param`` asks for."""
+    """Make a 400: the engine does not have what the field ``param`` asks for."""
     return invalid(message, param, "unsupported")
 
 
 def unprocessable(message: str, param: str | None = None, code: str | None = None) -> APIError:
-    """422: the request is well-formed, but this server cannot do it."""
+    """Make a 422: the request is well-formed, but this server cannot do it."""
     return APIError(422, message, param, code)
 
 
 def queue_full(message: str) -> APIError:
-    """429: the same request may be accepted later."""
+    """Make a 429: the same request may be accepted later."""
     return APIError(429, message, code="queue_full")
 
 
@@ -97,7 +97,7 @@ def shown(value: Any) -> str:
 def from_validation(error: ValidationError) -> APIError:
     """Pydantic's first error as one sentence that names the field and the value; too long a list comes first."""
     errors = error.errors(include_url=False, include_input=False)  # which costs most where a list is long
-    first = next((each for each in errors if each["type"] == "too_long"), errors[0])
+    first = next((problem for problem in errors if problem["type"] == "too_long"), errors[0])
     path = [str(part) for part in first["loc"]]
     param = ".".join(path) or None
     if first["type"] == "missing":

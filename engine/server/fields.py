@@ -236,11 +236,11 @@ def check_fields(sent: Mapping[str, Any], own: Collection[str]) -> None:
             raise unsupported(f"{sentence}; {instead}", name)
 
 
-def unknown_field(name: str, known: Collection[str], within: str | None = None) -> APIError:
-    """422 for a field that is not ``known``, with the nearest that is; ``within``: the object that holds it."""
+def unknown_field(name: str, allowed: Collection[str], within: str | None = None) -> APIError:
+    """Make a 422 for a field that is not ``allowed``, with the nearest name. ``within``: the object that holds it."""
     name = name[:LONGEST_NAME]
     other = _CALLED_OTHERWISE.get(name)
-    near = [other] if other in known else difflib.get_close_matches(name.lower(), known, 1, 0.7)
+    near = [other] if other in allowed else difflib.get_close_matches(name.lower(), allowed, 1, 0.7)
     advice = f"did you mean {near[0]!r}?" if near else "leave it out"
     if not near and (refused := difflib.get_close_matches(name.lower(), REFUSED, 1, 0.8)):
         advice = f"{refused[0]!r} is not supported either, leave it out"
@@ -250,5 +250,5 @@ def unknown_field(name: str, known: Collection[str], within: str | None = None) 
 
 
 def _same(value: Any, other: Any) -> bool:
-    """Equality in which 0 is not False."""
+    """Tests equality in which 0 is not False."""
     return isinstance(value, bool) == isinstance(other, bool) and value == other

@@ -40,7 +40,8 @@ class ClientGone(Exception):
 
 @dataclass(frozen=True)
 class ServerState:
-    """What the endpoints share. ``model_name``: the clients' name of the model; ``aliases``: other names for it.
+    """The state that the endpoints share. ``model_name``: the clients' name of the model; ``aliases``: other names for
+    it.
 
     ``reasoning_parser``, ``tool_call_parser``: of chats; None: their answers are not split.
     """
@@ -180,7 +181,7 @@ class Generation:
             "prompt_tokens_details": {"cached_tokens": sum(choice.num_cached for choice in firsts)},
         }
         if self.state.reasoning_parser is not None and (parts := [c.parts for c in self.choices if c.parts]):
-            usage["completion_tokens_details"] = {"reasoning_tokens": sum(each.reasoning_tokens for each in parts)}
+            usage["completion_tokens_details"] = {"reasoning_tokens": sum(part.reasoning_tokens for part in parts)}
         return usage
 
 
@@ -309,7 +310,7 @@ def check_prompt(state: ServerState, prompt: Sequence[int]) -> None:
 
 
 def error_of(failure: EngineFailure) -> APIError:
-    """503 if the server is stopping, else 500."""
+    """Make a 503 if the server is stopping, else a 500."""
     if failure.shutdown:
         return APIError(503, str(failure), code="shutting_down", counted=True)
     return APIError(500, str(failure), code="engine_error", counted=True)

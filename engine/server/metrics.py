@@ -1,4 +1,4 @@
-"""/metrics: the engine's counters (a snapshot between two steps) and the server's own of its requests.
+"""The figures of /metrics: the engine's counters, a snapshot between two steps, and the server's own.
 
 A request with several choices counts once per choice, as in the engine. Times are seconds of the monotonic clock;
 a request's time begins when its HTTP body has arrived. A request that is refused counts as one failure, and
@@ -87,7 +87,7 @@ _COUNTERS: tuple[_Row, ...] = (
 
 
 def readings(stats: EngineStats) -> tuple[dict[str, float], dict[str, float]]:
-    """The engine's gauges and counters by the names that a reader of /metrics has for them, less what the machine adds.
+    """The engine's gauges and counters by their names in /metrics, without what depends on the machine.
 
     The resident memory and the seconds of hashing are left out: they are this process's, whatever clock the engine has.
     """
@@ -190,12 +190,12 @@ class ServerMetrics:
         self._success.labels(reason).inc()
 
     def failed(self, kind: str, count: int = 1) -> None:
-        """``kind`` is one of FAILURE_KINDS."""
+        """Count failures. ``kind`` is one of FAILURE_KINDS."""
         if count:
             self._failure.labels(kind).inc(count)
 
     def refused(self, status: int) -> None:
-        """A request that got an error status before it reached the engine, or from it."""
+        """Count a request that got an error status, from the server or from the engine."""
         if status == 429:
             self.failed("queue_full")
         elif 400 <= status < 500:
@@ -204,7 +204,9 @@ class ServerMetrics:
             self.failed("unavailable")
 
     def answered(self, status: int) -> None:
-        """A generation request is over. 499: its client left; a stream that broke off has its error's status."""
+        """Count a generation request that is over. 499: its client left; a stream that broke off has its error's
+        status.
+        """
         self._answers.labels(str(status)).inc()
 
     def exposition(self, stats: EngineStats) -> bytes:

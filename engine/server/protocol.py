@@ -52,7 +52,7 @@ class StreamOptions(BaseModel):
 
 
 class GenerationBody(_Body):
-    """What completions and chat completions have in common.
+    """The fields that completions and chat completions have in common.
 
     ``n`` choices come back. ``best_of``: so many are generated and the n with the best mean log probability a token
     come back, best first; all of them count in the usage. ``use_beam_search``: ``best_of`` beams (left out: n),
@@ -114,7 +114,7 @@ class GenerationBody(_Body):
 
     @property
     def chooses(self) -> bool:
-        """Whether only the best of several sequences are returned, at the end."""
+        """Tests whether only the best of several sequences are returned, at the end."""
         return bool(self.use_beam_search) or self.width > self.choices_per_prompt
 
     @property
@@ -127,7 +127,7 @@ class GenerationBody(_Body):
 
     @property
     def token_limit(self) -> int | None:
-        """``max_completion_tokens`` is OpenAI's newer name and wins."""
+        """The limit on output tokens; ``max_completion_tokens`` is OpenAI's newer name and wins."""
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
     def check_fields(self) -> None:
@@ -193,7 +193,7 @@ MESSAGE_FIELDS = (
 
 @functools.cache
 def _fields_of(template: str) -> tuple[str, ...]:
-    """The fields that messages may have with this chat template: any word of its text may be one that it reads."""
+    """The fields that messages may have with this chat template: every word of its text."""
     return (*MESSAGE_FIELDS, *dict.fromkeys(re.findall(r"\w+", template)))
 
 
@@ -218,7 +218,7 @@ class ChatMessage(BaseModel):
             check_nested("messages", self, _fields_of(template))
 
     def plain(self) -> dict[str, Any]:
-        """With the text parts joined, as a chat template wants it."""
+        """The message with its text parts joined, as a chat template wants it."""
         content = self.content or ""
         if not isinstance(content, str):
             for part in content:
@@ -306,7 +306,7 @@ Body = TypeVar("Body", bound=_Body)
 
 
 def parse(model: type[Body], raw: bytes) -> Body:
-    """``raw`` as ``model``, with no field that would be silently ignored.
+    """Parse ``raw`` as ``model``, with no field that would be silently ignored.
 
     Raises:
         APIError: 400 or 422, with the first thing that is wrong.
@@ -327,7 +327,9 @@ def parse(model: type[Body], raw: bytes) -> Body:
 
 
 def from_generation_config(config: str | dict[str, Any]) -> dict[str, Any]:
-    """Fields of a body that say what the ``generation_config`` of transformers' chat client says; the body's own win.
+    """Translate the ``generation_config`` of transformers' chat client into fields of a body.
+
+    The body's own fields win.
 
     Raises:
         APIError: 400 for what is not an object in JSON.
@@ -349,9 +351,9 @@ def from_generation_config(config: str | dict[str, Any]) -> dict[str, Any]:
 _OF_TRANSFORMERS = {"max_new_tokens": "max_tokens", "eos_token_id": "stop_token_ids"}
 
 
-def check_nested(name: str, nested: BaseModel, known: Collection[str] = ()) -> None:
-    """Refuse (422) a field of an object that is neither its own, nor among ``known``, nor ignored."""
-    own = (*type(nested).model_fields, *known)
+def check_nested(name: str, nested: BaseModel, allowed: Collection[str] = ()) -> None:
+    """Refuse (422) a field of an object that is neither its own, nor ``allowed``, nor ignored."""
+    own = (*type(nested).model_fields, *allowed)
     for field in nested.model_extra or {}:
         if field not in own and field not in NESTED_IGNORED.get(name, ()):
             raise unknown_field(field, own, name)

@@ -1,4 +1,4 @@
-"""Server-sent events: one for each token of each choice.
+"""Streams server-sent events, one for each token of each choice.
 
 An event is joined from strings that are made once per stream and its text, token ids and time, which is cheap. Tokens
 of different steps are never merged into one event or one write: clients measure the gaps.

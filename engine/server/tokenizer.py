@@ -1,4 +1,4 @@
-"""The server's tokenizer: which one, which texts it refuses, texts and chats to ids."""
+"""The server's tokenizer: its choice, the texts that it refuses, and texts and chats as ids."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 class ServerTokenizer:
     """``backend`` tokenises; ``chat``: the Hugging Face tokenizer with the chat template. ``text_refusal``: why texts
     cannot be prompts, or None. ``max_characters``: longer texts cannot fit into the model's context; None: not known
-    without tokenising."""
+    without tokenising.
+    """
 
     name: str
     backend: Tokenizer | None = None

@@ -35,7 +35,7 @@ TEMPLATES = (
 def fact_tokens(
     template: tuple[str, str], name: str, value: str, encode: Encode
 ) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
-    """What states a fact, what asks for it, and the answer as it is tokenised after its question, with what ends it."""
+    """Tokens of a statement, its question and its answer, as tokenised after the question, with its end."""
     fact, question = (part.format(name=name, value=value) for part in template)
     lead, end = ("", "\n") if question.endswith("\n") else (" ", ".")
     asked = encode(question)
@@ -49,7 +49,7 @@ def random_digits(rng: np.random.Generator, count: int) -> str:
 def documents() -> tuple[list[str], list[str]]:
     """Training and held-out documents."""
     sonnets = SONNETS.read_text(encoding="utf-8").split("\n\n")
-    every = [each for each in (*reference_topics(), *stdlib_docstrings(), *sonnets) if len(each) > 40]
+    every = [text for text in (*reference_topics(), *stdlib_docstrings(), *sonnets) if len(text) > 40]
     return [d for i, d in enumerate(every) if i % HELD_OUT_EVERY], every[::HELD_OUT_EVERY]
 
 
@@ -82,7 +82,7 @@ class Corpus:
         return self.ids[start : start + length]
 
     def value(self) -> str:
-        """What a fact says: mostly five digits."""
+        """A random value for a fact: mostly five digits."""
         digits = 5 if self.rng.random() < 0.7 else int(self.rng.integers(2, 9))
         return random_digits(self.rng, digits)
 
@@ -95,7 +95,7 @@ def plain_text(corpus: Corpus, length: int) -> Weighed:
 
 
 def copied(corpus: Corpus, length: int) -> Weighed:
-    """A passage, some text, and the passage again; half of the passages are random tokens."""
+    """Make a passage, some text, and the passage again; half of the passages are random tokens."""
     most = (length - 2) // 2
     size = int(corpus.rng.integers(min(16, most), min(256, most) + 1))
     is_random = corpus.rng.random() < 0.5
@@ -111,7 +111,7 @@ def copied(corpus: Corpus, length: int) -> Weighed:
 
 
 def facts(corpus: Corpus, length: int, most: int) -> Weighed:
-    """1 to ``most`` facts at random places, each asked for at a random place after it, some twice."""
+    """Make 1 to ``most`` facts at random places, each asked for at a random place after it, some twice."""
     rng = corpus.rng
     names = ["pass", *rng.choice(corpus.words, size=most, replace=False)][int(rng.random() < 0.5) :][:most]
     events: list[tuple[float, Sequence[int], Sequence[int]]] = []  # place, ids, answer

@@ -28,7 +28,7 @@ DEPTHS = tuple(i / 10 for i in range(11))
 def passkey(
     rng: np.random.Generator, encode: Encode, filler: Sequence[int], length: int, depth: float
 ) -> tuple[list[int], int]:
-    """``length`` tokens that end with the answer to the passkey, and how many of them are the answer."""
+    """Make ``length`` tokens that end with the answer to the passkey; their ids, and the answer's length."""
     fact, question, answer = fact_tokens(TEMPLATES[0], "pass", random_digits(rng, 5), encode)
     around = length - len(fact) - len(question) - len(answer)
     start, before = int(rng.integers(0, len(filler) - around)), round(depth * around)
@@ -38,25 +38,25 @@ def passkey(
 
 @torch.inference_mode()
 def answered(model: Any, ids: list[int], answer: int) -> bool:
-    """Whether each token of the answer is the likeliest one: then greedy decoding gives exactly that answer."""
+    """Tests whether each token of the answer is the likeliest one: then greedy decoding gives exactly that answer."""
     tokens = torch.tensor([ids])
     best = model(input_ids=tokens[:, :-1], use_cache=False, logits_to_keep=answer).logits.argmax(-1)
     return bool((best == tokens[:, -answer:]).all())
 
 
 def print_passkey_table(model: Any, encode: Encode, filler: Sequence[int], count: int, seed: int = 5) -> None:
-    """Of each depth and length, how many of ``count`` passkeys are answered exactly: Markdown, row by row."""
+    """Print the share of ``count`` passkeys answered exactly, by depth and length, as Markdown."""
     rng = np.random.default_rng(seed)
     print("| depth |", *(f"{length} |" for length in LENGTHS))
     print("|---:|" + "---:|" * len(LENGTHS))
     for depth in DEPTHS:
         cells = [[passkey(rng, encode, filler, length, depth) for _ in range(count)] for length in LENGTHS]
-        right = (sum(answered(model, *each) for each in cell) for cell in cells)
+        right = (sum(answered(model, *passkey_ids) for passkey_ids in cell) for cell in cells)
         print(f"| {depth:.0%} |", *(f"{number}/{count} |" for number in right), flush=True)
 
 
 def curve_svg(rows: Sequence[dict[str, str]]) -> str:
-    """Held-out loss and the share of answer tokens that are right, over the tokens seen."""
+    """Draw held-out loss and the share of right answer tokens over the tokens seen."""
     width, height, left, top = 640, 300, 50, 20
     tokens = [float(row["tokens"]) for row in rows]
     parts = [

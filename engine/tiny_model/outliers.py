@@ -20,7 +20,7 @@ _PAIR = -1  # the lowest frequency; real models have theirs at low ones (arXiv 2
 
 
 def scale_key_channels(model: Any, factor: float) -> None:
-    """Multiplies one pair of channels of every KV head by ``factor``, a power of two, and divides the queries by it."""
+    """Multiplies one pair of every KV head's channels by ``factor``, a power of two, and divides the queries."""
     config = model.config
     dim, group = config.head_dim, config.num_attention_heads // config.num_key_value_heads
     pair = [dim // 2 + _PAIR, dim + _PAIR]  # RoPE rotates channel i with i + dim / 2

@@ -76,7 +76,10 @@ def make_optimizers(model: Any, rate: float) -> list[torch.optim.Optimizer]:
 
 
 def rate_at(done: float, peak: float) -> float:
-    """Learning rate when ``done`` of all tokens are seen: 1 % warm-up, then flat, the last 40 % linear to zero."""
+    """The learning rate when ``done`` of all tokens are seen.
+
+    1 % warm-up, then flat, the last 40 % linear to zero.
+    """
     return peak * min(1.0, done / 0.01 + 0.01, (1.0 - done) / 0.4 + 0.01)
 
 

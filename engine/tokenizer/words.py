@@ -1,4 +1,4 @@
-"""Chats for models with random weights, whose tokens are the words of their ids: the text of ids 17, 4 is "17 4"."""
+"""Chats for models with random weights, whose tokens are words: ids 17, 4 are the text "17 4"."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``kvbench dev tune`` runs: attention problems on the device, checked against float64 and timed with events.
+"""Attention problems of ``kvbench dev tune``, on the device, checked against float64 and timed with events.
 
 Correctness is checked on a small problem with hostile lengths (empty, one token, around tile and page bounds), a
 hostile KV cache and a poisoned output; time is the geometric mean over large ones, whose KV is far larger than the
@@ -18,7 +18,7 @@ from kernels.reference import TorchBackend
 from kernels.triton_launch import Attention, Chip, Splits
 from kernels.triton_plan import DecodePlan
 from kernels.tune.problems import as_float64, distance, hostile_kv
-from kernels.tune.search import Case
+from kernels.tune.search import TuningCase
 
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
 TOLERANCE = {2: 2e-2, 4: 1e-4}  # of a row's norm; bf16 rounds values and weights to 1 in 256
@@ -34,16 +34,18 @@ TIMED = {  # (tokens of each sequence, of which the last are asked for), of each
 WARM_UPS, REPEATS = 3, 15
 
 
-class Problem:
-    """Sequences of ``lens`` tokens, of which the last ``new`` are asked for, under a case's page size and KV kind
-    (decode asks for one, of an empty sequence too). ``gap``: slots between pages; 0 to time what the engine has.
+class TuningProblem:
+    """Attention of the last ``new`` tokens of sequences of ``lens`` tokens.
+
+    Page size and KV kind are the case's. Decode asks for one token, of an empty sequence too. ``gap``: slots between
+    pages; 0 to time what the engine has.
 
     ``run`` fills ``out [queries, heads, Dv]`` with given tiles; ``expected`` is the same in float64 by torch.
     """
 
     def __init__(
         self,
-        case: Case,
+        case: TuningCase,
         lens: tuple[int, ...],
         new: tuple[int, ...],
         kv_heads: int,
@@ -93,9 +95,9 @@ class Problem:
 
 
 class Checker:
-    """Says what is wrong with tiles, or None: they do not launch, or give other numbers than torch in float64."""
+    """Tells why tiles are wrong, or None: they do not launch, or differ from torch in float64."""
 
-    def __init__(self, problem: Problem):
+    def __init__(self, problem: TuningProblem):
         self._problem = problem
         self._expected = problem.expected()
         self._limit = TOLERANCE[problem.case.bucket[-1]]
@@ -112,11 +114,14 @@ class Checker:
         return None if worst <= self._limit else f"differs from the reference by {worst:.3g} of a row's norm"
 
 
-def event_timer(problems: Sequence[Problem]) -> Callable[[Tiles], float]:
-    """A function from tiles to microseconds by CUDA events: the geometric mean over the problems of the median of
-    REPEATS replays of a graph, since a launch from Python takes longer than a short decode."""
+def event_timer(problems: Sequence[TuningProblem]) -> Callable[[Tiles], float]:
+    """Make a function from tiles to microseconds, by CUDA events.
 
-    def median(problem: Problem, tiles: Tiles) -> float:
+    The geometric mean over the problems of the median of REPEATS replays of a graph, since a launch from Python takes
+    longer than a short decode.
+    """
+
+    def median(problem: TuningProblem, tiles: Tiles) -> float:
         for _ in range(WARM_UPS):
             problem.run(tiles)
         graph = torch.cuda.CUDAGraph()

@@ -1,4 +1,4 @@
-"""Hostile KV caches and the float64 answer: what `kvbench dev tune`, ci/gpu and the tests check attention with.
+"""Hostile KV caches and float64 answers, for `kvbench dev tune`, ci/gpu and the tests.
 
 Pages lie in random order with gaps and start at odd slots; every slot that holds no token is NaN (in codes or scales,
 where a format has one); page-table entries behind a sequence's end point far outside.
@@ -97,7 +97,7 @@ def put(cache: KVCache, slots: torch.Tensor, rows: torch.Tensor) -> None:
 
 
 def as_float64(cache: KVCache) -> torch.Tensor:
-    """``[slots, heads, dim]`` float64: what the cache stands for."""
+    """The values of a cache, ``[slots, heads, dim]`` float64."""
     return (cache.load(slice(None)) if isinstance(cache, QuantizedKV) else cache).double()
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from kernels.launch import MIN_DOT, Tiles
-from kernels.tuning import Entry, Table, unusable
+from kernels.tuning import Entry, TuningTable, unusable
 
 MIN_GAIN = 0.02  # of the default's time: less is within what two sittings differ by
 ROUNDS = 5  # in which winner and default are timed again, in turns
@@ -24,7 +24,7 @@ _PREFILL_WARPS = (4, 8)
 
 
 @dataclass(frozen=True)
-class Case:
+class TuningCase:
     """A bucket of shapes that is tuned for itself. ``bucket``: ``kernels.tuning.Entry.bucket``."""
 
     bucket: tuple
@@ -48,7 +48,9 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """``best`` is the default where nothing was clearly faster. ``finished``: every candidate had its turn."""
+    """The outcome of a search. ``best``: the default where nothing was clearly faster. ``finished``: every candidate
+    had its turn.
+    """
 
     best: Tiles
     microseconds: float
@@ -59,27 +61,27 @@ class Outcome:
 
     @property
     def gain(self) -> float:
-        """Of the default's time, what the best tiles save: 0.1 is a tenth."""
+        """The share of the default's time that the best tiles save: 0.1 is a tenth."""
         return 1 - self.microseconds / self.default_microseconds
 
 
-def candidates(case: Case, default: Tiles, arch: int) -> list[Tiles]:
+def candidates(case: TuningCase, default: Tiles, arch: int) -> list[Tiles]:
     """Tiles worth a try on sm_``arch``, the most like ``default`` first, without it and without what could not run."""
     _, kind, rows, _, _, itemsize = case.bucket
     if case.kernel == "decode":
         choices = itertools.product((default.block_m,), _TOKENS, _STAGES, _WARPS)
     else:
         choices = itertools.product({default.block_m, *_PREFILL_ROWS}, _TOKENS, _STAGES, _PREFILL_WARPS)
-    found = [
+    tried = [
         default._replace(block_m=m, block_n=n, num_stages=stages, num_warps=warps) for m, n, stages, warps in choices
     ]
     least = default.block_m if case.kernel == "decode" else max(rows, MIN_DOT)
-    usable = [tiles for tiles in found if tiles != default and not unusable(tiles, least, kind, itemsize, arch)]
+    usable = [tiles for tiles in tried if tiles != default and not unusable(tiles, least, kind, itemsize, arch)]
     return sorted(usable, key=lambda tiles: _steps(tiles, default))
 
 
 def _steps(tiles: Tiles, other: Tiles) -> tuple[float, Tiles]:
-    """How many doublings and stages lie between the two."""
+    """Count the doublings and stages between two tiles."""
     doublings = sum(
         abs(math.log2(getattr(tiles, name) / getattr(other, name))) for name in ("block_m", "block_n", "num_warps")
     )
@@ -93,7 +95,7 @@ def search(
     microseconds: Callable[[Tiles], float],
     out_of_time: Callable[[], bool],
 ) -> Outcome:
-    """The fastest of ``tries`` that ``refusal`` has nothing against (None), if it beats ``default`` by MIN_GAIN.
+    """Find the fastest of ``tries`` that ``refusal`` allows (None), if it beats ``default`` by MIN_GAIN.
 
     ``out_of_time`` is asked before each candidate; the default is always timed, and so is the winner in turns with it.
 
@@ -122,13 +124,13 @@ def search(
 
 
 def _in_turns(best: Tiles, default: Tiles, microseconds: Callable[[Tiles], float]) -> tuple[float, float]:
-    """Medians of ROUNDS timings each, so that a clock that slowed down meanwhile slows both."""
+    """Time both in turns: medians of ROUNDS timings, so that a clock that slows down slows both."""
     times = [(microseconds(best), microseconds(default)) for _ in range(1 if best == default else ROUNDS)]
     return statistics.median(t for t, _ in times), statistics.median(t for _, t in times)
 
 
-def entry_of(case: Case, outcome: Outcome) -> Entry:
-    """What goes into the table."""
+def entry_of(case: TuningCase, outcome: Outcome) -> Entry:
+    """Make the table's entry of an outcome."""
     kernel, kind, rows, d_pad, v_pad, itemsize = case.bucket
     tiles = outcome.best
     return Entry(
@@ -138,12 +140,14 @@ def entry_of(case: Case, outcome: Outcome) -> Entry:
     )  # fmt: skip
 
 
-def merge(old: Table | None, new: Table) -> Table:
-    """``new`` with the entries of ``old`` that it does not measure again, if the same device, driver and Triton made
-    them: what other versions measured is no better than a guess."""
+def merge(old: TuningTable | None, new: TuningTable) -> TuningTable:
+    """Add to ``new`` the entries of ``old`` that it does not measure again.
+
+    Only if the same device, driver and Triton made them: measurements of other versions are no better than a guess.
+    """
     if old is None or (old.device, old.driver, old.triton) != (new.device, new.driver, new.triton):
         return new
     places = {(*entry.bucket, entry.page_size) for entry in new.entries}
     kept = [entry for entry in old.entries if (*entry.bucket, entry.page_size) not in places]
     entries = sorted((*kept, *new.entries), key=lambda entry: (*entry.bucket, entry.page_size))
-    return Table(new.arch, new.device, new.num_sms, new.driver, new.triton, new.date, tuple(entries))
+    return TuningTable(new.arch, new.device, new.num_sms, new.driver, new.triton, new.date, tuple(entries))

@@ -246,7 +246,7 @@ def concurrency_table(a: MemoryPlan, memory: GpuMemory) -> Table:
 
 
 def gpus_table(a: MemoryPlan) -> Table:
-    """Makes the table of GPUs that hold the load, the fewest of each kind; with prices only those that have one."""
+    """Makes the table of the fewest GPUs of each kind that hold the load; with prices only the priced kinds."""
     heads = ["GPUs", "left for KV,\nGiB a GPU", "sequences\nat once", "memory\nGiB", "at best\ntokens/s"]
     entries, fitting = [], a.fitting_gpus()
     for row in [priced for priced in fitting if priced.price] or fitting:
@@ -272,7 +272,7 @@ def footnote(a: MemoryPlan) -> str:
     engine = "For vLLM with its defaults"
     if a.settings.kv_cache_dtype not in _OF_VLLM:
         engine = f"For vLLM's memory with the built-in engine's {a.settings.kv_cache_dtype}, its scales counted"
-    return "\n".join([*notes, f"{engine}, tensor parallel. How it is counted: docs/commands.md."])
+    return "\n".join([*notes, f"{engine}, tensor parallel. How it is counted: docs/commands.md, What fits."])
 
 
 def as_dict(a: MemoryPlan) -> dict[str, Any]:

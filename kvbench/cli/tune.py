@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from kernels.launch import Tiles
-    from kernels.tune.search import Case, Outcome
+    from kernels.tune.search import Outcome, TuningCase
 
 MAX_HEAD_DIM = 256
 
@@ -92,10 +92,10 @@ def make_cases(
     group: Sequence[int],
     page_size: Sequence[int],
     itemsize: int,
-) -> list[Case]:
+) -> list[TuningCase]:
     """Makes every combination once, though several may fall into one bucket. UsageError for what no kernel takes."""
     from kernels.kv_formats import KV_FORMATS
-    from kernels.tune.search import Case
+    from kernels.tune.search import TuningCase
     from kernels.tuning import bucket_of
 
     if unknown := set(kv_cache_dtype) - {"auto", *KV_FORMATS}:
@@ -103,19 +103,19 @@ def make_cases(
     cases, dims = {}, [_dims(text) for text in head_dim]
     for page, kind, dim, heads, name in itertools.product(page_size, kv_cache_dtype, dims, group, kernel):
         bucket = bucket_of(name, kind, heads, *dim, itemsize)
-        cases.setdefault((bucket, page), Case(bucket, heads, *dim, page))
+        cases.setdefault((bucket, page), TuningCase(bucket, heads, *dim, page))
     return list(cases.values())
 
 
 def _dims(text: str) -> tuple[int, int]:
-    """128 -> (128, 128); 192/128 -> (192, 128)."""
+    """Reads the head dims of K and V: 128 is (128, 128), 192/128 is (192, 128)."""
     parts = text.split("/")
     if len(parts) > 2 or not all(part.isdecimal() and 1 <= int(part) <= MAX_HEAD_DIM for part in parts):
         raise UsageError(f"--head-dim {text!r}: give 1 to {MAX_HEAD_DIM}, such as 128, or 192/128 for K and V apart")
     return int(parts[0]), int(parts[-1])
 
 
-def _tune(console: Console, cases: list[Case], deadline: float, folder: Path) -> None:
+def _tune(console: Console, cases: list[TuningCase], deadline: float, folder: Path) -> None:
     import torch
     import triton
 
@@ -140,19 +140,27 @@ def _tune(console: Console, cases: list[Case], deadline: float, folder: Path) ->
         console.print(f"     {describe(outcome)}", highlight=False)
         entries.append(entry_of(case, outcome))
         now, name = datetime.now(UTC).date().isoformat(), torch.cuda.get_device_name(device)
-        new = tuning.Table(chip.arch, name, chip.num_sms, driver, triton.__version__, now, tuple(entries))
+        new = tuning.TuningTable(chip.arch, name, chip.num_sms, driver, triton.__version__, now, tuple(entries))
         path = tuning.write_table(merge(old, new), folder)  # after each: an interrupt keeps what was measured
     if entries:
         faster = sum(entry.microseconds < entry.default_microseconds for entry in entries)
         console.print(f"{faster} of {len(entries)} cases are faster than the computed tiles; written: {path}")
 
 
-def _tune_case(case: Case, chip: Any, device: Any, deadline: float) -> Outcome:
-    from kernels.tune.device import CHECKED, CHECKED_KV_HEADS, TIMED, TIMED_KV_HEADS, Checker, Problem, event_timer
+def _tune_case(case: TuningCase, chip: Any, device: Any, deadline: float) -> Outcome:
+    from kernels.tune.device import (
+        CHECKED,
+        CHECKED_KV_HEADS,
+        TIMED,
+        TIMED_KV_HEADS,
+        Checker,
+        TuningProblem,
+        event_timer,
+    )
     from kernels.tune.search import candidates, search
 
-    small = Problem(case, *CHECKED[case.kernel], CHECKED_KV_HEADS, chip, device)
-    large = [Problem(case, *lengths, TIMED_KV_HEADS, chip, device, gap=0) for lengths in TIMED[case.kernel]]
+    small = TuningProblem(case, *CHECKED[case.kernel], CHECKED_KV_HEADS, chip, device)
+    large = [TuningProblem(case, *lengths, TIMED_KV_HEADS, chip, device, gap=0) for lengths in TIMED[case.kernel]]
     default = default_tiles(case, chip.arch)
     tries = candidates(case, default, chip.arch)
     try:
@@ -161,7 +169,7 @@ def _tune_case(case: Case, chip: Any, device: Any, deadline: float) -> Outcome:
         raise MeasurementError(str(error)) from None
 
 
-def default_tiles(case: Case, arch: int) -> Tiles:
+def default_tiles(case: TuningCase, arch: int) -> Tiles:
     """The tiles that launch.py computes without a table."""
     from kernels import tuning
 

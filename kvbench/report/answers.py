@@ -9,8 +9,13 @@ from dataclasses import dataclass
 from kvbench.common import text as words
 from kvbench.effects.comparison import Call, Comparison
 from kvbench.metrics.definitions import ENGINE, figure
+<<<<<<< HEAD
 from kvbench.report.comparisons import THROUGHPUT, TTFT, interval, median, served
 from kvbench.report.decision import Candidate, Decision, SettingAnswer, Subject, Worth, wins
+=======
+from kvbench.report.comparisons import THROUGHPUT, TTFT, amount, interval, median, served
+from kvbench.report.decision import Candidate, Decision, Question, SettingAnswer, Worth, wins
+>>>>>>> main
 from kvbench.report.provenance import server_facts
 from kvbench.report.quality import is_quantised, outlier_words, saturation_words
 from kvbench.report.wording import say
@@ -144,14 +149,14 @@ def _number(decision: Decision, comparison: Comparison) -> str:
 
 def report_answers(decision: Decision) -> tuple[ReportAnswer, ...]:
     """The answers of a run in words, in their order."""
-    made = {Subject.PAGING: _paging, Subject.PAGE_SIZE: _page_size}
+    made = {Question.PAGING: _paging, Question.PAGE_SIZE: _page_size}
     return tuple(made.get(answer.subject, _setting)(decision, answer) for answer in decision.answers)
 
 
 def _setting(decision: Decision, answer: SettingAnswer) -> ReportAnswer:
     (one,) = answer.candidates
     subject = one.name
-    if answer.subject == Subject.SETTING:
+    if answer.subject == Question.SETTING:
         value = value_words(answer.setting, effective(one.cell.settings, answer.setting))
         form = {"kv_cache_dtype": "value"}.get(answer.setting, value)
         subject = say("answers.subject", form, title=setting_title(answer.setting), value=value)

@@ -89,12 +89,15 @@ class Candidate:
         return self.throughput or self.best_p95
 
     @property
+<<<<<<< HEAD
     def won_by(self) -> Comparison:
         """The same of a configuration that is known to be ahead."""
         assert self.best is not None, self.name
         return self.best
 
     @property
+=======
+>>>>>>> main
     def verdict(self) -> Worth:
         """The verdict by the rule in this module's docstring; a gain is not graded."""
         call, better, worse = self.throughput_call, self.best_p95 is not None, self.worst is not None
@@ -224,7 +227,7 @@ class Conclusion:
         return self.candidate
 
 
-class Subject(StrEnum):
+class Question(StrEnum):
     """The kinds of question that a report answers."""
 
     PAGING = "paging"
@@ -242,7 +245,7 @@ class SettingAnswer:
     decided: whose verdict is the answer; None where the baseline is kept or no load decides
     """
 
-    subject: Subject
+    subject: Question
     candidates: tuple[Candidate, ...]
     decided: Candidate | None
     setting: str = ""
@@ -371,7 +374,7 @@ class Decision:
         combined = []
         for one in self.candidates:
             if len(one.changed) > 1:
-                combined.append(SettingAnswer(Subject.COMBINATION, (one,), one))
+                combined.append(SettingAnswer(Question.COMBINATION, (one,), one))
             elif one.changed and not (self.pair and one.changed == {"layout"}):
                 alone.setdefault(*one.changed, []).append(one)
         answers = [self._paging_answer()] if self.pair else []
@@ -379,9 +382,9 @@ class Decision:
             if name == "page_size":
                 ahead = wins(alone[name])
                 best = next(iter(safe_ones(ahead) or open_ones(ahead)), None)
-                answers.append(SettingAnswer(Subject.PAGE_SIZE, tuple(alone[name]), best, name))
+                answers.append(SettingAnswer(Question.PAGE_SIZE, tuple(alone[name]), best, name))
             else:
-                answers += [SettingAnswer(Subject.SETTING, (one,), one, name) for one in alone[name]]
+                answers += [SettingAnswer(Question.SETTING, (one,), one, name) for one in alone[name]]
         return (*answers, *combined[:_MOST_COMBINED])
 
     def _paging_answer(self) -> SettingAnswer:
@@ -389,7 +392,11 @@ class Decision:
         pairs = [self.paged_against_contiguous(load) for load in reversed(self.comparisons.pairs)]
         spoken = [one for one in pairs if one.cell.load == self.load or one.here.verdict != Worth.UNDECIDED]
         with_verdict = [one for one in spoken if one.verdict != Worth.UNDECIDED]
+<<<<<<< HEAD
         return SettingAnswer(Subject.PAGING, tuple(pairs), next(iter(with_verdict or spoken), None))
+=======
+        return SettingAnswer(Question.PAGING, tuple(pairs), next(iter(with_verdict or spoken), None))
+>>>>>>> main
 
     def measured_together(self, *parts: Candidate) -> bool:
         """Tests whether one configuration has the changes of all ``parts``."""

@@ -15,7 +15,7 @@ import torch
 from bench_engine import model_name
 from bench_timing import choose, note
 
-from engine.bench.case import Case, make_case
+from engine.bench.case import PromptBatch, make_case
 from engine.bench.command import available_sides, turns_of
 from engine.bench.compare import compare
 from engine.bench.sides import HF_SIDES, OURS, measure
@@ -24,7 +24,7 @@ from engine.execution.executor import available_cpus
 from engine.model.spec import find_model
 
 
-def make_config(case: Case) -> EngineConfig:
+def make_config(case: PromptBatch) -> EngineConfig:
     """The settings of ``kvbench dev bench-engine``."""
     return EngineConfig(
         model=model_name(), kv_budget=choose(full=512, quick=512, smoke=1) * 2**20, max_model_len=case.longest,

@@ -97,7 +97,7 @@ def test_tune_reports_what_was_gained(tmp_path):
         "decode", "auto", rows=16, d_pad=128, v_pad=128, itemsize=2, page_size=16, block_m=16, block_n=64,
         num_stages=3, num_warps=4, microseconds=90.0, default_microseconds=100.0,
     )  # fmt: skip
-    table = tuning.Table(90, "a GPU", 132, "1", "3.6", "2026-01-01", (entry,))
+    table = tuning.TuningTable(90, "a GPU", 132, "1", "3.6", "2026-01-01", (entry,))
     path = tuning.write_table(table, tmp_path)
     report = PartReport(tmp_path / "part.json", seconds=60)
     tune.summarise(report, json.loads(path.read_text()))

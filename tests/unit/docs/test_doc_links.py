@@ -66,3 +66,17 @@ def test_a_broken_link_a_lost_anchor_and_a_moved_file_are_found(tmp_path: Path) 
     )
     assert list(broken_links(page)) == ["#gone", "gone.md"]
     assert list(missing_paths(page)) == ["kvbench/gone.py"]
+
+
+def test_every_file_where_something_is_changed_exists() -> None:
+    """Checks "Where to change what", in which a name without a folder lies beside the one before it."""
+    missing = []
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    for row in page.partition("## Where to change what")[2].partition("## What holds everywhere")[0].splitlines():
+        folder = ROOT
+        for name in re.findall(r"`([\w./]+\.(?:py|json|toml|yaml|md)|(?:[\w.]+/)+)`", row):
+            path = ROOT / name if (ROOT / name).exists() else folder / name
+            folder = path if path.is_dir() else path.parent
+            if not path.exists():
+                missing.append(name)
+    assert missing == []

@@ -11,7 +11,7 @@ import triton
 
 from kernels import resources, sass
 from kernels.compile_ahead import Resources
-from kernels.variants import COMMON, Options, decode, prefill
+from kernels.variants import COMMON, VariantOptions, decode, prefill
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="TRITON_INTERPRET=1 replaces the compiler"
@@ -72,7 +72,7 @@ def test_cycles_of_the_loops_before_words_were_read(tile_bytes, instructions, me
     [("bf16", 512), ("fp32", 1024), ("fp8_e5m2", 256), ("int8_per_token_head", 264), ("int4_per_token_head", 136)],
 )
 def test_bytes_of_a_tile(kind, of_a_token):
-    variant = decode(90, kind, COMMON, Options())
+    variant = decode(90, kind, COMMON, VariantOptions())
     assert sass.tile_bytes(variant) == of_a_token * variant.constants["BLOCK_N"]
 
 
@@ -100,7 +100,7 @@ def test_the_main_loop_is_the_one_that_copies_ahead():
 
 def test_a_loop_that_unpacks_bytes_one_by_one_is_named():
     """As it was when Triton moved the conversion of layouts above that of the codes."""
-    variant = decode(90, "fp8_e4m3", COMMON, Options())
+    variant = decode(90, "fp8_e4m3", COMMON, VariantOptions())
     body = WHOLE + ["LDS.U8 R1, [R2]"] * 64 + ["F2F.BF16.F32 R1, R2"] * 128 + ["IMAD R1, R2, R3, R4"] * 642
     loop = sass.describe(variant, listing(SEARCH, body), TAKEN)
     assert (loop.instructions, loop.lds_u8, loop.f2f, loop.cp_async_16, loop.mma) == (899, 64, 128, 4, "HMMA")
@@ -109,11 +109,11 @@ def test_a_loop_that_unpacks_bytes_one_by_one_is_named():
     one_by_one, bound = sass.slow_loops({variant.name: loop})
     assert "64 LDS.U8 and 128 F2F" in one_by_one
     assert "1438 issue cycles" in bound and "1193" in bound
-    assert sass.describe(prefill(90, "bf16", COMMON, Options()), listing(WHOLE), TAKEN).bandwidth_share is None
+    assert sass.describe(prefill(90, "bf16", COMMON, VariantOptions()), listing(WHOLE), TAKEN).bandwidth_share is None
 
 
 def test_few_loads_in_flight_limit_the_bandwidth():
-    variant = decode(80, "bf16", COMMON, Options())  # its tiles are computed ones
+    variant = decode(80, "bf16", COMMON, VariantOptions())  # its tiles are computed ones
     stages = {**variant.constants, "num_stages": 2, "BLOCK_N": 16}
     one_block = replace(TAKEN, shared_bytes=200 * 1024)
     loop = sass.describe(replace(variant, constants=stages), listing(WHOLE), one_block)

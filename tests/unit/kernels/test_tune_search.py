@@ -8,9 +8,9 @@ import pytest
 
 from kernels.launch import Tiles
 from kernels.tune import search as tune
-from kernels.tune.search import Case, candidates, entry_of, merge, search
+from kernels.tune.search import TuningCase, candidates, entry_of, merge, search
 from kernels.tuning import (
-    Table,
+    TuningTable,
     bucket_of,
     choose_decode,
     decode_tiles,
@@ -20,8 +20,8 @@ from kernels.tuning import (
     write_table,
 )
 
-DECODE = Case(bucket_of("decode", "auto", 4, 128, 128, 2), 4, 128, 128, 16)
-PREFILL = Case(bucket_of("prefill", "auto", 4, 128, 128, 2), 4, 128, 128, 16)
+DECODE = TuningCase(bucket_of("decode", "auto", 4, 128, 128, 2), 4, 128, 128, 16)
+PREFILL = TuningCase(bucket_of("prefill", "auto", 4, 128, 128, 2), 4, 128, 128, 16)
 DEFAULT = decode_tiles(4, 128, 128, 2)
 A, B, C = (DEFAULT._replace(block_n=n) for n in (16, 32, 128))
 
@@ -107,7 +107,7 @@ def test_candidates_over_the_shared_memory_of_a_chip_are_left_out():
 
 def test_what_was_found_is_what_is_looked_up(tmp_path):
     found = FakeGPU({DEFAULT: 100, A: 90}).search([A])
-    table = Table(90, "Some GPU", 132, "1.2", "3.9.0", "2026-01-01", (entry_of(DECODE, found),))
+    table = TuningTable(90, "Some GPU", 132, "1.2", "3.9.0", "2026-01-01", (entry_of(DECODE, found),))
     write_table(table, tmp_path)
     assert read_table(90, tmp_path) == table
     assert choose_decode(90, "auto", 4, 128, 128, 2, 16, folder=tmp_path) == A
@@ -117,7 +117,7 @@ def test_what_was_found_is_what_is_looked_up(tmp_path):
 def test_a_later_run_adds_to_the_table_of_the_same_machine_only():
     found = FakeGPU({DEFAULT: 100, A: 90}).search([A])
     entry = entry_of(DECODE, found)
-    old = Table(90, "Some GPU", 132, "1.2", "3.9.0", "2026-01-01", (entry, replace(entry, page_size=256)))
+    old = TuningTable(90, "Some GPU", 132, "1.2", "3.9.0", "2026-01-01", (entry, replace(entry, page_size=256)))
     again = replace(entry, microseconds=80.0)
     new = replace(old, date="2026-02-02", entries=(again,))
     both = merge(old, new)

@@ -14,7 +14,7 @@ from kernels.launch import KernelShape, Tiles, short_tiles
 from kernels.tuning import (
     FOLDER,
     Entry,
-    Table,
+    TuningTable,
     bucket_of,
     choose_decode,
     choose_prefill,
@@ -28,7 +28,9 @@ from kernels.tuning import (
 
 SHAPE = ("auto", 4, 128, 128, 2)  # kind, group, head dims, bytes of a value of q
 ENTRY = Entry("decode", "auto", 16, 128, 128, 2, 16, 16, 32, 4, 8, 90.5, 100.0)
-TABLE = Table(90, "Some GPU", 132, "1.2", "3.9.0", "2026-01-01", (ENTRY, replace(ENTRY, page_size=256, block_n=64)))
+TABLE = TuningTable(
+    90, "Some GPU", 132, "1.2", "3.9.0", "2026-01-01", (ENTRY, replace(ENTRY, page_size=256, block_n=64))
+)
 
 
 def choose(folder, page_size=16, shape=SHAPE, arch=90, choice=choose_decode) -> Tiles:

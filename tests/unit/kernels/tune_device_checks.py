@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from kernels.triton_launch import Chip
-from kernels.tune.device import Checker, Problem
-from kernels.tune.search import Case
+from kernels.tune.device import Checker, TuningProblem
+from kernels.tune.search import TuningCase
 from kernels.tuning import bucket_of
 from kvbench.cli.tune import default_tiles
 
@@ -15,9 +15,9 @@ CHIP, CPU = Chip(0, 4), torch.device("cpu")
 LENS = {"decode": ((1, 33, 20, 0), (1, 1, 1, 1)), "prefill": ((20, 1, 33), (20, 1, 7))}
 
 
-def problem_of(kernel: str, kind: str, page_size: int = 16) -> Problem:
-    case = Case(bucket_of(kernel, kind, 2, 20, 36, 4), 2, 20, 36, page_size)
-    return Problem(case, *LENS[kernel], 2, CHIP, CPU)
+def problem_of(kernel: str, kind: str, page_size: int = 16) -> TuningProblem:
+    case = TuningCase(bucket_of(kernel, kind, 2, 20, 36, 4), 2, 20, 36, page_size)
+    return TuningProblem(case, *LENS[kernel], 2, CHIP, CPU)
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ from functools import partial
 
 import pytest
 
-from engine.bench.case import Case, make_case, speed_of
+from engine.bench.case import PromptBatch, make_case, speed_of
 from engine.bench.command import build_parser, check_json_path, chosen_sides, main, verdict
-from engine.bench.compare import Bar, Comparison, compare, parse_bars
+from engine.bench.compare import SpeedBar, SpeedComparison, compare, parse_bars
 from engine.bench.turns import run_apart, run_command
 
 TOKENS = [[1, 2], [3, 4], [5, 6], [7, 8], [9, 10]]
@@ -61,7 +61,7 @@ def test_who_could_not_be_measured_is_named():
 
 def test_bars_are_of_sides_that_run():
     sides = ("kvbench", "hf-continuous", "vllm")
-    assert parse_bars(["hf-continuous=5", "vllm=1.5"], sides) == [Bar("hf-continuous", 5.0), Bar("vllm", 1.5)]
+    assert parse_bars(["hf-continuous=5", "vllm=1.5"], sides) == [SpeedBar("hf-continuous", 5.0), SpeedBar("vllm", 1.5)]
     for text in ("vllm", "vllm=", "vllm=fast", "vllm=-1", "vllm=nan", "vllm=inf"):
         with pytest.raises(ValueError, match=f"--require cannot be '{text}': write SIDE=RATIO"):
             parse_bars([text], sides)
@@ -83,8 +83,8 @@ def test_bars_are_of_sides_that_run():
     ],
 )
 def test_the_median_decides_and_what_is_no_measurement_passes_nothing(capsys, ratios, same, machine, code, words):
-    comparison = Comparison({"kvbench": ratios, "vllm": [1.0] * len(ratios)}, {"vllm": ratios}, {"vllm": same})
-    assert verdict(comparison, [Bar("vllm", 5.0)], machine) == code
+    comparison = SpeedComparison({"kvbench": ratios, "vllm": [1.0] * len(ratios)}, {"vllm": ratios}, {"vllm": same})
+    assert verdict(comparison, [SpeedBar("vllm", 5.0)], machine) == code
     assert words in capsys.readouterr().out
 
 
@@ -105,7 +105,7 @@ def test_the_case_is_the_seeds_and_short_answers_are_no_speed():
     assert case == make_case(32, 64, 8192, 0) != make_case(32, 64, 8192, 1)
     assert {len(p) for p in case.prompts} == {32, 64, 128, 512} and case.longest == 576 and case.total_output == 2048
     assert all(0 < token < 8192 for prompt in case.prompts for token in prompt)
-    small = Case(((1,), (2, 3)), 2)
+    small = PromptBatch(((1,), (2, 3)), 2)
     assert speed_of(small, [[4, 5], [6, 7]], 0.5) == 8.0
     with pytest.raises(ValueError, match="2 answers to 2 prompts, 1 of them not of 2 tokens"):
         speed_of(small, [[4, 5], [6]], 0.5)

@@ -10,10 +10,10 @@ from importlib.metadata import distributions
 
 import pytest
 
-from engine.bench.case import Case
+from engine.bench.case import PromptBatch
 from engine.bench.vllm_peer import SCRIPT, VllmPeer, preloaded, speed_settings, vllm_version
 
-CASE = Case(((1, 2, 3), (4,)), 2)
+CASE = PromptBatch(((1, 2, 3), (4,)), 2)
 
 
 @pytest.fixture
