@@ -9,13 +9,8 @@ from dataclasses import dataclass
 from kvbench.common import text as words
 from kvbench.effects.comparison import Call, Comparison
 from kvbench.metrics.definitions import ENGINE, figure
-<<<<<<< HEAD
 from kvbench.report.comparisons import THROUGHPUT, TTFT, interval, median, served
-from kvbench.report.decision import Candidate, Decision, SettingAnswer, Subject, Worth, wins
-=======
-from kvbench.report.comparisons import THROUGHPUT, TTFT, amount, interval, median, served
 from kvbench.report.decision import Candidate, Decision, Question, SettingAnswer, Worth, wins
->>>>>>> main
 from kvbench.report.provenance import server_facts
 from kvbench.report.quality import is_quantised, outlier_words, saturation_words
 from kvbench.report.wording import say

@@ -183,11 +183,7 @@ def flat_rows(table: ReportTable, comparisons: Comparisons) -> list[dict[str, An
         for part, steady in (("steady", True), ("whole_run", False)):
             flat |= {f"{part}_ttft_ms_{w}": cell.percentile("ttft_ms", w, steady)[0] for w in ("p50", "p95")}
         window = _WINDOWS[cell.has_steady_latency]
-<<<<<<< HEAD
-        flat |= {f"{key}_window": window for latency in _LATENCIES if (key := _key(latency)) in shown}
-=======
         flat |= {f"{key}_window": window for metric in _LATENCIES if (key := _key(metric)) in shown}
->>>>>>> main
         flat |= {"tokens_per_chunk": median(cell.per_repeat("tokens_per_chunk"))}
         if rates := spread(cell.throughput()):
             bounds = {"min": rates.low, "max": rates.high, "window": _WINDOWS[cell.has_steady]}

@@ -89,15 +89,12 @@ class Candidate:
         return self.throughput or self.best_p95
 
     @property
-<<<<<<< HEAD
     def won_by(self) -> Comparison:
         """The same of a configuration that is known to be ahead."""
         assert self.best is not None, self.name
         return self.best
 
     @property
-=======
->>>>>>> main
     def verdict(self) -> Worth:
         """The verdict by the rule in this module's docstring; a gain is not graded."""
         call, better, worse = self.throughput_call, self.best_p95 is not None, self.worst is not None
@@ -392,11 +389,7 @@ class Decision:
         pairs = [self.paged_against_contiguous(load) for load in reversed(self.comparisons.pairs)]
         spoken = [one for one in pairs if one.cell.load == self.load or one.here.verdict != Worth.UNDECIDED]
         with_verdict = [one for one in spoken if one.verdict != Worth.UNDECIDED]
-<<<<<<< HEAD
-        return SettingAnswer(Subject.PAGING, tuple(pairs), next(iter(with_verdict or spoken), None))
-=======
         return SettingAnswer(Question.PAGING, tuple(pairs), next(iter(with_verdict or spoken), None))
->>>>>>> main
 
     def measured_together(self, *parts: Candidate) -> bool:
         """Tests whether one configuration has the changes of all ``parts``."""

@@ -149,17 +149,8 @@ def ledger_sentence(comparisons: Comparisons, ledgers: Ledgers) -> str:
 
 
 def _filled(cell: MeasuredCell, uses: Ledger, whole: str = "") -> str:
-<<<<<<< HEAD
-    """contiguous held tokens in 12 % of the KV budget and wasted 76 % on slots reserved and empty (12 % free)"""
+    """Writes `contiguous held tokens in 12 % of the KV budget and wasted 76 % on reserved, empty slots (12 % free)`."""
     named = [use for use in _SAID if uses.share(use) >= 0.01]
     more = ", ".join(say("kv.named", use, share=uses.share(use), use=use) for use in named)
     shares = {use: uses.share(use) for use in ("tokens", "waste")}
     return say("kv.filled", name=cell.name, whole=whole, more=more, **shares)
-=======
-    """Writes `contiguous held tokens in 12 % of the KV budget and wasted 76 % on reserved, empty slots (12 % free)`."""
-    shares = {use: words.percent(uses.share(use)) for use in _SAID if uses.share(use) >= 0.01}
-    more = [say("kv.named", use, share=share, use=use) for use, share in shares.items()]
-    tokens, waste = (words.percent(uses.share(use)) for use in ("tokens", "waste"))
-    text = say("kv.filled", name=cell.name, tokens=tokens + whole, waste=waste)
-    return f"{text} ({', '.join(more)})" if more else text
->>>>>>> main

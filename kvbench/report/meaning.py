@@ -67,10 +67,3 @@ def _most_served(decision: Decision, name: str, with_slo: bool) -> MostServed | 
         if cell.name == name and cell.valid and rate is not None:
             served.append(MostServed(cell, rate))
     return max(served, key=lambda one: one.rate, default=None)
-<<<<<<< HEAD
-=======
-
-
-def _share(served: MostServed) -> str:
-    return words.percent(served.cell.share_within_slo)
->>>>>>> main

@@ -60,14 +60,9 @@ class Quality:
 
     @property
     def verdict(self) -> str:
-<<<<<<< HEAD
-        """For the end of the verdict on its speed; empty where it is safe."""
+        """The words after the verdict on its speed; empty where it is safe."""
         states = {"safe": self.safe, "outside": self.outside, "open": True}
         return say("quality.verdict", next(state for state, holds in states.items() if holds))
-=======
-        """The words after the verdict on its speed; empty where it is safe."""
-        return "" if self.safe else say("quality.verdict", "outside" if self.outside else "open")
->>>>>>> main
 
     @property
     def brief(self) -> str:

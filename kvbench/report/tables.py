@@ -185,11 +185,7 @@ def cell_table(
             sorts = [number or None for number in sorts]
         if candidate.key in always or any(number is not None for number in sorts):
             shown.append(candidate)
-<<<<<<< HEAD
-    rows = (Row(cell, tuple(shown_column.of(cell) for shown_column in shown), cell.load) for cell in cells)
-=======
     rows = (Row(cell, tuple(column.of(cell) for column in shown), cell.load) for cell in cells)
->>>>>>> main
     return ReportTable(tuple(shown), tuple(rows), numbers_from)
 
 

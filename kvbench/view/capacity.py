@@ -100,17 +100,10 @@ def _answer(values: Mapping[str, str], fields: tuple[Field, ...]) -> tuple[str, 
         "page_size": page_size,
     }
     configurations = tuple(Configuration(name, name, settings | {"layout": name}, {}, False) for name in _LAYOUTS)
-<<<<<<< HEAD
-    capacity = {one.config_id: check_configuration(one.settings) for one in configurations}
-    load = LoadPoint(f"{users} at once", "closed", users, None, users)
-    sizes = Lengths(np.full(users, prompt), np.full(users, output), np.zeros(users, dtype=int), 0)
-    design = Design(configurations, tuple(Cell(one.config_id, one, load) for one in configurations))
-=======
     capacity = {c.config_id: check_configuration(c.settings) for c in configurations}
     load = LoadPoint(f"{users} at once", "closed", users, None, users)
     sizes = Lengths(np.full(users, prompt), np.full(users, output), np.zeros(users, dtype=int), 0)
     design = Design(configurations, tuple(Cell(c.config_id, c, load) for c in configurations))
->>>>>>> main
     lines = (
         ("KV budget", "kv_budget_bytes", words.data_size),
         ("bytes a token", "bytes_per_token", words.count),
@@ -120,11 +113,7 @@ def _answer(values: Mapping[str, str], fields: tuple[Field, ...]) -> tuple[str, 
         (f"sequences of {words.count(length)} tokens at once", "max_concurrency_at_max_len", words.count),
     )
     rows = [(title, *(write(getattr(capacity[layout], key)) for layout in _LAYOUTS)) for title, key, write in lines]
-<<<<<<< HEAD
-    fits = (words.count(int(at_once(one, capacity[one.config_id], sizes)[0])) for one in configurations)
-=======
     fits = (words.count(int(at_once(c, capacity[c.config_id], sizes)[0])) for c in configurations)
->>>>>>> main
     rows.append((f"requests of {words.count(prompt + output)} tokens at once", *fits))
     (sentence,) = memory_notes(design, capacity, {load.load_id: sizes})
     return f"{words.upper_first(sentence)}.", tuple(rows)

@@ -171,11 +171,7 @@ def packed(page: str, script: str) -> str:
 
 def _narrowed(node: Any) -> Any:
     if isinstance(node, list):
-<<<<<<< HEAD
-        return [_narrowed(inner) for inner in node]
-=======
         return [_narrowed(part) for part in node]
->>>>>>> main
     if not isinstance(node, dict):
         return node
     if node.get("dtype") == "f8" and "bdata" in node:
