@@ -150,11 +150,6 @@ def _times_worse(loss: Comparison) -> float:
     return 1 / loss.ratio if figure(loss.metric).higher_is_better else loss.ratio
 
 
-def _rate(one: Candidate) -> float:
-    """The throughput as a ratio to the baseline's; 0 where there is none."""
-    return one.throughput.ratio if one.throughput else 0.0
-
-
 def _candidate(cell: MeasuredCell, base: MeasuredCell, comparisons: Comparisons, quality: Quality) -> Candidate:
     """A configuration against the baseline at its load."""
     decisive, elsewhere = dict(comparisons.decisive[cell.cell_id]), []
@@ -269,14 +264,14 @@ class Decision:
     def of(cls, run: Run) -> Decision:
         """The decision on a run."""
         comparisons, by_id = Comparisons.of(run), qualities(run)
-        cell_limits = tuple(limits(comparisons))
+        seen = tuple(limits(comparisons))
         by_load = {}
         for load, base in comparisons.baselines.items():
             others = [cell for cell in comparisons.at(load) if base and cell is not base]
             candidates = [_candidate(cell, base, comparisons, by_id[cell.config_id]) for cell in others]
-            by_load[load] = tuple(sorted(candidates, key=_rate, reverse=True))
-        breaking = tuple(breaks(comparisons, cell_limits))
-        return cls(run, comparisons, validity(run), by_id, cell_limits, breaking, by_load)
+            candidates.sort(key=lambda one: getattr(one.throughput, "ratio", 0.0), reverse=True)
+            by_load[load] = tuple(candidates)
+        return cls(run, comparisons, validity(run), by_id, seen, tuple(breaks(comparisons, seen)), by_load)
 
     @property
     def load(self) -> MeasuredLoad | None:

@@ -22,6 +22,7 @@ from kvbench.common.ports import free_port
 from kvbench.common.text import upper_first
 from kvbench.report.page import PLOTLY_JS, template_file
 from kvbench.report.side_by_side import groups_of, one_group
+from kvbench.report.wording import say
 from kvbench.view import pages
 from kvbench.view.capacity import form
 from kvbench.view.workspace import DAMAGED, Filter, Stamp, Workspace
@@ -68,7 +69,7 @@ def make_app(workspace: Workspace) -> FastAPI:
     def run(slug: str) -> str:
         row = _or_404(lambda: workspace.row(slug))
         if row.state == DAMAGED:
-            raise HTTPException(404, f"{row.workload} {row.name} is damaged: {row.sentence}")
+            raise HTTPException(404, say("view.damaged", row=row))
         return run_page(slug, row.stamp)
 
     @app.get("/compare")
@@ -129,8 +130,7 @@ def _or_404(find: Callable):
 
 async def _answer_error(request: Request, error: Exception) -> HTMLResponse:
     assert isinstance(error, HTTPException)
-    headlines = {404: "There is no such page here", 405: "This workspace only shows: nothing can be sent to it"}
-    headline = headlines.get(error.status_code, "This cannot be shown")
+    headline = say("view.status", str(error.status_code))
     text = "" if error.detail in ("Not Found", "Method Not Allowed") else upper_first(f"{error.detail}.")
     return HTMLResponse(pages.message(headline, text, LINKS), status_code=error.status_code)
 
