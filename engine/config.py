@@ -56,7 +56,7 @@ class EngineConfig:
 
     model: str = "llama-32m"  # a local folder, a config JSON, or the name of a model or config that ships
     load_format: str = "auto"  # auto: safetensors of the folder; dummy: seeded random weights
-    seed: int = 0  # of the random weights, and of requests that bring no seed of their own
+    seed: int = 0  # seed of random weights, and of requests without a seed of their own
     dtype: str = "auto"  # auto: float32 on CPU, the config's dtype on CUDA
     device: str = "auto"
     tokenizer: str | None = None  # a folder; None: the model's own, else the byte-level BPE that ships

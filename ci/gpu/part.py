@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-LINE_CHARACTERS = 300  # of a line of a reason
+LINE_CHARACTERS = 300  # most characters of a reason's line
 TRACEBACK_CHARACTERS = 6000  # the end of it
 
 

@@ -30,7 +30,7 @@ from engine.server.protocol import GenerationBody
 from engine.server.tokenizer import ServerTokenizer
 
 MAX_CHOICES = 1024  # prompts x n in one request
-LONG_INPUT = 20_000  # characters or tokens: what takes longer than theirs would hold up the other streams
+LONG_INPUT = 20_000  # characters or tokens; longer inputs would hold up the other streams
 _Result = TypeVar("_Result")
 
 

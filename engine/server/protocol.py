@@ -184,7 +184,7 @@ class CompletionBody(GenerationBody):
     add_special_tokens: bool | None = None
 
 
-# Of OpenAI's messages, and thoughts as other engines return them.
+# Fields of OpenAI's messages, and of the thoughts that other engines return.
 MESSAGE_FIELDS = (
     "annotations", "audio", "function_call", "name", "reasoning", "reasoning_content", "refusal", "tool_call_id",
     "tool_calls",
@@ -277,7 +277,7 @@ class ReasoningToolChatBody(ReasoningChatBody, ToolChatBody):
     """The body on a server with both parsers."""
 
 
-# By whether the server has a parser of thoughts, and one of tool calls.
+# Key: whether the server has a parser of thoughts, and one of tool calls.
 CHAT_BODIES: dict[tuple[bool, bool], type[ChatBody]] = {
     (False, False): ChatBody,
     (True, False): ReasoningChatBody,
