@@ -34,7 +34,7 @@ chosen at the end (best_of, beams) come in one chunk each: they have no tpot and
 Only tokens that are returned are output.
 
 Other tools differ: GuideLLM's ``tpot`` includes TTFT, ITL of both GuideLLM and AIPerf is a mean per request, and
-vLLM's TTFT may be of a chunk with nothing but a role (docs/measuring.md has them side by side).
+vLLM's TTFT may be of a chunk with nothing but a role (docs/other_tools.md has them side by side).
 """
 
 from __future__ import annotations
