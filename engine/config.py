@@ -114,12 +114,12 @@ class EngineConfig:
             )
         if self.layout == "paged" and self.reservation != "max":
             raise ValueError(
-                f"reservation {self.reservation!r} means nothing with layout 'paged', which reserves nothing: use "
+                f"reservation {self.reservation!r} has no effect with layout 'paged', which reserves nothing: use "
                 "layout 'contiguous' or leave reservation out"
             )
         if self.swap_space is not None and self.preemption_mode != "swap":
             raise ValueError(
-                f"swap_space {self.swap_space} means nothing with preemption_mode {self.preemption_mode!r}: use "
+                f"swap_space {self.swap_space} has no effect with preemption_mode {self.preemption_mode!r}: use "
                 "preemption_mode 'swap' or leave swap_space out"
             )
         if self.fused_layers and self.torch_compile:

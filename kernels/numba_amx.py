@@ -79,7 +79,7 @@ def has_amx() -> bool:
 
 
 def pack_bf16(weight: torch.Tensor) -> torch.Tensor:
-    """``[N, K]`` bfloat16 -> ``[ceil(N / PANEL), K / DEPTH, 2, 16, 16, 2]``; missing output features are zeros."""
+    """Pack ``[N, K]`` bfloat16 into ``[ceil(N / PANEL), K / DEPTH, 2, 16, 16, 2]``; missing outputs are zeros."""
     n, k = weight.shape
     panels = -(-n // PANEL)
     padded = torch.nn.functional.pad(weight, (0, 0, 0, panels * PANEL - n))

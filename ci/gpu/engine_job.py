@@ -114,7 +114,7 @@ def cost_of(engine: Engine, model: str) -> ModelCost:
 
 
 class WarningsAreFailures(logging.Handler):
-    """Fails on what the engine only warns of, such as decode without CUDA graphs."""
+    """Turns the engine's warnings, such as decode without CUDA graphs, into failures."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)

@@ -71,7 +71,7 @@ class CaseProcess:
 
     @property
     def last_lines(self) -> str:
-        """The end of what it printed."""
+        """Returns the last lines of the process's output."""
         lines = [line for line in self._tail if line]
         return " / ".join(lines[-3:])[:600] or "it printed nothing"
 
@@ -106,7 +106,7 @@ class CaseProcess:
                 return
 
     def stop(self, ask: bool = True) -> int:
-        """End the process and what it started, gently with ``ask``; its exit code."""
+        """End the process and its children, gently with ``ask``; its exit code."""
         with contextlib.suppress(OSError):
             self._process.stdin.close()
         if ask:

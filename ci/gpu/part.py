@@ -50,7 +50,7 @@ class Report:
         self.add("rows", values)
 
     def put(self, **values: Any) -> None:
-        """Stores what is no row; it replaces what had such a key."""
+        """Stores further values of the part; a value replaces an earlier one of its key."""
         self.add("data", values)
 
     def skip(self, what: str, reason: str) -> None:

@@ -19,7 +19,9 @@ OVERHEAD_S = 60.0  # overhead of an entry: wheels, the last part's grace, the su
 
 @dataclass(frozen=True)
 class Part:
-    """``module`` of this package, run with ``arguments``. ``needs``: import names; ``gpu_needs``: on a GPU as well.
+    """A part: a ``module`` of this package, run with ``arguments``.
+
+    ``needs``: import names; ``gpu_needs``: those that a GPU adds.
 
     ``quick_s``, ``full_s``: seconds after which it begins no new measurement; 0: left out of such a run (both: only an
     entry of the queue has it).

@@ -116,7 +116,7 @@ class AnswerParts:
         self._delta: Delta = {}
 
     def push(self, ids: Iterable[int]) -> str:
-        """The text of the next tokens, one of which is a thought's where its first character is."""
+        """The text of the next tokens. A token counts as a thought's if its first character does."""
         texts = [self._decoder.push((token,)) for token in ids]
         for text in texts:
             self._starts.append(self._read)

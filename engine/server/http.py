@@ -72,7 +72,7 @@ class Protocol(HttpToolsProtocol):
 
 
 def end_by_closing(cycle: RequestResponseCycle, message: Any) -> None:
-    """Prepare ``cycle`` for a message of an answer whose end is that of the connection, unless it has a length."""
+    """Prepare ``cycle`` to end its answer by closing the connection, unless the answer has a length."""
     if message["type"] == "http.response.start":
         if not any(name.lower() == b"content-length" for name, _ in message["headers"]):
             cycle.chunked_encoding = False

@@ -85,7 +85,7 @@ class TuningProblem:
             call.prefill(self._starts, self._lens, self._max_queries, self._max_tokens, self._buffers)
 
     def expected(self) -> torch.Tensor:
-        """``[queries, heads, Dv]`` float64."""
+        """Compute the expected ``[queries, heads, Dv]`` in float64."""
         kv, backend = self._kv, TorchBackend()
         tensors = self._q.double(), as_float64(kv.k), as_float64(kv.v)
         if self.case.kernel == "decode":
