@@ -32,7 +32,6 @@ class Decode:
     """A decode step to time.
 
     ``context``: tokens of each sequence; ``longest``, if given: those of the last one.
-
     ``bar``: of the read bandwidth. ``against``: the name of the case that its time is divided by.
     """
 

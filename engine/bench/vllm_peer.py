@@ -32,8 +32,7 @@ class VllmPeer:
     """A vLLM installation to compare with, and what it runs.
 
     ``python``: of an environment with vLLM for CPUs. The model folder holds safetensors.
-
-    ``kv_budget`` in bytes; vLLM takes whole GiB, so it may get more than that, never less.
+    ``kv_budget``: bytes; vLLM takes whole GiB, so it may get more than that, never less.
     """
 
     python: Path
