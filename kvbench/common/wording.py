@@ -55,8 +55,8 @@ class Wording(string.Formatter):
     def _is_known(self, part: str, values: Mapping[str, Any]) -> bool:
         """Tests whether each place of an optional part has a value."""
         names = [name for _, name, _, _ in self.parse(part) if name is not None]
-        known = (self.get_field(name, (), values)[0] for name in names)
-        return all(value not in _UNKNOWN and value == value for value in known)  # NaN is not equal to itself
+        placed = (self.get_field(name, (), values)[0] for name in names)
+        return all(value not in _UNKNOWN and value == value for value in placed)  # NaN is not equal to itself
 
     def format_field(self, value: Any, format_spec: str) -> str:
         """Writes a value in one of ``formats``, else as Python does."""

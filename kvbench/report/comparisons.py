@@ -360,7 +360,7 @@ def marked(comparison: Comparison) -> str:
 
 
 def percent_change(ratio: float | None) -> float | None:
-    """1.16 -> 16.0; None stays."""
+    """Returns 16.0 for 1.16; None stays."""
     return None if ratio is None else 100 * (ratio - 1)
 
 
