@@ -61,17 +61,14 @@ def render(template: str, drawn: Sequence[Drawing], **values: Any) -> str:
     figures_json = "[" + ",".join(drawing.figure.to_json() for drawing in drawn) + "]"
     for character, code in (("<", "\\u003c"), (">", "\\u003e"), ("&", "\\u0026")):  # safe inside a script element
         figures_json = figures_json.replace(character, code)
-    return (
-        _environment(autoescape=True)
-        .get_template(template)
-        .render(
-            figures_json=Markup(figures_json),
-            figure_numbers={drawing.key: i for i, drawing in enumerate(drawn)},
-            css=Markup(template_file("page.css")),
-            js=Markup(template_file(PAGE_JS)),
-            plotly_js=Markup(template_file(PLOTLY_JS)) if drawn else "",
-            **values,
-        )
+    made = _environment(autoescape=True).get_template(template)
+    return made.render(
+        figures_json=Markup(figures_json),
+        figure_numbers={drawing.key: i for i, drawing in enumerate(drawn)},
+        css=Markup(template_file("page.css")),
+        js=Markup(template_file(PAGE_JS)),
+        plotly_js=Markup(template_file(PLOTLY_JS)) if drawn else "",
+        **values,
     )
 
 
