@@ -138,7 +138,7 @@ class PackedLinear(nn.Module):
 
 
 def gated(gate: PackedLinear, up: PackedLinear, activation: str, rows: torch.Tensor) -> torch.Tensor:
-    """``activation(gate(rows)) * up(rows)``: ``[M, K]`` -> ``[M, N]``. ``activation``: one of ``GATES``.
+    """Computes ``activation(gate(rows)) * up(rows)``: ``[M, K]`` -> ``[M, N]``. ``activation``: one of ``GATES``.
 
     In bfloat16 both products are made at once; in float32 the second one reads the first.
     """

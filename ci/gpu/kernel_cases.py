@@ -29,7 +29,7 @@ class AttentionHeads:
 
 @dataclass(frozen=True)
 class Decode:
-    """``context``: tokens of each sequence, but for the last of ``longest``, if that is given.
+    """A decode that is timed. ``context``: tokens of each sequence, but for the last of ``longest``, if that is given.
 
     ``bar``: of the read bandwidth. ``against``: the name of the case that its time is divided by.
     """

@@ -83,7 +83,7 @@ class Product(Protocol):
 
 
 class GatedProduct(Protocol):
-    """``act(gate(rows)) * up(rows)``: ``[T, K]`` -> ``[T, N]``."""
+    """The product ``act(gate(rows)) * up(rows)``: ``[T, K]`` -> ``[T, N]``."""
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor: ...
 

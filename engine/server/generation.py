@@ -74,7 +74,7 @@ class Generation:
     """The running choices of one HTTP request. The caller of ``start`` closes it."""
 
     def __init__(self, state: ServerState, requests: Sequence[Request], choices: Sequence[Choice]):
-        """``choices``: the n of the first request, then the n of the next ..."""
+        """Takes the ``choices`` of all requests: the n of the first one, then the n of the next ..."""
         self.state = state
         self.requests = requests
         self.choices = choices

@@ -43,7 +43,7 @@ class _Body(BaseModel):
 
 
 class StreamOptions(BaseModel):
-    """``include_usage``: a last chunk with the usage; ``continuous_usage_stats``: the usage so far in every chunk."""
+    """The options of a stream: a last chunk with the usage, or the usage so far in every chunk."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 

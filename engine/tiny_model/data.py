@@ -55,7 +55,7 @@ def documents() -> tuple[list[str], list[str]]:
 
 @dataclass
 class Corpus:
-    """``ids``: all training text, documents separated by ``end``. ``words``: names of facts, one to three tokens."""
+    """The training text. ``ids``: documents, separated by ``end``; ``words``: names of facts, one to three tokens."""
 
     ids: np.ndarray
     words: list[str]
