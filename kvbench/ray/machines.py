@@ -188,7 +188,7 @@ class RayMachines(ThisMachine):
         )
 
     def next_block(self, left: Sequence[Block]) -> Block | None:
-        """The first block whose repeat has run on a free machine, else of a repeat that has run nowhere, else any."""
+        """Chooses the next block: of a repeat that ran on a free machine, else of a new repeat, else any."""
         if self._slots.left and (self._again or not self._slots.free):
             return None
         begun = [*self._slots.running.values(), *self._again]
@@ -291,7 +291,7 @@ class RayMachines(ThisMachine):
         stored = read_json(path) if path.is_file() else []
         if new := [row for row in end.calibrations if row not in stored]:
             write_json(path, stored + new)
-        self.runner.keeps_cache.extend(each for each in end.keeps_cache if each not in self.runner.keeps_cache)
+        self.runner.keeps_cache.extend(name for name in end.keeps_cache if name not in self.runner.keeps_cache)
         if end.refused is not None:
             raise UsageError(end.refused)
         if end.problem is not None:
@@ -334,9 +334,9 @@ def machines_for(
 
     Raises UsageError where there is none, or they are not alike.
     """
-    found = usable_nodes(cluster, cell_needs.needs, f"{cell_needs} for a cell", wait_s, say)
-    _require_alike([(node, Environment(**found.facts[node.node_id].environment)) for node in found.nodes])
-    return RayMachines(cluster, cell_needs, *parts, found.nodes, found.facts, wait_s, list(found.left_out))
+    usable = usable_nodes(cluster, cell_needs.needs, f"{cell_needs} for a cell", wait_s, say)
+    _require_alike([(node, Environment(**usable.facts[node.node_id].environment)) for node in usable.nodes])
+    return RayMachines(cluster, cell_needs, *parts, usable.nodes, usable.facts, wait_s, list(usable.left_out))
 
 
 def _require_alike(machines: Sequence[tuple[ClusterNode, Environment]]) -> None:
@@ -345,8 +345,8 @@ def _require_alike(machines: Sequence[tuple[ClusterNode, Environment]]) -> None:
     for node, now in machines[1:]:
         differences, _ = environment_differences(before.model_copy(update={"git": GitState()}), now)
         if differences:
-            words = and_more([each.replace(" then, ", f" on {first.name}, ").replace(" now)", f" on {node.name})")
-                              for each in differences], 3)  # fmt: skip
+            words = and_more([text.replace(" then, ", f" on {first.name}, ").replace(" now)", f" on {node.name})")
+                              for text in differences], 3)  # fmt: skip
             raise UsageError(
                 f"the machines of the Ray cluster are not alike, and a sweep on both would compare them: {words}; name "
                 "a resource that one kind alone has with --device-resource"
