@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Mapping, Sequence
+from importlib.metadata import EntryPoint
 from typing import Any
 
 import click
 
-from kvbench.common.errors import say
+from kvbench.common.errors import UsageError, say
+from kvbench.common.plugins import load_plugin
 from kvbench.common.text import nearest
 
 OTHERS = "Added by other packages"
+
+
+class PluginCommands(UserDict[str, click.Command]):
+    """The commands of a group by name; an entry point is imported when its command is first used."""
+
+    def __getitem__(self, name: str) -> click.Command:
+        command = super().__getitem__(name)
+        if isinstance(command, EntryPoint):
+            self[name] = command = load_plugin(command, click.Command)
+        return command
 
 
 class SectionedGroup(click.Group):
@@ -45,11 +58,16 @@ class SectionedGroup(click.Group):
             raise
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        named = {name for names in self.sections.values() for name in names}
-        others = [name for name in self.list_commands(ctx) if name not in named]
         limit = formatter.width - 6 - max(map(len, self.commands))
+        summaries = {}
+        for name in self.list_commands(ctx):
+            try:
+                summaries[name] = self.commands[name].get_short_help_str(limit)
+            except UsageError as error:  # of another package: the others are listed
+                say(f"note: {error}")
+        named = {name for names in self.sections.values() for name in names}
+        others = [name for name in summaries if name not in named]
         for heading, names in {**self.sections, OTHERS: others}.items():
-            rows = [(name, self.commands[name].get_short_help_str(limit)) for name in names if name in self.commands]
-            if rows:
+            if rows := [(name, summaries[name]) for name in names if name in summaries]:
                 with formatter.section(heading):
                     formatter.write_dl(rows, col_max=limit)

@@ -7,10 +7,10 @@ import sys
 import click
 
 from kvbench import __version__
-from kvbench.cli.groups import SectionedGroup
+from kvbench.cli.groups import PluginCommands, SectionedGroup
 from kvbench.cli.run_guarded import guarded
 from kvbench.common.packages import check_packages
-from kvbench.common.plugins import add_plugins, shipped
+from kvbench.common.plugins import plugins
 
 _SECTIONS = {
     "Everyday": ("init", "plan", "sweep", "load", "report", "recommend", "view", "serve", "doctor"),
@@ -36,7 +36,13 @@ Exit codes:
 """
 
 
-@click.group(cls=SectionedGroup, sections=_DEV_SECTIONS)
+_DEV = "dev "
+_COMMANDS, _DEV_COMMANDS = PluginCommands(), PluginCommands()
+for _words, _entry in plugins("commands").items():
+    (_DEV_COMMANDS if _words.startswith(_DEV) else _COMMANDS)[_words.removeprefix(_DEV)] = _entry
+
+
+@click.group(cls=SectionedGroup, sections=_DEV_SECTIONS, commands=_DEV_COMMANDS)
 def dev() -> None:
     """Calibrate, tune and check what measures and what is measured."""
 
@@ -44,6 +50,7 @@ def dev() -> None:
 @click.group(
     cls=SectionedGroup,
     sections=_SECTIONS,
+    commands=_COMMANDS,
     moved=dev,
     epilog=_EXIT_CODES,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
@@ -67,10 +74,7 @@ def cli() -> None:
     """
 
 
-for _words, _entry in shipped("commands").items():
-    (dev if _words.startswith("dev ") else cli).add_command(_entry.load())
 cli.add_command(dev)
-add_plugins(cli.commands, "commands", click.Command)
 
 
 def main(argv: list[str] | None = None) -> None:

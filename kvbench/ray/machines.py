@@ -98,7 +98,7 @@ class CellNeeds:
 
 def needs_of(workload: Workload, design: Design, request: SweepRequest) -> CellNeeds:
     """The needs of the cells of ``design``, by the workload's profile or ``device`` and the flags of the server."""
-    devices = {each.settings.get("device", "auto") for each in design.configurations}
+    devices = {configuration.settings.get("device", "auto") for configuration in design.configurations}
     on_gpu = "cuda" in devices or (workload.profile == "gpu" and devices != {"cpu"})
     gpus = 1
     for count in _PARALLEL.findall(" ".join(filter(None, (request.serve_cmd, request.target_args)))):
@@ -188,7 +188,7 @@ class RayMachines(ThisMachine):
         )
 
     def next_block(self, left: Sequence[Block]) -> Block | None:
-        """Chooses the next block: of a repeat that ran on a free machine, else of a new repeat, else any."""
+        """Chooses a block whose repeat has run on a free machine, else one whose repeat has run nowhere, else any."""
         if self._slots.left and (self._again or not self._slots.free):
             return None
         begun = [*self._slots.running.values(), *self._again]
@@ -345,11 +345,11 @@ def _require_alike(machines: Sequence[tuple[ClusterNode, Environment]]) -> None:
     for node, now in machines[1:]:
         differences, _ = environment_differences(before.model_copy(update={"git": GitState()}), now)
         if differences:
-            words = and_more([text.replace(" then, ", f" on {first.name}, ").replace(" now)", f" on {node.name})")
-                              for text in differences], 3)  # fmt: skip
+            machines_named = (text.replace(" then, ", f" on {first.name}, ") for text in differences)
+            words = and_more([text.replace(" now)", f" on {node.name})") for text in machines_named], 3)
             raise UsageError(
                 f"the machines of the Ray cluster are not alike, and a sweep on both would compare them: {words}; name "
-                "a resource that one kind alone has with --device-resource"
+                "with --device-resource a resource that only one kind has"
             )
 
 

@@ -58,11 +58,9 @@ def chosen_instrument(request: SweepRequest, stored: Manifest) -> SweepInstrumen
             "new run without --resume"
         )
     name = asked or begun_with
-    plugin = find_plugin("instruments", name, option)
-    if isinstance(plugin, SweepInstrument):
-        return plugin
-    if isinstance(plugin, type) and issubclass(plugin, Instrument):
-        return SweepInstrument(plugin)
-    raise UsageError(
-        f"{option} {name!r} is a {type(plugin).__name__}: register a subclass of Instrument, or a SweepInstrument"
-    )
+    plugin = find_plugin("instruments", name, option, _is_instrument)
+    return plugin if isinstance(plugin, SweepInstrument) else SweepInstrument(plugin)
+
+
+def _is_instrument(plugin: object) -> bool:
+    return isinstance(plugin, SweepInstrument) or (isinstance(plugin, type) and issubclass(plugin, Instrument))

@@ -118,10 +118,10 @@ def print_cache(
 
 def _bytes_per_token(given: int | None, model: str | None, kv_cache_dtype: str | None) -> int | None:
     if given is not None and (model or kv_cache_dtype):
-        raise ValueError("--kv-bytes-per-token says what --model would: give one of them")
+        raise ValueError("--kv-bytes-per-token and --model both set the bytes of a token: give one of them")
     if model is None:
         if kv_cache_dtype:
-            raise ValueError(f"--kv-cache-dtype {kv_cache_dtype!r} needs --model, whose KV it is the format of")
+            raise ValueError(f"--kv-cache-dtype {kv_cache_dtype!r} needs --model: it is the format of a model's KV")
         return given
     spec = find_model(model, "dummy")
     return spec.kv_shape(spec.default_dtype).slot_bytes(kv_cache_dtype or "auto")

@@ -1,4 +1,4 @@
-"""What a trace holds: lengths, arrivals, memory, sessions and prefixes."""
+"""Describes a trace: lengths, arrivals, memory, sessions and prefixes."""
 
 from __future__ import annotations
 

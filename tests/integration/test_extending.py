@@ -24,14 +24,14 @@ STORED = ROOT / "results" / "reference" / "question-cpu"
 GROUPS = ("commands", "targets", "trace_formats", "metrics", "figures", "claims", "instruments")
 
 
-def write_package(folder: Path, entry_points: str, files: dict[str, str]) -> None:
-    """Writes an importable package ``my_kv`` with the metadata that pip would leave."""
+def write_package(folder: Path, entry_points: str, files: dict[str, str], name: str = "my-kv") -> None:
+    """Writes an importable package ``my_kv`` with the metadata that pip would leave under ``name``."""
     (folder / "my_kv").mkdir(parents=True)
-    for name, text in {"my_kv/__init__.py": "", **files}.items():
-        (folder / name).write_text(text, encoding="utf-8")
-    metadata = folder / "my_kv-1.0.dist-info"
+    for file, text in {"my_kv/__init__.py": "", **files}.items():
+        (folder / file).write_text(text, encoding="utf-8")
+    metadata = folder / f"{name.replace('-', '_')}-1.0.dist-info"
     metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: my-kv\nVersion: 1.0\n", encoding="utf-8")
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n", encoding="utf-8")
     (metadata / "entry_points.txt").write_text(entry_points, encoding="utf-8")
 
 
@@ -78,7 +78,7 @@ def run(package, workload, tmp_path_factory) -> Path:
     results = tmp_path_factory.mktemp("results")
     swept = kvbench(
         package, "sweep", workload, "--target", "my-engine", "--target-python", sys.executable, "--no-calibration",
-        "--wait-idle", "0", "--output-dir", results,
+        "--lockstep-minutes", "0", "--no-quality", "--wait-idle", "0", "--output-dir", results,
     )  # fmt: skip
     folders = list((results / "tiny").glob("*"))
     assert folders, swept.stderr + swept.stdout
@@ -119,7 +119,7 @@ def test_a_claim_is_listed_and_judged(package, tmp_path):
     (stored,) = tmp_path.glob("claims/*/claims.json")
     (claim,) = json.loads(stored.read_text())["claims"]
     assert (claim["name"], claim["verdict"]) == ("pages-waste-less", "held")
-    assert claim["rule"] == "Held if pages waste fewer slots than reservations do."
+    assert claim["rule"] == "Holds if pages waste fewer slots than reservations do."
 
 
 def test_an_instrument_runs_the_loads_of_a_sweep(package, workload, run, tmp_path):
@@ -134,22 +134,52 @@ def test_an_instrument_runs_the_loads_of_a_sweep(package, workload, run, tmp_pat
     assert other.returncode == 2 and "replay" in other.stderr
 
 
-@pytest.mark.parametrize(
-    ("group", "entry", "reason"),
-    [
-        ("commands", "broken = my_kv.missing:command", "cannot be imported"),
-        ("commands", "broken = my_kv:__name__", "is a str"),
-        ("commands", "sweep = kvbench.cli.load:load", "the name is taken"),
-        ("commands", "other = kvbench.cli.load:load", "calls itself 'load'"),
-        ("metrics", "broken = my_kv.missing:metric", "cannot be imported"),
-    ],
-)
-def test_a_broken_plug_in_is_named_and_stops_nothing(tmp_path, group, entry, reason):
-    write_package(tmp_path, f"[kvbench.{group}]\n{entry}\n", {})
-    words = ("report", STORED, "--output-dir", tmp_path / "report") if group == "metrics" else ("help", "workload")
-    shown = kvbench(tmp_path, *words)
+BROKEN = {
+    "broken = my_kv.missing:command": "cannot be imported (ModuleNotFoundError",
+    "broken = my_kv:__name__": "is a str",
+    "broken = kvbench.cli.load:load": "calls itself 'load'",
+}
+
+
+@pytest.mark.parametrize("entry", BROKEN)
+def test_a_broken_command_is_refused_and_named_in_the_help_and_stops_no_other(tmp_path, entry):
+    write_package(tmp_path, f"[kvbench.commands]\n{entry}\n", {})
+    used, shown, other = (kvbench(tmp_path, *words) for words in (["broken"], ["--help"], ["trace", "--help"]))
+    problem = "kvbench.commands 'broken' of package my-kv cannot be used: "
+    assert used.returncode == 2 and used.stderr.startswith(f"error: {problem}")
+    assert BROKEN[entry] in used.stderr and "fix or uninstall my-kv" in used.stderr
+    assert shown.returncode == 0 and "sweep" in shown.stdout and shown.stderr.startswith(f"note: {problem}")
+    assert "Traceback" not in used.stderr + shown.stderr and other.stderr == ""
+
+
+def test_a_broken_metric_is_named_and_stops_no_report(tmp_path):
+    write_package(tmp_path, "[kvbench.metrics]\nbroken = my_kv.missing:metric\n", {})
+    shown = kvbench(tmp_path, "report", STORED, "--output-dir", tmp_path / "report")
     assert shown.returncode == 0 and shown.stdout
-    assert reason in shown.stderr and "my-kv" in shown.stderr and entry.split()[0] in shown.stderr
+    assert "note: kvbench.metrics 'broken' of package my-kv cannot be used" in shown.stderr
+
+
+def test_a_broken_instrument_stops_the_sweep_that_names_it(tmp_path, workload):
+    write_package(tmp_path, "[kvbench.instruments]\nbroken = my_kv.missing:clock\n", {})
+    refused, other = (
+        kvbench(tmp_path, "sweep", workload, "--instrument", name, "--dry-run") for name in ("broken", "http")
+    )
+    assert refused.returncode == 2 and "kvbench.instruments 'broken' of package my-kv" in refused.stderr
+    assert other.returncode == 0 and "my-kv" not in other.stderr
+
+
+def test_a_name_belongs_to_kvbench_or_to_the_first_package(tmp_path):
+    write_package(tmp_path / "one", "[kvbench.commands]\nsweep = kvbench.cli.load:load\nmine = my_kv.one:mine\n", {})
+    write_package(tmp_path / "two", "[kvbench.commands]\nmine = my_kv.two:mine\n", {}, "other-kv")
+    paths = Path(os.pathsep.join([str(tmp_path / "one"), str(tmp_path / "two")]))
+    shown = kvbench(paths, "sweep", "--help")
+    assert shown.returncode == 0 and "Run every cell of a workload" in shown.stdout
+    assert shown.stderr.splitlines() == [
+        "note: kvbench.commands 'sweep' of package my-kv cannot be used: the name is taken by kvbench; fix or "
+        "uninstall my-kv",
+        "note: kvbench.commands 'mine' of package other-kv cannot be used: the name is taken by my-kv; fix or "
+        "uninstall other-kv",
+    ]
 
 
 def test_an_unknown_instrument_is_refused_with_the_names_that_there_are(tmp_path, workload):
