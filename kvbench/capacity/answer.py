@@ -131,7 +131,7 @@ def answer(
 
 
 def sentences(a: MemoryPlan) -> list[str]:
-    """First whether it fits, then what there is to know about it."""
+    """Lists first whether it fits, then what else there is to know."""
     load = f"{plural(a.load.concurrency, 'sequence')} of {count(a.load.context)} tokens"
     needed = f"{_size(a.weights.total_bytes)} of weights and {_size(a.kv_bytes)} of KV"
     if (memory := a.memory) is None:
@@ -233,7 +233,7 @@ def memory_table(a: MemoryPlan, m: GpuMemory) -> Table:
 
 
 def _with_notes(table: Table) -> Table:
-    """The last column has words, which fold."""
+    """Lets the last column, which has words, fold."""
     table.columns[-1].justify, table.columns[-1].no_wrap = "left", False
     return table
 

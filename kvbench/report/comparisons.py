@@ -164,7 +164,7 @@ def leaders(cells: Sequence[MeasuredCell]) -> dict[str, dict[str, Call]]:
 
 
 def _leaders(metric: str, shown: Sequence[tuple[MeasuredCell, float | None, bool]]) -> dict[str, Call]:
-    """``shown``: what tables have of each cell, and whether it is of too few samples."""
+    """Finds the best cells and those level with it. ``shown``: cell, value in tables, whether of too few samples."""
     entries = [entry for entry in shown if entry[1] is not None]
     pick = max if figure(metric).higher_is_better else min
     top, _, few = pick(entries, key=lambda entry: entry[1], default=(None, None, True))
