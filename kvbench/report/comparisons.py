@@ -20,12 +20,11 @@ from kvbench.runs.model import MeasuredCell, MeasuredLoad, Run, all_steady, all_
 from kvbench.workload.settings import applies, effective, phrase, setting_title
 
 TTFT, ITL = "p95_ttft_ms", "p95_itl_ms"
-JUDGED = (THROUGHPUT, TTFT, ITL)  # by which a configuration is ahead or behind
+JUDGED = (THROUGHPUT, TTFT, ITL)  # by which a configuration is better or worse
 SCATTER = 1.5  # largest over smallest throughput of one cell's repeats from which on they are said to scatter
 NOT_TOLD = "not told apart"
 WHOLE_RUN = "whole run"  # of a figure or ratio that is not of the steady window
 RATIO_MARKS = f"≈ means level, ? {NOT_TOLD} from 1"
-CALLS = {Call.BETTER: "ahead", Call.WORSE: "behind", Call.LEVEL: "level", Call.UNDECIDED: "open"}
 """The words for people where a table of engine time has a column of calls."""
 _ASKED = ("layout", "page_size", "kv_cache_dtype")
 _WIDEST = 9.0  # high / low of an interval that still tells something

@@ -110,7 +110,7 @@ def document(run: Run, price_per_hour: float | None = None) -> Document:
         banner=say("document.simulated", bool(run.simulated), banner=banner, lower=banner.lower()),
         details=(*provenance.simulated_details(run), *state.reasons, *provenance.warnings(run)),
         answers=tuple(filter(None, (*report_answers(decision), meaning(decision, price_per_hour)))),
-        limits=tuple(line for line in limit_lines if line.limit != limits.UNKNOWN),
+        limits=tuple(line for line in limit_lines if line.limit != limits.UNKNOWN or line.evidence),
         first=tuple(_marked(drawing, device) for drawing in first if drawing),
         chapters=tuple(
             replace(chapter, drawings=tuple(_marked(drawing, device) for drawing in chapter.drawings))

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from kvbench.effects.comparison import Call, Comparison
 from kvbench.metrics.definitions import figure
 from kvbench.report import tables
-from kvbench.report.comparisons import CALLS, ITL, JUDGED, THROUGHPUT, TTFT, Comparisons, signed_interval
+from kvbench.report.comparisons import ITL, JUDGED, THROUGHPUT, TTFT, Comparisons, signed_interval
 from kvbench.report.tables import NONE, ReportTable, Row, Section, Value
 from kvbench.report.wording import say
 from kvbench.runs.engine_time import EngineTime
@@ -46,7 +46,7 @@ def engine_time_table(comparisons: Comparisons, measured: EngineTime | None) -> 
 def _value(effect: Comparison | None) -> Value:
     if effect is None:
         return NONE
-    call = CALLS[effect.call]
+    call = effect.call.value
     if effect.call == Call.UNDECIDED and effect.smallest is not None:
         call += say("engine_time.would_show", size=100 * effect.smallest)
     change = f"{100 * (effect.ratio - 1):+.1f} %"
@@ -68,7 +68,6 @@ def engine_time_note(measured: EngineTime) -> str:
     sentences = {
         say("engine_time.unfinished", launches=times): not measured.finished,
         say("engine_time.turns", launches=times, steps=lengths, first=longer): True,
-        say("engine_time.open"): any(not effect.decided for effect in effects),
         say("engine_time.one_launch"): launches == 1,
         say("engine_time.cost", percent=100 * max(0.0, *costs, 0.0)): costs,
         say("engine_time.smallest", sizes=" to ".join(ends)): ends,

@@ -21,7 +21,7 @@ DASHES = ("dot", "dashdot", "longdash", "longdashdot", "5px,2px", "2px,4px")
 GRID = "rgba(128,128,128,0.22)"
 MAX_POINTS = 400  # of a curve
 _MOST_TICKS = 4  # of a log axis
-_PHONE, _LAPTOP = 372, 620  # px that a page leaves to a figure there; on a laptop to one of two
+_PHONE, _LAPTOP = 355, 620  # px that a page leaves to a figure there; on a laptop to one of two
 FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif'
 
 

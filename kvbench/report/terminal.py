@@ -10,7 +10,7 @@ from rich.text import Text
 from kvbench.common.console import make_table
 from kvbench.effects.comparison import Call, Comparison
 from kvbench.report.cells import served_words
-from kvbench.report.comparisons import CALLS, THROUGHPUT, TTFT, WHOLE_RUN, interval, leaders
+from kvbench.report.comparisons import THROUGHPUT, TTFT, WHOLE_RUN, interval, leaders
 from kvbench.report.document import Document
 from kvbench.report.provenance import on_what
 from kvbench.report.tables import MEDIANS, Value
@@ -117,17 +117,15 @@ def engine_time_console(report: Document) -> Table | None:
     title = say("terminal.engine_time", measured.finished)
     made = make_table(("configuration", "tok/s", "p95 TTFT"), title=title, tight=True)
     made.columns[0].min_width = _NAME_WIDTH
-    group, calls = None, set()
+    group = None
     for row in table.rows:
         if row.group != group:
             group = row.group
             made.add_row(Text(row.cell.load.short if row.cell else say("terminal.not_served"), style="bold"))
         cell_id = row.cell.cell_id if row.cell else row.values[0].text
         effects = [measured.of(cell_id, metric) for metric in (THROUGHPUT, TTFT)]
-        calls |= {effect.call for effect in effects if effect}
         made.add_row(Text(f"  {row.values[0].text}"), *map(_engine_effect, effects))
-    caption = say("terminal.ahead") + say("terminal.open", Call.UNDECIDED in calls)
-    made.caption, made.caption_justify = Text(caption), "left"
+    made.caption, made.caption_justify = Text(say("terminal.whole_run")), "left"
     return made
 
 
@@ -137,7 +135,7 @@ def _engine_effect(effect: Comparison | None) -> Text:
         return Text("–")
     low, high = _change(effect.low or 1.0), _change(effect.high or 1.0)
     bounds = say("terminal.bounds", bool(interval(effect)), low=low, high=high)
-    return Text(f"{_change(effect.ratio)}{bounds} {CALLS[effect.call]}", style=_STYLES.get(effect.call, ""))
+    return Text(f"{_change(effect.ratio)}{bounds} {effect.call.value}", style=_STYLES.get(effect.call, ""))
 
 
 def _change(ratio: float) -> str:

@@ -15,14 +15,26 @@ from kvbench.common import text as words
 from kvbench.report.decision import Decision
 from kvbench.report.figures.bars import COLUMNS, BarPart, bars
 from kvbench.report.kv import USES, Ledgers, ledgers_of
-from kvbench.report.style import GREY, Drawing, compact, finish, hatch, legend_below, room_for_labels, safe, thin, under
+from kvbench.report.style import (
+    GREY,
+    PAGED,
+    Drawing,
+    compact,
+    finish,
+    hatch,
+    legend_below,
+    room_for_labels,
+    safe,
+    thin,
+    under,
+)
 from kvbench.report.wording import say
 from kvbench.runs.kv_ledger import SLOT_USES, bytes_per_slot, interval_slots
 from kvbench.runs.model import MeasuredCell, MeasuredLoad
 
 # Okabe and Ito's palette again: what is used is dark, what is lost is loud, what is left is pale.
 _FILLS = {
-    "tokens": "#0072B2", "scales": "#0072B2", "waste": "#D55E00", "cached": "#009E73", "pinned": "#CC79A7",
+    "tokens": PAGED, "scales": PAGED, "waste": "#D55E00", "cached": "#009E73", "pinned": "#CC79A7",
     "free": "rgba(140,150,160,0.28)", "fragmented": "#E69F00", "table": "#56B4E9", "rest": "rgba(140,150,160,0.55)",
 }  # fmt: skip
 _PATTERNS = {"scales": "/"}  # of a bar

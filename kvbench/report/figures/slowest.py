@@ -12,7 +12,7 @@ from kvbench.common import text as words
 from kvbench.metrics.rows import MS, inter_token_latencies, times_to_end
 from kvbench.report.comparisons import Comparisons, best
 from kvbench.report.figures.bars import COLUMNS, BarPart, bars
-from kvbench.report.style import Drawing, room_for_labels
+from kvbench.report.style import PAGED, Drawing, room_for_labels
 from kvbench.report.tables import Row, Section, Value, entry, listed_table, texts
 from kvbench.report.wording import say
 from kvbench.runs.model import MeasuredCell
@@ -23,7 +23,7 @@ CLIENT, FIRST, DECODE, GAP = "client", "first token", "decode", "gap"
 _PARTS = {
     CLIENT: BarPart("waiting in the client", "#8A8A8A", "x"),
     FIRST: BarPart("waiting for the first token", "#56B4E9", "/"),
-    DECODE: BarPart("decoding", "#0072B2"),
+    DECODE: BarPart("decoding", PAGED),
     GAP: BarPart(f"gap over {LONG_GAP:g}x the median ITL", "#D55E00", "\\"),
 }
 _HEADS = {CLIENT: "in the client ms", FIRST: "first token ms", DECODE: "decode ms", GAP: "long gaps ms"}

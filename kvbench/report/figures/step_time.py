@@ -9,7 +9,7 @@ import pandas as pd
 from kvbench.common import text as words
 from kvbench.report import tables
 from kvbench.report.figures.bars import COLUMNS, BarPart, bars
-from kvbench.report.style import Drawing, room_for_labels
+from kvbench.report.style import PAGED, Drawing, room_for_labels
 from kvbench.report.tables import Column, Part, ReportTable, Section, Value
 from kvbench.report.wording import say
 from kvbench.runs.kv_ledger import share_of_steps
@@ -20,7 +20,7 @@ PHASES = {  # in the order of a step; what each is: ``tables.hint`` in the file 
     "schedule": BarPart("schedule", "#009E73", "/"),
     "prepare": BarPart("prepare", "#E69F00", "\\"),
     "move": BarPart("move KV", "#D55E00", "x"),
-    "execute": BarPart("execute", "#0072B2"),
+    "execute": BarPart("execute", PAGED),
     "sample": BarPart("sample", "#56B4E9", "."),
     "output": BarPart("output", "#CC79A7", "-"),
 }

@@ -80,7 +80,7 @@ def test_the_price_of_a_quantised_kv_is_one_sentence() -> None:
     (price,) = prices(priced())
     assert price.endswith("served: outside the limits.")
     (price,) = prices(priced(note="Of random weights."))
-    assert price.endswith("safety not known.")
+    assert price.endswith("quality not measured.")
     assert "each within the limits" in " ".join(answer_sentences(measured_run(cell(), cell(page_size=8))))
 
 

@@ -288,7 +288,7 @@ def test_the_answers_begin_with_paging_and_tell_what_is_not_known() -> None:
     assert "not decided at 3 at once" in found["Paging"].numbers
     assert found["Page size"].verdict == "Use 8" and "64: worse p95" in found["Page size"].numbers
     fp8 = found["FP8 KV (e4m3)"]
-    assert fp8.verdict == "Pays; safety not known" and "4.0x the tokens" in fp8.numbers and fp8.mark == ""
+    assert fp8.verdict == "Pays; quality not measured" and "4.0x the tokens" in fp8.numbers and fp8.mark == ""
     assert (found["Prefix caching"].verdict, "hit rate 25 %" in found["Prefix caching"].numbers) == ("No change", True)
 
 
@@ -328,8 +328,8 @@ def test_the_answers_say_what_is_safe() -> None:
         ({other.config_id: outside(), page.config_id: outside()}, ("Pays; not safe", "worse"), ("Keep 16", "")),
         (
             {other.config_id: None, page.config_id: None},
-            ("Pays; safety not known", ""),
-            ("8 pays; safety not known", ""),
+            ("Pays; quality not measured", ""),
+            ("8 pays; quality not measured", ""),
         ),
     ):
         found = {

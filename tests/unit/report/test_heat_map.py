@@ -43,7 +43,7 @@ def test_every_combination_has_its_ratio_to_the_baseline_and_its_verdict() -> No
     assert (found["64", AUTO]["text"], found["64", AUTO]["decided"]) == ("1.10x?", False)
     assert (found["64", E4M3]["text"], found["64", E4M3]["interval"]) == ("1.31x", "1.30–1.32")
     title = drawing(run(*grid())).title
-    assert title == "Furthest ahead of 4: paged (page 64) + kv_cache_dtype fp8_e4m3, 1.31x the baseline"
+    assert title == "The best of 4: paged (page 64) + kv_cache_dtype fp8_e4m3, 1.31x the baseline"
 
 
 def test_what_is_invalid_or_missing_is_blank_and_said() -> None:
@@ -63,7 +63,7 @@ def test_where_nothing_is_decided_no_combination_is_called_behind_or_level() -> 
     }
     assert "is told apart from" in drawing(run(*grid(**once))).title
     slower = {name: {"throughput": (50.0, 51.0, 52.0)} for name in ("fp8", "p64", "both")}
-    assert "is ahead of" in drawing(run(*grid(**slower))).title
+    assert "is better than" in drawing(run(*grid(**slower))).title
 
 
 def test_grey_means_not_told_apart() -> None:
