@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[3]
 FILES = {
     "kvbench/report/sentences_en.toml": ("say", "kvbench/report", "kvbench/view"),
     "kvbench/simulation/sentences_en.toml": ("sentence", "kvbench/simulation"),
+    "kvbench/trace_analysis/sentences_en.toml": ("say", "kvbench/trace_analysis"),
 }
 """Each file of sentences: the function that says them, and the folders that call it."""
 
@@ -83,7 +84,7 @@ def entries(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, t
 
 
 def fields(template: str) -> set[str]:
-    return {name for _, name, _, _ in string.Formatter().parse(template) if name is not None}
+    return {name.split(".")[0] for _, name, _, _ in string.Formatter().parse(template) if name is not None}
 
 
 @pytest.mark.parametrize("file", FILES)
