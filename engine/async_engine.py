@@ -163,7 +163,7 @@ class EngineClient(ABC):
         self._numbers = itertools.count()
         self._stopping = False
         self._failure: str | None = None
-        self._failed_steps = 0  # in a row
+        self._failed_steps = 0  # consecutive ones
         self._last_failure = ""
         self._watchdog_timeout_s = watchdog_timeout_s
         self._heard_at = 0.0  # when the loop last reported anything; times of ``time.monotonic``
@@ -292,7 +292,7 @@ class EngineClient(ABC):
             raise EngineUnavailable(SHUTTING_DOWN)
         self._send(command)
 
-    # What the engine's loop reports.
+    # The reports of the engine's loop.
 
     def report(self, event: str, *args: Any) -> None:
         """Call ``on_<event>``. Every report is a sign of life; "alive" is only that."""

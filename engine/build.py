@@ -30,7 +30,7 @@ from kernels.cpu_memory import keep_freed_memory
 
 Tell = Callable[[str], None]
 _log = logging.getLogger(__name__)
-GPU_SHARE = 0.8  # of the memory that is free once the weights are there; the rest is for activations
+GPU_SHARE = 0.8  # share of the memory that is free beside the weights; the rest is for activations
 
 
 def build_engine(config: EngineConfig, tell: Tell = lambda phase: None) -> Engine:

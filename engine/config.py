@@ -56,7 +56,7 @@ class EngineConfig:
 
     model: str = "llama-32m"  # a local folder, a config JSON, or the name of a model or config that ships
     load_format: str = "auto"  # auto: safetensors of the folder; dummy: seeded random weights
-    seed: int = 0  # of the random weights, and of requests that bring no seed of their own
+    seed: int = 0  # seed of random weights, and of requests without a seed of their own
     dtype: str = "auto"  # auto: float32 on CPU, the config's dtype on CUDA
     device: str = "auto"
     tokenizer: str | None = None  # a folder; None: the model's own, else the byte-level BPE that ships
@@ -114,12 +114,12 @@ class EngineConfig:
             )
         if self.layout == "paged" and self.reservation != "max":
             raise ValueError(
-                f"reservation {self.reservation!r} means nothing with layout 'paged', which reserves nothing: use "
+                f"reservation {self.reservation!r} has no effect with layout 'paged', which reserves nothing: use "
                 "layout 'contiguous' or leave reservation out"
             )
         if self.swap_space is not None and self.preemption_mode != "swap":
             raise ValueError(
-                f"swap_space {self.swap_space} means nothing with preemption_mode {self.preemption_mode!r}: use "
+                f"swap_space {self.swap_space} has no effect with preemption_mode {self.preemption_mode!r}: use "
                 "preemption_mode 'swap' or leave swap_space out"
             )
         if self.fused_layers and self.torch_compile:

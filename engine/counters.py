@@ -54,12 +54,12 @@ class EngineStats:
 
     num_requests_running: int
     num_requests_waiting: int
-    num_requests_swapped: int  # of the waiting ones, those with KV on the host
+    num_requests_swapped: int  # waiting requests with KV on the host
     kv: KVStats
     kv_budget_bytes: int
     swap_space_bytes: int
     bytes_per_slot: int
-    scale_bytes_per_slot: int  # of bytes_per_slot, scales of a quantised KV
+    scale_bytes_per_slot: int  # the part of bytes_per_slot that a quantised KV's scales take
     num_preemptions: int  # sequences put back to waiting: memory ran out, or a more urgent one came
     recomputed_tokens: int  # computed again: preempted sequences, and forks without room beside their parent
     counters: KVCounters
@@ -68,9 +68,9 @@ class EngineStats:
     steps: int
     prefill_tokens_scheduled: int
     decode_tokens_scheduled: int
-    replayed_steps: int = 0  # of the steps, those that were one launch of a CUDA graph
+    replayed_steps: int = 0  # steps that were one launch of a CUDA graph
     forks: int = 0
-    kv_sampled_values: int = 0  # of K and V in fp8, looked at for those that are cut off
+    kv_sampled_values: int = 0  # fp8 values of K and V that were checked for saturation
     kv_saturated_values: int = 0
     swap_seconds: float = 0.0  # moving pages: copies on write and swaps
     slot_steps: dict[str, int] = field(default_factory=dict)  # LEDGER -> slots, summed over the steps

@@ -65,7 +65,10 @@ def _resolved(executor: Any) -> dict[str, Any]:
 
 
 def _fusion(executor: Any) -> dict[str, Any]:
-    """``fused_layers``: whether any module has fewer kernels; ``fused_layers_reason``: which, or why none has."""
+    """Describe the fused layers.
+
+    ``fused_layers``: whether any module has fewer kernels. ``fused_layers_reason``: which, or why none has.
+    """
     from engine.model.attention import FUSION
 
     config = executor.config

@@ -171,7 +171,7 @@ class EngineLoop:
         if self._failed_steps and (outputs or not self.engine.pipelined):  # a step only launched may still fail
             self._failed_steps = 0
             self._port.send("failed_steps", 0, "")
-        if not outputs:  # of a prompt computed in part, or of beams
+        if not outputs:  # a step of a prompt's part, or of beams, has no outputs
             self._ping()
             return
         now = time.monotonic()

@@ -42,8 +42,8 @@ from engine.sequence import TokenOutput
 
 _LENGTH = struct.Struct("=I")
 _CHUNK = 2**18  # bytes read at once
-_BUFFER = 2**22  # of the socket, as far as the system allows: steps that the engine may be ahead of a busy server
-_ENDED_S = 1.0  # for a process whose socket has closed to be gone, and for a killed one
+_BUFFER = 2**22  # bytes of the socket's buffer, if the system allows: lets the engine run ahead of a busy server
+_ENDED_S = 1.0  # wait for the end of a process whose socket has closed, or that was killed
 
 _log = logging.getLogger(__name__)
 

@@ -118,7 +118,7 @@ class SteppedEngine:
             raise ValueError("the engine still computes its last load: let it end first")
         for *_, options in (request for request in requests if len(request) > 4):
             if unknown := set(options) - set(OPTIONS):
-                raise ValueError(f"a request has the options {sorted(unknown)}: this engine knows {', '.join(OPTIONS)}")
+                raise ValueError(f"a request has unknown options {sorted(unknown)}: use {', '.join(OPTIONS)}")
         if not keep_cache:
             self.engine.reset_prefix_cache()
         self.clock = 0.0
@@ -230,7 +230,7 @@ class Commands:
             return engine.turn(rest["steps"])
         if what == "result":
             return engine.result()
-        raise ValueError(f"command {what!r} is not known: protocol {PROTOCOL} has open, load, turn and result")
+        raise ValueError(f"there is no command {what!r}: protocol {PROTOCOL} has open, load, turn and result")
 
     def _open(self, name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
         config = EngineConfig.from_mapping(settings)

@@ -175,7 +175,7 @@ class Sequence:
     blocked: bool = False  # computes nothing: a beam waiting for its siblings, or the last token is being drawn
     logprob: float = 0.0  # sum over the output, where the request needs it
     pages: list[int] = field(default_factory=list)  # physical page ids; contiguous: the reservation's base slot
-    promised_pages: int = 0  # paged: what it was admitted for and has not taken
+    promised_pages: int = 0  # paged: pages that it was admitted for and has not taken
     host_pages: list[int] = field(default_factory=list)  # swapped out: its pages on the host
     host_tokens: int = 0  # tokens whose KV is on the host
     page_hashes: list[bytes] = field(default_factory=list)  # prefix-cache key of each full page, made once

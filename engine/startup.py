@@ -14,14 +14,14 @@ import typing
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-# How long an OpenMP thread of torch spins for its next work before it sleeps (GNU OpenMP's default is nearly for ever).
+# Spins of torch's OpenMP threads for their next work before they sleep (GNU OpenMP's default is nearly for ever).
 # A thread that spins may keep the event loop or the load generator off its core; one that sleeps is late at the next of
 # some 100 parallel regions a step. Measured on 2 cores, output tokens/s of llama-32m in process, alone / with one core
 # kept busy by another process: default 552 / 109, 20000 519 / 175, 2000 about 420 / 283; TPOT of 3 streams over HTTP:
 # 30000 11.8 ms, 5000 13.7, 2000 14.9.
 SPIN_COUNT = "20000"
 
-# How long a thread of Python keeps the interpreter lock while another one waits for it, in a process whose event loop
+# Seconds a Python thread keeps the interpreter lock while another one waits for it, in a process whose event loop
 # serves the streams of its engine's thread. Measured on 2 cores, 256 streams, a device that takes 5 ms a step, time
 # from step to step at 5 ms (Python's default) / 0.5 / 0.1: 8.0 ms, 6.7, 7.1; in another sitting the last two 5.8 and
 # 5.7, so they are not told apart (medians of four undisturbed runs each).
@@ -47,10 +47,10 @@ def no_garbage_collection() -> Iterator[None]:
         gc.enable()
 
 
-LEFT_OUT = (  # what transformers imports if it is there, and no served model calls
-    "scipy",  # of training losses
-    "sklearn",  # of assisted generation; needs scipy
-    "accelerate",  # of offloading
+LEFT_OUT = (  # packages that transformers imports if installed, and no served model calls
+    "scipy",  # for training losses
+    "sklearn",  # for assisted generation; needs scipy
+    "accelerate",  # for offloading
 )
 
 
@@ -122,7 +122,7 @@ class _OnDemand(types.ModuleType):
         sys.modules[name] = self
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # of the import system
+        if name.startswith("__"):  # read by the import system
             raise AttributeError(name)
         submodule = f"{self.__name__}.{name}"
         if "__path__" in vars(self) and importlib.util.find_spec(submodule) is not None:

@@ -24,7 +24,7 @@ from engine.sequence import Sequence as TokenSequence
 
 
 class TeacherForced:
-    """``num_rows`` sequences of up to ``longest`` tokens, in the engine of ``config``.
+    """Feeds ``num_rows`` sequences of up to ``longest`` tokens to the engine of ``config``.
 
     Budget and limits of ``config`` are replaced by what is needed; nothing is scheduled.
     """

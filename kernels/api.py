@@ -66,7 +66,7 @@ class AttentionBackend(Protocol):
         device: torch.device | str,
         kv_cache_dtype: str = "auto",
     ) -> None:
-        """Raise ValueError (one sentence with value, limit, next step) for what it cannot serve.
+        """Raise ValueError (one sentence with value, limit, next step) for a shape or dtype that it cannot serve.
 
         ``dtype``: what the model computes in; ``kv_cache_dtype``: "auto" (a cache in ``dtype``) or a name of
         ``kernels.kv_formats.KV_FORMATS``.

@@ -65,7 +65,7 @@ def compile_for(
 
 
 def read_resources(compiled: CompiledKernel) -> Resources:
-    """What ``compiled`` takes.
+    """Reads the resources that ``compiled`` takes.
 
     Raises:
         RuntimeError: cuobjdump failed, or said nothing of the kernel.
@@ -74,10 +74,10 @@ def read_resources(compiled: CompiledKernel) -> Resources:
         cubin.write(compiled.asm["cubin"])
         cubin.flush()
         output = _cuobjdump("--dump-resource-usage", cubin.name)
-        found = re.search(rf"Function {re.escape(compiled.metadata.name)}:\s*(.*)", output)
-        if found is None:
+        usage = re.search(rf"Function {re.escape(compiled.metadata.name)}:\s*(.*)", output)
+        if usage is None:
             raise RuntimeError(f"cuobjdump names no function {compiled.metadata.name!r}: {output.strip()[:300]}")
-        fields = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", found.group(1))}
+        fields = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage.group(1))}
         stack = fields["STACK"] + fields["LOCAL"]
         # Without a stack frame there is nothing to spill to: no need to disassemble.
         spills = len(_LOCAL_ACCESS.findall(read_sass(compiled))) if stack else 0

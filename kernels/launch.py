@@ -8,24 +8,24 @@ from typing import Any, NamedTuple
 from kernels.kv_formats import find_format
 
 MIN_DOT = 16  # tl.dot takes no dimension under 16
-WORD_BITS = 16  # in which a quantised cache is read: see kernels/triton_codes.py
-SHARED_BYTES = 64 * 1024  # of K and V tiles in flight; the smallest block limit, 99 KiB of sm_86, 89 and 120, has room
+WORD_BITS = 16  # a quantised cache is read in words of this size: see kernels/triton_codes.py
+SHARED_BYTES = 64 * 1024  # K and V tiles in flight; fits the smallest block limit, 99 KiB of sm_86, 89 and 120
 MAX_STAGES = 4
-MIN_SPLIT_TOKENS = 256  # a shorter split is not expected to gain what the reduction costs
+MIN_SPLIT_TOKENS = 256  # a shorter split gains less than the reduction costs
 MAX_SPLITS = 64
-PROGRAMS_PER_SM = 2  # that run at a time, at least: what hides one program's waiting for its loads
-WARPS_PER_SM = 8  # that attention keeps busy; on an H200, programs of 2 warps were fastest four at a time
-PROGRAM_TOKENS = 64  # of KV, that a program of decode costs beside its own: starting, and its part of a reduction
-EXTRA_WAVES = 4  # of programs, that cutting long sequences may add to a step of decode
-GOOD_FILL = 0.85  # of the best fill of the last wave: more splits than this needs only cost
+PROGRAMS_PER_SM = 2  # the least that run at a time: one computes while another waits for its loads
+WARPS_PER_SM = 8  # warps that attention keeps busy; on an H200, programs of 2 warps were fastest four at a time
+PROGRAM_TOKENS = 64  # cost of a decode program beside its own tokens: its start and its part of a reduction
+EXTRA_WAVES = 4  # waves of programs that cutting long sequences may add to a decode step
+GOOD_FILL = 0.85  # share of the best fill of the last wave; more splits only cost time
 SHORT_QUERIES = 8  # chunks up to here (speculation, the tail of a prompt) take tiles of their own
-FP8_HARDWARE_ARCH = 89  # the first whose conversions take e4m3
+FP8_HARDWARE_ARCH = 89  # the first architecture that converts e4m3
 ONE_PAGE = 1 << 30  # stands for any page size where a sequence has one page
-LARGEST_PAGE = 256  # of a paged cache; a larger page is a contiguous reservation
+LARGEST_PAGE = 256  # largest page of a paged cache; a larger one is a contiguous reservation
 # Shared memory a thread block may have, by compute capability (90 for sm_90): CUDA C++ Programming Guide, "Technical
 # Specifications per Compute Capability".
 _SHARED_KIB = {70: 96, 72: 96, 75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
-_SMALLEST_SHARED_KIB = 99  # of the chips from sm_80 on
+_SMALLEST_SHARED_KIB = 99  # the smallest limit of the chips from sm_80 on
 
 
 def shared_bytes_limit(arch: int) -> int:

@@ -114,7 +114,7 @@ class PackedLinear(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """``[N, K]``, unpacked anew: for code that asks a layer for its weights, not for computing."""
+        """The weight ``[N, K]``, unpacked anew: for code that asks a layer for its weights, not for computing."""
         if self.packed.dtype == torch.bfloat16:
             return unpack_bf16(self.packed, self.out_features)
         return self.packed.transpose(1, 2).reshape(-1, self.in_features)[: self.out_features]
@@ -128,7 +128,7 @@ class PackedLinear(nn.Module):
         return part
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """``x [..., K]`` -> ``[..., N]``, plus ``residual [..., N]`` if there is one."""
+        """Compute ``x [..., K]`` -> ``[..., N]``, plus ``residual [..., N]`` if there is one."""
         rows = x.reshape(-1, self.in_features)
         out = rows.new_empty(rows.shape[0], self.out_features)
         if residual is not None:
@@ -138,7 +138,7 @@ class PackedLinear(nn.Module):
 
 
 def gated(gate: PackedLinear, up: PackedLinear, activation: str, rows: torch.Tensor) -> torch.Tensor:
-    """``activation(gate(rows)) * up(rows)``: ``[M, K]`` -> ``[M, N]``. ``activation``: one of ``GATES``.
+    """Compute ``activation(gate(rows)) * up(rows)``: ``[M, K]`` -> ``[M, N]``. ``activation``: one of ``GATES``.
 
     In bfloat16 both products are made at once; in float32 the second one reads the first.
     """
@@ -194,7 +194,7 @@ def can_norm(weight: torch.Tensor) -> bool:
 def add_norm(
     x: torch.Tensor, norm: Norm | None, residual: torch.Tensor | None = None, post: Norm | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``x [T, C]`` -> (sum, normed), ``[T, C]`` each; ``can_norm`` says with which weights.
+    """Compute (sum, normed), ``[T, C]`` each, from ``x [T, C]``; ``can_norm`` says with which weights.
 
     The sum is ``residual + post(x)``, or x where there is no residual; normed is ``norm(sum)``, or the sum where there
     is no norm.

@@ -62,12 +62,12 @@ from kernels.numba_vectors import LANES, call, constant, fma, ints, load, load_b
 
 PANEL = 32
 ROW_BLOCK = 32
-CHUNK = 512  # rows that pass by a panel before the next panel
+CHUNK = 512  # rows multiplied by a panel before the next panel
 AHEAD = 8192  # bytes of weights that are asked for ahead of their use
 DEPTH = 32  # values of K per instruction
 SUMS_BYTES = 4 * PANEL * ROW_BLOCK
 TILE_BYTES = 1024
-STEP_BYTES = 2 * TILE_BYTES  # of a panel's weights per DEPTH
+STEP_BYTES = 2 * TILE_BYTES  # bytes of a panel's weights per DEPTH
 
 SUMS, X_TILES, W_TILES = (0, 1, 2, 3), (4, 5), (6, 7)  # tile registers; sums: row of tiles x 2 + column
 
@@ -79,7 +79,7 @@ def has_amx() -> bool:
 
 
 def pack_bf16(weight: torch.Tensor) -> torch.Tensor:
-    """``[N, K]`` bfloat16 -> ``[ceil(N / PANEL), K / DEPTH, 2, 16, 16, 2]``; missing output features are zeros."""
+    """Pack ``[N, K]`` bfloat16 into ``[ceil(N / PANEL), K / DEPTH, 2, 16, 16, 2]``; missing outputs are zeros."""
     n, k = weight.shape
     panels = -(-n // PANEL)
     padded = torch.nn.functional.pad(weight, (0, 0, 0, panels * PANEL - n))

@@ -31,7 +31,7 @@ SCALED, ADDED, BOTH = 1, 2, 3  # bits: times factor and weights; plus the residu
 
 @intrinsic(prefer_literal=True)
 def row_factor(typingctx, x, dim, eps, kind):
-    """``1 / sqrt(mean(x**2) + eps)`` of ``dim`` values of ``kind``, a multiple of LANES."""
+    """Compute ``1 / sqrt(mean(x**2) + eps)`` of ``dim`` values of ``kind``, a multiple of LANES."""
     k = kind.literal_value
     step = ir.Constant(I64, row_code_bytes(k, LANES))
 
@@ -50,9 +50,9 @@ def row_factor(typingctx, x, dim, eps, kind):
 
 @intrinsic(prefer_literal=True)
 def combine_row(typingctx, x, factor, weight, offset, residual, out, dim, what, kind):
-    """``out = x * factor * (weight + offset) + residual`` over ``dim`` values of ``kind``, a multiple of LANES.
+    """Set ``out = x * factor * (weight + offset) + residual`` over ``dim`` values of ``kind``, a multiple of LANES.
 
-    ``what`` (SCALED, ADDED or BOTH, a constant): what of it is done. ``out`` may be ``x``.
+    ``what`` (SCALED, ADDED or BOTH, a constant): the part of it that is done. ``out`` may be ``x``.
     """
     flags, k = what.literal_value, kind.literal_value
     step = ir.Constant(I64, row_code_bytes(k, LANES))

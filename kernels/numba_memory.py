@@ -112,7 +112,7 @@ def emit_prefetch(builder: ir.IRBuilder, address: ir.Value, level: int) -> None:
 
 @intrinsic(prefer_literal=True)
 def prefetch_line(typingctx, address, level):
-    """``emit_prefetch``; ``level`` is a constant."""
+    """Ask for the cache line at ``address``; ``level`` (1 or 2) is a constant."""
 
     def codegen(context, builder, signature, args):
         emit_prefetch(builder, args[0], level.literal_value)

@@ -116,7 +116,7 @@ def pack_worker(args):
 
 @numba.njit(**JIT)
 def _multiply(x: int, x_step: int, rows: int, w: int, depth: int, out: int, out_step: int, stage: int) -> None:
-    """``out [rows, PANEL]`` = or += ``x [rows, depth] @ w [depth, PANEL]``, in tiles."""
+    """Set or add to ``out [rows, PANEL]`` the product ``x [rows, depth] @ w [depth, PANEL]``, in tiles."""
     tiles = (rows + ROWS - 1) // ROWS
     for tile in range(tiles):
         row = rows * tile // tiles

@@ -113,7 +113,7 @@ class CpuPrefill:
         out: torch.Tensor | None,
         new_kv: KVPair | None,
     ) -> torch.Tensor:
-        """``q [T, H, D]`` -> ``[T, H, Dv]``; see kernels.api.AttentionBackend.prefill_attention."""
+        """Attend: ``q [T, H, D]`` -> ``[T, H, Dv]``; see kernels.api.AttentionBackend.prefill_attention."""
         if out is None:
             out = q.new_empty(q.shape[0], q.shape[1], v_cache.shape[2])
         q, chunks = dense_rows(q), plan.chunks(options.sliding_window)

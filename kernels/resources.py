@@ -171,7 +171,7 @@ def new_spills(table: Mapping, measured: Mapping) -> list[str]:
 
 
 def compare(table: Mapping, measured: Measured) -> list[str]:
-    """``worse_than`` if the table is of this version of Triton, else ``new_spills``."""
+    """Compare by ``worse_than`` if the table is of this version of Triton, else by ``new_spills``."""
     return (worse_than if table["triton"] == triton.__version__ else new_spills)(table, measured)
 
 

@@ -121,7 +121,7 @@ def main_loop(listing: str) -> list[str]:
 
 
 def describe(variant: Variant, listing: str, taken: Resources) -> Loop:
-    """What ``listing``, the machine code of ``variant``, does in its main loop."""
+    """Describes the main loop of ``listing``, the machine code of ``variant``."""
     opcodes = main_loop(listing)
     families = Counter(opcode.partition(".")[0] for opcode in opcodes)
     constants = variant.constants
@@ -157,37 +157,40 @@ def measure_one(arch: int, name: str) -> Loop:
 
 def measure(names: Sequence[str], show: bool = False) -> dict[str, Loop]:
     """The main loop of each variant; with ``show``, print each as it is known."""
-    found = {}
+    measured = {}
     loops = resources.in_processes(measure_one, [(ARCH, name) for name in names])
     for name, loop in zip(names, loops, strict=True):
-        found[name] = loop
+        measured[name] = loop
         if show:
             print(f"{name:<66} {loop}", flush=True)
-    return found
+    return measured
 
 
 def slow_loops(loops: Mapping[str, Loop]) -> list[str]:
-    """A sentence for each loop that reads bytes one by one or converts them slowly, and for each decode with 16-bit
-    queries at the commonest shape that takes longer to issue than the memory takes."""
-    found = []
+    """Writes a sentence for each slow loop.
+
+    It reads bytes one by one or converts them slowly, or is of a decode with 16-bit queries at the commonest shape and
+    takes longer to issue than the memory takes.
+    """
+    sentences = []
     shape = f"D {COMMON[1]}, group {COMMON[0]}"
     for name, loop in loops.items():
         if loop.lds_u8 or loop.f2f:
-            found.append(
+            sentences.append(
                 f"{name}: {loop.lds_u8} LDS.U8 and {loop.f2f} F2F in the main loop: codes are unpacked one by one"
             )
         common = name.startswith("decode") and shape in name and "fp32" not in name
         if common and loop.issue_cycles >= loop.memory_cycles:
-            found.append(
+            sentences.append(
                 f"{name}: {loop.issue_cycles} issue cycles a tile ({loop.instructions} instructions), and the memory "
                 f"takes {loop.memory_cycles}: it is bound by instructions"
             )
-    return found
+    return sentences
 
 
 def worse_than(rows: Mapping[str, Mapping], loops: Mapping[str, Loop]) -> list[str]:
     """A sentence for each number of a loop that is worse than in ``rows``, the table's of this compiler."""
-    found = []
+    sentences = []
     for name, loop in loops.items():
         old, now = rows.get(name), asdict(loop)
         if old is None:
@@ -196,8 +199,8 @@ def worse_than(rows: Mapping[str, Mapping], loops: Mapping[str, Loop]) -> list[s
         worse += [what for what in ("cp_async_16", "warps") if now[what] < old[what]]
         worse += ["mma"] if now["mma"] != old["mma"] else []
         worse += ["instructions"] if now["instructions"] > old["instructions"] * (1 + INSTRUCTION_TOLERANCE) else []
-        found += [f"{name}: {what} {old[what]} -> {now[what]}; if that is meant: {COMMAND}" for what in worse]
-    return found
+        sentences += [f"{name}: {what} {old[what]} -> {now[what]}; if that is meant: {COMMAND}" for what in worse]
+    return sentences
 
 
 def sources_hash() -> str:
@@ -234,7 +237,7 @@ def out_of_date(table: Mapping[str, Mapping], versions: Sequence[str] = COMPILER
 
 
 def main(arguments: list[str]) -> int:
-    """0: as the table says, and nothing bound by instructions; 1: worse; 2: cannot be told."""
+    """Returns the exit code: 0 as in the table and nothing bound by instructions, 1 worse, 2 not comparable."""
     if resources.said_usage(arguments, __doc__):
         return 0 if {"-h", "--help"} & set(arguments) else 2
     if triton.__version__ not in COMPILERS:

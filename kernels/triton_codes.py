@@ -130,13 +130,13 @@ fma.rn.f16x2 $3, y, up_high, bias;
 
 @triton.constexpr_function
 def is_integer(KIND):
-    """Whether the cache's codes are integers, with a scale per token and head."""
+    """Tests whether the cache's codes are integers, with a scale per token and head."""
     return KIND == "int8_per_token_head" or KIND == "int4_per_token_head"
 
 
 @triton.jit
 def split_columns(x, KIND: tl.constexpr):
-    """x [M, columns] -> the columns of each part, [M, words]: those of word w are columns w * parts and on."""
+    """Splits x [M, columns] into the columns of each part, [M, words]: those of word w are columns w * parts and on."""
     if KIND == "auto":
         return (x,)
     elif KIND == "int4_per_token_head":
@@ -245,7 +245,7 @@ def row_bytes(DIM, KIND):
 
 @triton.constexpr_function
 def value_dtype(model, KIND):
-    """What V's operand is in: weights of fp8 are scaled for float16, those of an integer have scales of any size."""
+    """The dtype of V's operand: weights of fp8 are scaled for float16, those of an integer have scales of any size."""
     if KIND == "auto" or is_integer(KIND) or model == tl.float32:
         return model
     else:
@@ -260,19 +260,19 @@ def weight_exponent(KIND):
 
 @triton.constexpr_function
 def weight_unit(KIND):
-    """What makes the sum of such weights right again."""
+    """The factor that makes the sum of such weights right again."""
     return 2.0**-15 if KIND == "fp8_e4m3" or KIND == "fp8_e5m2" else 1.0
 
 
 @triton.constexpr_function
 def value_unit(KIND):
-    """What makes right again the sum of weights times V's operand: an integer's is code / 2**9."""
+    """The factor that makes the sum of weights times V's operand right again: an integer's is code / 2**9."""
     return 512.0 if KIND == "int8_per_token_head" or KIND == "int4_per_token_head" else weight_unit(KIND)
 
 
 @triton.jit
 def query_parts(q, score_scale, KIND: tl.constexpr):
-    """(parts of q [M, columns], a, b) with scores q x k * score_scale = (parts x K's parts) * a + b, [M, 1] each.
+    """Returns (parts of q [M, columns], a [M, 1], b [M, 1]): q x k * score_scale is (parts x K's parts) * a + b.
 
     Each row of float16 parts is scaled by a power of two that takes its largest value to 2**14..2**15: all that
     float16 loses of bfloat16 is what lies 2**29 and more below the largest.

@@ -36,7 +36,7 @@ LOG2E = 1.4426950408889634
 
 @triton.jit
 def columns(DIM: tl.constexpr, PAD: tl.constexpr, KIND: tl.constexpr):
-    """Which of a row's DIM values each of PAD columns holds, and whether it holds one.
+    """The index of the DIM values that each of PAD columns holds, and whether it holds one.
 
     A byte of int4 unpacks into two neighbouring columns, the values i and i + ceil(DIM / 2).
     """
@@ -51,7 +51,7 @@ def columns(DIM: tl.constexpr, PAD: tl.constexpr, KIND: tl.constexpr):
 
 @triton.jit
 def tile_place(page_row, start, end, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Where the tile at ``start`` lies: its first slot if tiles never cross a page, else the slot of each token.
+    """The place of the tile at ``start``: its first slot if tiles never cross a page, else the slot of each token.
 
     The page table is read for tokens before ``end`` only: it may end there.
     """
@@ -73,7 +73,7 @@ def load_tile(
     base, stride, slots, in_range,
     MASKED: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """[N, PAD] rows of K or V at ``slots``, of a quantised cache as words: see ``kernels.triton_codes``.
+    """Loads [N, PAD] rows of K or V at ``slots``, of a quantised cache as words: see ``kernels.triton_codes``.
 
     Masked loads give 0 and not what lies there: 0 * NaN from an unused slot would be NaN.
     """
@@ -95,7 +95,7 @@ def load_tile(
 
 @triton.jit
 def load_columns(rows, in_range, MASKED: tl.constexpr, USED: tl.constexpr, PAD: tl.constexpr):
-    """[N, PAD] of which the columns from USED on are 0; with MASKED, also the rows that are not ``in_range``."""
+    """Loads [N, PAD] with 0 in the columns from USED on; with MASKED, also the rows that are not ``in_range``."""
     column = tl.arange(0, PAD)[None, :]
     if MASKED:
         return tl.load(rows + column, mask=in_range[:, None] & (column < USED), other=0)
@@ -129,7 +129,7 @@ def score_tile(
 
 @triton.jit
 def add_values(acc, fade, p, v, unit, HAS_UNIT: tl.constexpr):
-    """acc [M, Dv] * fade [M] + p [M, N] x v [N, Dv] * unit."""
+    """Computes acc [M, Dv] * fade [M] + p [M, N] x v [N, Dv] * unit."""
     acc = acc * fade[:, None]
     if HAS_UNIT:
         return acc + tl.dot(p, v, input_precision="ieee") * unit
@@ -218,7 +218,7 @@ def attend(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, KIND: tl.constexpr, FP8_HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """(acc [M, DV_PAD], top [M], total [M]) of one split's share of the tiles of tokens begin..end-1.
+    """Returns (acc [M, DV_PAD], top [M], total [M]) of one split's share of the tiles of tokens begin..end-1.
 
     Every row sees all of the tokens unmasked[0] to before unmasked[1]; other tiles are masked. A split may have no
     tile: then top is -inf and the rest 0.

@@ -45,7 +45,7 @@ def row_scale(size, MAX_CODE: tl.constexpr):
 
 @triton.jit
 def integer_codes(x, scale, MAX_CODE: tl.constexpr):
-    """x [heads, n] / scale [heads], rounded to even; 0 in rows whose scale is 0 or NaN."""
+    """Computes x [heads, n] / scale [heads], rounded to even; 0 in rows whose scale is 0 or NaN."""
     usable = scale > 0
     y = tl.div_rn(x, tl.broadcast_to(tl.where(usable, scale, 1.0)[:, None], x.shape))
     y = tl.where(usable[:, None], y, 0.0)

@@ -57,7 +57,7 @@ def add_norm_kernel(
 
 @triton.jit
 def head_factor(row, head_ok, eps, DIM: tl.constexpr, PAD: tl.constexpr):
-    """1 / sqrt(mean(x**2) + eps) of each head at ``row`` [n, 1]: [n, 1]."""
+    """Computes 1 / sqrt(mean(x**2) + eps) of each head at ``row`` [n, 1]: [n, 1]."""
     column = tl.arange(0, PAD)
     x = tl.load(row + column[None, :], mask=head_ok[:, None] & (column < DIM)[None, :], other=0.0).to(tl.float32)
     return (1 / tl.sqrt_rn(tl.sum(x * x, 1) / DIM + eps))[:, None]

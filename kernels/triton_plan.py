@@ -50,7 +50,7 @@ def choose_chunk(
     lens_ptr, batch, window, kv_heads, places, most_items,
     UNIT: tl.constexpr, SHORTEST: tl.constexpr, PROGRAM: tl.constexpr, CHOICES: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """(units that no piece exceeds, number of items): the choice that is estimated to end first.
+    """Returns (units that no piece exceeds, number of items): the choice that is estimated to end first.
 
     Choices: the longest sequence in 1, 2, 3 ... 32, 36, 40 ... 160 pieces, none under SHORTEST units. ``places``
     programs run at a time, the longest start first: so no wave of ``places`` programs takes longer than its first, and

@@ -22,8 +22,11 @@ from kernels.tuning import choose_prefill
 
 @triton.jit
 def find_sequence(query_starts_ptr, block, batch, BLOCK_Q: tl.constexpr):
-    """(sequence, its first block): sequence b has the blocks from query_starts[b] // BLOCK_Q + b to before b + 1's,
-    at least as many as its queries fill. All blocks: total queries // BLOCK_Q + batch."""
+    """Returns (sequence, its first block).
+
+    Sequence b has the blocks from query_starts[b] // BLOCK_Q + b to before b + 1's, at least as many as its queries
+    fill. All blocks: total queries // BLOCK_Q + batch.
+    """
     low = 0
     high = batch
     while high - low > 1:

@@ -40,8 +40,11 @@ def hardware_log2(x):
 
 @triton.jit
 def gumbel_bits(key, token):
-    """63 random bits for each token id; ``key`` and ``token`` int64. SplitMix64's output function over a Weyl sequence,
-    with shifts that copy the sign: integer for integer what ``engine.execution.gumbel.random_bits`` gives."""
+    """Returns 63 random bits for each token id; ``key`` and ``token`` int64.
+
+    SplitMix64's output function over a Weyl sequence, with shifts that copy the sign: integer for integer what
+    ``engine.execution.gumbel.random_bits`` gives.
+    """
     bits = key + token * -7046029254386353131
     bits = (bits ^ (bits >> 32)) * -4658895280553007687
     bits = (bits ^ (bits >> 29)) * -7723592293110705685
@@ -108,8 +111,9 @@ def ordered(logits):
 
 @triton.jit
 def kth_largest(row_ptr, largest, top_k, vocab, BLOCK: tl.constexpr):
-    """A number in the order of ``ordered`` that exactly the ``top_k`` largest logits of the row reach, with those that
-    equal the last of them.
+    """A number in the order of ``ordered`` that exactly the ``top_k`` largest logits of the row reach.
+
+    Logits that equal the last of them reach it too.
 
     Each pass over the row counts at three places between one that enough logits reach and one that too few reach.
     """
@@ -150,8 +154,9 @@ def kth_largest(row_ptr, largest, top_k, vocab, BLOCK: tl.constexpr):
 
 @triton.jit
 def weigh_before(row_ptr, token, value, floor, largest, inverse, vocab, BLOCK: tl.constexpr):
-    """How many tokens have a larger logit than ``token``, whose logit is ``value``; the weight of the tokens before it;
-    and the weight of all tokens. Those whose logits do not reach ``floor`` weigh nothing.
+    """Counts tokens with a larger logit than ``token``, whose logit is ``value``, and weighs those before it.
+
+    Third is the weight of all tokens. Those whose logits do not reach ``floor`` weigh nothing.
 
     Larger logits come first, of equal ones the lower id. The weights are summed in one order, whatever the token: the
     weight before it cannot but grow along the order. Before the first one there is none.

@@ -110,7 +110,7 @@ def read_table(arch: int, folder: Path = FOLDER) -> TuningTable | None:
         data = json.loads(path.read_text())
         table = TuningTable(**data | {"entries": tuple(Entry(**entry) for entry in data["entries"])})
     except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{path} is no table of tiles ({error}): run kvbench dev tune, or delete it") from None
+        raise ValueError(f"{path} is not a table of tiles ({error}): run kvbench dev tune, or delete it") from None
     for entry in table.entries:
         if entry.kernel not in KERNELS or entry.page_size < 1:
             raise ValueError(f"{path}: an entry of kernel {entry.kernel!r}, page size {entry.page_size}: delete it")
@@ -126,7 +126,7 @@ def unusable(tiles: Tiles, rows: int, kind: str, itemsize: int, arch: int) -> st
         ("num_warps", tiles.num_warps, 1),
     ):  # fmt: skip
         if value < least or value & (value - 1):
-            return f"{name} {value} is no power of two of at least {least}"
+            return f"{name} {value} is not a power of two of at least {least}"
     if tiles.num_stages < 1:
         return f"num_stages {tiles.num_stages} is under 1"
     needed, limit = shared_bytes_floor(tiles, kind, itemsize), shared_bytes_limit(arch)
@@ -153,7 +153,7 @@ def nearest(entries: Iterable[Entry], bucket: tuple, page_size: int) -> Entry | 
 
 
 def bucket_of(kernel: str, kind: str, group: int, head_dim: int, v_head_dim: int, itemsize: int) -> tuple:
-    """``Entry.bucket`` of a shape."""
+    """The bucket of a shape, see ``Entry.bucket``."""
     rows = max(MIN_DOT, next_power_of_two(group))
     return (kernel, kind, rows, padded_dim(head_dim, kind), padded_dim(v_head_dim, kind), itemsize)
 

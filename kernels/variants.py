@@ -35,13 +35,13 @@ from kernels.triton_prefill import prefill_constants, prefill_kernel
 from kernels.triton_sample import noise_constants, noise_kernel, settle_constants, settle_kernel
 
 ARCHITECTURES = (80, 89, 90, 100)
-THOROUGH = (80, 90)  # the others compile much like one of these: their limits and what takes the most are enough
+THOROUGH = (80, 90)  # the others compile much like these: their limits and largest variants are enough
 KV_HEADS = 8
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 KINDS = (*ITEMSIZE, *KV_FORMATS)  # a cache in the model's dtype, or in a format under a model in bf16
 COMMON = (4, 128, 128)  # query heads a KV head, head dim of K, of V
 LARGEST = (8, 256, 256)
-EXTREME = (64, 256, 256)  # what the backend admits at most
+EXTREME = (64, 256, 256)  # the largest that the backend admits
 SHAPES = [(1, 64, 64), (8, 80, 80), (16, 96, 96), (16, 192, 128)]
 _PARTS = {  # of split attention: where decode writes the parts of its pieces, prefill those of its splits
     "decode": {"work_ptr": "i32", "parts_ptr": "fp32", "lse_ptr": "fp32"},

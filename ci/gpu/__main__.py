@@ -1,4 +1,4 @@
-"""``ci/gpu.sh``: run the parts on this machine's GPU and write OUTDIR. Standard library only."""
+"""Runs the parts on this machine's GPU and writes OUTDIR: ``ci/gpu.sh``. Standard library only."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from ci.gpu.summary import PartEnd
 
-FIGURES = ("us", "output_tokens_per_s", "median_step_ms")  # what is compared of a row
-NAMES = ("case", "run", "variant", "kernel", "side")  # what tells rows of a part apart
+FIGURES = ("us", "output_tokens_per_s", "median_step_ms")  # the figures of a row that are compared
+NAMES = ("case", "run", "variant", "kernel", "side")  # the fields that tell rows of a part apart
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Page copies and swaps against plain indexing, and every kernel on slots whose byte offset passes 2^31."""
+"""Checks page copies and swaps against plain indexing, and kernels on slots beyond 2^31 bytes."""
 
 from __future__ import annotations
 

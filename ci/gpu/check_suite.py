@@ -15,7 +15,7 @@ from typing import Any
 from ci.gpu.part import Planned, Report
 from kvbench.common.packages import REPOSITORY
 
-TESTS = ("tests/unit/kernels/triton_*.py", "tests/unit/engine/kv/test_kv_mover.py")  # those that know the device
+TESTS = ("tests/unit/kernels/triton_*.py", "tests/unit/engine/kv/test_kv_mover.py")  # the tests that use the device
 MAX_WORKERS = 4
 FILE_SECONDS = 3600.0  # a file stops itself when the part's time is over
 _RESULT = re.compile(r"^(tests/\S+::.+?) (PASSED|FAILED|SKIPPED|ERROR)\b")

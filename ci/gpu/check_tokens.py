@@ -32,13 +32,13 @@ MODEL = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 499, "tie_word_embeddings": False,
     "max_position_embeddings": 512, "bos_token_id": 0, "eos_token_id": None, "initializer_range": 0.3,
 }  # fmt: skip
-LENGTHS = (300, 70, 65, 64, 17, 16, 33, 1, 5, 48)  # of prompts; those of 48 and more begin alike
+LENGTHS = (300, 70, 65, 64, 17, 16, 33, 1, 5, 48)  # tokens of the prompts; prompts of 48 and more begin alike
 COMMON_TOKENS = 48
 OUTPUT_TOKENS = 32
 MAX_MODEL_LEN, PAGE_SIZE, MAX_NUM_SEQS = 384, 16, 6
-POOL_SLOTS = 416  # holds the long prompt and its output, and less than what six of the others come to beside it
-CLEAR_GAP = 1e-3  # between the two largest logits: float32 in another order differs by less, and cannot change a token
-TRIES = 20  # for a prompt that is not decided by rounding
+POOL_SLOTS = 416  # holds the long prompt and its output, but not six of the others beside it
+CLEAR_GAP = 1e-3  # least gap of the two largest logits: summing float32 in another order changes less
+TRIES = 20  # draws of a prompt until rounding does not decide its answer
 
 Tokens = tuple[int, ...]
 

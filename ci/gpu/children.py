@@ -19,7 +19,7 @@ MEANWHILE_S = 20.0
 
 @dataclass(frozen=True)
 class ChildEnd:
-    """``code``: exit code, negative for a signal; ``timed_out``: it was stopped by us."""
+    """The end of a child. ``code``: exit code, negative for a signal. ``timed_out``: we stopped it."""
 
     code: int
     timed_out: bool

@@ -17,7 +17,7 @@ from typing import Any
 from ci.gpu.part import PartReport, part_parser
 from kvbench.common.packages import REPOSITORY
 
-END_GRACE_S = 10.0  # to stop servers and close the run
+END_GRACE_S = 10.0  # time to stop servers and close the run
 WORKLOAD = "workloads/mixed.yaml"
 PROFILES = {"cuda": "gpu", "cpu": "cpu"}  # of a workload, by a part's device
 QUALITY_SWEEP = "{kv_cache_dtype: [auto, fp8_e4m3, int8_per_token_head, int4_per_token_head]}"

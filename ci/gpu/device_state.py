@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 
 Reading = dict[str, float]
-NOW = ("sm_mhz", "memory_mhz", "celsius")  # of a reading, what is no counter
+NOW = ("sm_mhz", "memory_mhz", "celsius")  # the fields of a reading that are not counters
 
 
 def read_state() -> Reading:

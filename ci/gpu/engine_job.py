@@ -34,7 +34,7 @@ from engine.model.spec import DTYPE_BYTES, find_model
 from engine.sequence import Request, SamplingParams
 
 TINY_SEQUENCES = 4
-VARIANT_OUTPUT = 128  # tokens at most of a prompt of a variant's run
+VARIANT_OUTPUT = 128  # most output tokens of a prompt in a variant's run
 JOB_SECONDS = 3600.0  # a case of this part stops itself when the part's time is over
 TEMPERATURE = 0.6  # nano-vllm's
 WARM_UP_TOKENS = 24  # output tokens a prompt in the unmeasured run, which has all the prompts
@@ -114,7 +114,7 @@ def cost_of(engine: Engine, model: str) -> ModelCost:
 
 
 class WarningsAreFailures(logging.Handler):
-    """Fails on what the engine only warns of, such as decode without CUDA graphs."""
+    """Turns the engine's warnings, such as decode without CUDA graphs, into failures."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)

@@ -18,7 +18,7 @@ from engine.sequence import Request, SamplingParams
 MODEL = "qwen3-0.6b"
 KV_BYTES = 30 * 2**30  # more than the job ever holds (276,793 tokens of 112 KiB), and two such fit a GPU of 80 GB
 DECODING, CONTEXT = 192, 512  # sequences that decode in every measured step, and the tokens of their prompts
-STEPS, SETTLE = 60, 8  # measured, and before them
+STEPS, SETTLE = 60, 8  # measured steps, and steps before them
 STEP_TOKENS = {"decode only": 0, "steps of 512": 512, "steps of 2048": 2048}  # 0: no prompts
 
 

@@ -39,7 +39,7 @@ print(json.dumps([name for name in sys.argv[1:] if not there(name)]))
 
 @dataclass
 class PartEnvironment:
-    """``python`` to run parts with; ``notes``: what could not be installed, for the summary."""
+    """The environment of the parts: its ``python``, and notes on failed installations for the summary."""
 
     python: str = sys.executable
     notes: list[str] = field(default_factory=list)

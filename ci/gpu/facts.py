@@ -1,4 +1,4 @@
-"""Part ``facts``: what the device is, and the ceilings that everything else is held against, measured here and now.
+"""Part ``facts``: the device, and its measured ceilings, with which all other figures are compared.
 
 Read: the fastest of torch's sum and dot and of a Triton kernel that only reads. Copy counts bytes read and written.
 Matrix product: random data (zeros run faster). Nothing is set or changed: the card is measured as it is found.
@@ -27,7 +27,7 @@ SMI_TIMEOUT_S = 15.0
 
 
 def smi_query(fields: tuple[str, ...] = SMI_FIELDS) -> dict[str, str]:
-    """``nvidia-smi``'s answer for GPU 0; a field that this driver does not know is left out, no tool: empty."""
+    """Asks ``nvidia-smi`` for GPU 0. Fields that this driver does not know are left out; empty without the tool."""
     if shutil.which("nvidia-smi") is None:
         return {}
     values = _smi(fields)

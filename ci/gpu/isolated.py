@@ -29,13 +29,13 @@ from ci.gpu import tables
 from ci.gpu.part import PartReport, Planned, part_parser
 from ci.gpu.worker import MARK
 
-START_SECONDS = 120.0  # for imports from a cold disk
-PLAN_SECONDS = 60.0  # for what a plan prepares
-OVERTIME_S = 10.0  # that a case may go on after the part's time; the runner stops the part a little later
+START_SECONDS = 120.0  # limit of imports from a cold disk
+PLAN_SECONDS = 60.0  # limit of a plan's preparations
+OVERTIME_S = 10.0  # a case may overrun the part's time by this; the runner stops the part a little later
 STOP_SECONDS = 10.0  # compute-sanitizer writes its summary then
 TOOL_FOLDERS = ("/usr/local/cuda/bin",)  # searched after PATH
 TAIL_LINES = 12
-WRAPPER_ERROR = 86  # exit code by which a wrapper says that it found something wrong
+WRAPPER_ERROR = 86  # exit code of a wrapper that has found an error
 
 
 class ProcessEnded(Exception):
@@ -71,7 +71,7 @@ class CaseProcess:
 
     @property
     def last_lines(self) -> str:
-        """The end of what it printed."""
+        """Returns the last lines of the process's output."""
         lines = [line for line in self._tail if line]
         return " / ".join(lines[-3:])[:600] or "it printed nothing"
 
@@ -106,7 +106,7 @@ class CaseProcess:
                 return
 
     def stop(self, ask: bool = True) -> int:
-        """End the process and what it started, gently with ``ask``; its exit code."""
+        """End the process and its children, gently with ``ask``; its exit code."""
         with contextlib.suppress(OSError):
             self._process.stdin.close()
         if ask:

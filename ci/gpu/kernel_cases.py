@@ -29,8 +29,9 @@ class AttentionHeads:
 
 @dataclass(frozen=True)
 class Decode:
-    """``context``: tokens of each sequence, but for the last of ``longest``, if that is given.
+    """A decode step to time.
 
+    ``context``: tokens of each sequence; ``longest``, if given: those of the last one.
     ``bar``: of the read bandwidth. ``against``: the name of the case that its time is divided by.
     """
 
@@ -142,7 +143,7 @@ def make_decode(case: Decode, heads: AttentionHeads, dtype: torch.dtype, device:
 
 @dataclass(frozen=True)
 class Prefill:
-    """``batch`` sequences with ``new`` tokens each after ``context`` cached ones."""
+    """A prefill step to time: ``batch`` sequences with ``new`` tokens each after ``context`` cached ones."""
 
     batch: int
     new: int

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-LINE_CHARACTERS = 300  # of a line of a reason
+LINE_CHARACTERS = 300  # most characters of a reason's line
 TRACEBACK_CHARACTERS = 6000  # the end of it
 
 
@@ -50,7 +50,7 @@ class Report:
         self.add("rows", values)
 
     def put(self, **values: Any) -> None:
-        """Stores what is no row; it replaces what had such a key."""
+        """Stores further values of the part; a value replaces an earlier one of its key."""
         self.add("data", values)
 
     def skip(self, what: str, reason: str) -> None:

@@ -12,14 +12,16 @@ CLIENT = ("locust", "gevent", "httpx", "psutil", "yaml", "click", "rich")
 REPORT = ("pandas", "pyarrow", "plotly", "scipy")
 HARNESS = (*SERVER, *CLIENT, *REPORT)
 
-GRACE_S = 15.0  # past its time a part may finish what it has begun; then it is stopped
+GRACE_S = 15.0  # time for a part to finish a measurement past its limit; then it is stopped
 LEAST_S = 20.0  # with less left a part is not begun
-OVERHEAD_S = 60.0  # of an entry: installing wheels, the last part's grace, the summary
+OVERHEAD_S = 60.0  # overhead of an entry: wheels, the last part's grace, the summary
 
 
 @dataclass(frozen=True)
 class Part:
-    """``module`` of this package, run with ``arguments``. ``needs``: import names; ``gpu_needs``: on a GPU as well.
+    """A part: a ``module`` of this package, run with ``arguments``.
+
+    ``needs``: import names; ``gpu_needs``: those that a GPU adds.
 
     ``quick_s``, ``full_s``: seconds after which it begins no new measurement; 0: left out of such a run (both: only an
     entry of the queue has it).

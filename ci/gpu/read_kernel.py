@@ -1,4 +1,4 @@
-"""A Triton kernel that does nothing but read: what decode kernels are held against, beside torch's own reductions."""
+"""A Triton kernel that only reads, with which decode kernels are compared, beside torch's reductions."""
 
 from __future__ import annotations
 

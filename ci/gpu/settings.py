@@ -31,12 +31,12 @@ from kvbench.workload.design import capacities, plan_sweep
 from kvbench.workload.file import load_workload
 
 GIB = 2**30
-WEIGHTS_BYTES, SPARE_BYTES, ENGINE_BYTES = 15 * GIB, 3 * GIB, 3 * GIB // 2  # an engine's: graphs and workspace
+WEIGHTS_BYTES, SPARE_BYTES, ENGINE_BYTES = 15 * GIB, 3 * GIB, 3 * GIB // 2  # engine: graphs and workspace
 MIB_STEP = 100
 LAUNCHES = 2
 PREDICTION_SECONDS = 60.0
-ONE_LAUNCH_SECONDS = 110.0  # about: kept for each of the sittings that follow
-END_SECONDS = 8.0  # to stop the engines
+ONE_LAUNCH_SECONDS = 110.0  # approximate; kept for each of the sittings that follow
+END_SECONDS = 8.0  # time to stop the engines
 SLOTS = "kv_slot_steps_total_"
 LONGEST = 3  # a sitting's first launch may take so many times its limit
 TINY_DEVICE = "H200"  # simulated where there is no GPU

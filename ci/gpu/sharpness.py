@@ -17,8 +17,8 @@ from tests.benchmarks.method_runs import TWO_MODES, bimodality, launch_throughpu
 
 METHODS = ("launched", "lockstep")
 TINY_SECONDS = 100.0
-EQUAL_MINUTES = 5.0  # for which standard errors are told
-END_SECONDS = 30.0  # to stop servers and write pairs
+EQUAL_MINUTES = 5.0  # comparisons of this length get standard errors
+END_SECONDS = 30.0  # time to stop servers and write pairs
 WORKLOAD = ("--workload", "workloads/ci_timing.yaml", "--no-calibration")
 FULL = (
     "page_size=16", *WORKLOAD, "--profile", "gpu", "-o", "model.config=qwen3-0.6b", "-o", "load.concurrency=[16]",

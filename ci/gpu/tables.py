@@ -9,7 +9,7 @@ from typing import Any
 
 from ci.gpu.part import PartReport, number_text
 
-OURS = "kvbench"  # our kernels, beside others'
+OURS = "kvbench"  # our kernels' name beside others'
 SHOWN_KERNELS = 8  # of those that the profile keeps
 
 
@@ -53,7 +53,7 @@ def tokens(report: PartReport, args: Any) -> None:
     report.data["headline"] = f"{passed} of {report.data.get('cases', 0)} ways give the tokens of Hugging Face generate"
 
 
-AIMS = (  # a row's figure, the aim that it is held against, whether it is met, the sign that says so
+AIMS = (  # a row's figure, its aim, whether it is met, the sign for it
     ("ratio", "bar", lambda value, bar: value >= bar, "≥"),
     ("time_ratio", "bar_time", lambda value, bar: value <= bar, "≤"),
     ("of_torch_speed", "bar_torch", lambda value, bar: value >= bar, "≥"),

@@ -80,7 +80,7 @@ class KernelTimes:
         (self._main.get(name) or self._extreme[name])()
 
     def supports(self, name: str, kv: str) -> bool:
-        """Tests whether the backend takes such a cache; if not, that is said."""
+        """Tests whether the backend takes such a cache; if not, the case is skipped with the reason."""
         try:
             self.backend.check_support(
                 num_heads=self.heads.query, num_kv_heads=self.heads.kv, head_dim=self.heads.dim,

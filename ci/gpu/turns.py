@@ -24,10 +24,10 @@ from ci.gpu.part import PartReport, part_parser
 from kvbench.common.packages import REPOSITORY
 
 LOAD = "load"  # the case that each side has first: building its engine
-LOAD_SHARE = 0.75  # of the time that is left: when a side that does not load is given up
-CASE_S = 60.0  # after which a case counts as hung
-TURNS = 6  # in all
-FIGURES = {  # of a row, what a table shows: title, and digits
+LOAD_SHARE = 0.75  # share of the time left after which a side that does not load is given up
+CASE_S = 60.0  # a case that takes longer counts as hung
+TURNS = 6  # turns of a pair, over all its launches
+FIGURES = {  # figures of a row in the table: title and digits
     "output_tokens_per_s": ("output tokens/s", 0), "replayed_share": ("share replayed from graphs", 2),
     "median_step_ms": ("ms a step, median", 3),
     **{f"{phase}_ms": (f"of it {phase}, mean", 3) for phase in ("schedule", "prepare", "execute", "sample", "output")},

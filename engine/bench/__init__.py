@@ -1,4 +1,4 @@
-"""``kvbench dev bench-engine``: the engine alone, in process, beside its peers on the same weights in one sitting.
+"""Compares the engine, in process, with its peers on the same weights: ``kvbench dev bench-engine``.
 
 The case: a Llama-shaped model of 32 M seeded weights in float32 or bfloat16, 32 requests of 32, 64, 128 or 512 random
 prompt tokens, 64 greedy output tokens each, all there at the start. Sides take turns, repeat by repeat, so that a

@@ -71,11 +71,11 @@ def available_sides(vllm_python: str | None) -> tuple[str, ...]:
 
 
 def chosen_sides(args: argparse.Namespace) -> tuple[str, ...]:
-    """The sides that run, and the other options checked. Raises ValueError."""
+    """Check all options and return the sides that run. Raises ValueError."""
     can = available_sides(args.vllm_python)
     sides = can if args.sides is None else tuple(dict.fromkeys(args.sides.split(",")))
     if unknown := sorted(set(sides) - set(SIDES)):
-        raise ValueError(f"--sides knows {', '.join(SIDES)}, not {', '.join(map(repr, unknown))}")
+        raise ValueError(f"--sides cannot be {', '.join(map(repr, unknown))}: choose among {', '.join(SIDES)}")
     if missing := [side for side in sides if side not in can]:
         raise ValueError(f"--sides {missing[0]} needs --vllm-python, the python of an environment with vLLM for CPUs")
     if any(side in VLLM_SIDES for side in sides) and not _is_program(args.vllm_python):

@@ -47,14 +47,14 @@ class SpeedComparison:
         return lines
 
     def other_work(self) -> list[str]:
-        """Sides whose tokens are not kvbench's."""
+        """List the sides that gave other tokens than kvbench."""
         limit = SAME_TOKENS_LIMIT if self.compared_tokens is None else HALF_LIMIT
         return [side for side, share in self.same_tokens.items() if share < limit]
 
 
 @dataclass(frozen=True)
 class SpeedBar:
-    """kvbench's median ratio to ``side`` is to be at least ``ratio``."""
+    """A required median ratio of kvbench's speed to that of ``side``."""
 
     side: str
     ratio: float

@@ -16,7 +16,7 @@ import torch
 
 TURN_LIMIT_S = 600.0
 EXIT_LIMIT_S = 5.0
-_LAST_LINES = 3  # of the output of a process that failed
+_LAST_LINES = 3  # last lines of a failed process's output that are shown
 
 
 def run_apart(function: Callable[..., Any], *args: Any, limit_s: float = TURN_LIMIT_S) -> Any:

@@ -29,9 +29,10 @@ _SPEED_SETTINGS = ("OMP_", "GOMP_", "KMP_", "MKL_", "VLLM_", "TORCHINDUCTOR_")  
 
 @dataclass(frozen=True)
 class VllmPeer:
-    """``python`` of an environment with vLLM for CPUs, a model folder with safetensors, and a scratch folder.
+    """A vLLM installation to compare with, and what it runs.
 
-    ``kv_budget`` in bytes; vLLM takes whole GiB, so it may get more than that, never less.
+    ``python``: of an environment with vLLM for CPUs. The model folder holds safetensors.
+    ``kv_budget``: bytes; vLLM takes whole GiB, so it may get more than that, never less.
     """
 
     python: Path

@@ -23,8 +23,8 @@ from engine.sequence import Drawn, Sequence
 from kernels.kv_formats import find_format
 from kernels.quantized import FP8_MAX
 
-SATURATION_EVERY = 64  # launches: one of so many is looked at, which costs 0.2 % of a small model's decode steps
-_SATURATION_TOKENS = 256  # of such a launch, at most
+SATURATION_EVERY = 64  # launches between two checks, which cost 0.2 % of a small model's decode steps
+_SATURATION_TOKENS = 256  # most tokens of a launch that are checked
 
 
 def available_cpus() -> int:
@@ -57,7 +57,7 @@ class TorchExecutor:
         self.kv_saturated_values = self.kv_sampled_values = 0
         self._counts_saturated = find_format(config.kv_cache_dtype) in FP8_MAX
         self._launches = 0
-        self._saturation = torch.tensor(0), 0  # of the last launch that was looked at
+        self._saturation = torch.tensor(0), 0  # counts of the last launch that was checked
         self.host = self._make_host(config, loaded, capacity)
         self.mover = KVMover(self.host.raw_tensors(), capacity, config.layout == "paged")
         self.forward = ModelForward(loaded.model, self.host, compile_model if config.torch_compile else None)

@@ -43,8 +43,8 @@ Capture = Callable[[Callable[[], None]], Replay]  # runs the function at least o
 Forward = Callable[[torch.Tensor, torch.Tensor, StepTensors, torch.Tensor | int], torch.Tensor]
 
 LARGEST_BATCH = 512  # in larger batches the launches take less time than the kernels
-LARGEST_MIXED = 2048  # tokens; in larger steps too
-MOST_PREFILLS = 16  # chunks in a mixed graph; each more starts programs that find nothing to do
+LARGEST_MIXED = 2048  # tokens; likewise
+MOST_PREFILLS = 16  # chunks in a mixed graph; every further one starts programs without work
 
 _log = logging.getLogger(__name__)
 

@@ -139,7 +139,7 @@ def allowed_tokens(logits: np.ndarray, temperature: np.float32, top_k: int, top_
 
 @cache
 def _weyl_steps(vocab: int, device: torch.device) -> torch.Tensor:
-    """``token id * increment`` modulo 2^64, ``[vocab]`` int64."""
+    """Compute ``token id * increment`` modulo 2^64, ``[vocab]`` int64."""
     return torch.arange(vocab, dtype=torch.int64, device=device) * _signed(_WEYL)
 
 

@@ -20,7 +20,7 @@ import torch
 from engine.execution.gumbel import draw_into, row_keys
 from engine.sequence import Drawn, Sequence
 
-_SMALLEST = 1e-30  # of temperature and top-p: less would leave float32
+_SMALLEST = 1e-30  # smallest temperature and top-p: less would leave float32
 
 
 class Sampled:

@@ -91,7 +91,7 @@ class StepTime(NamedTuple):
 
 
 class SimulatedExecutor(ReplayExecutor):
-    """``step_time``: the cost model.
+    """An executor that takes the time of ``step_time``, the cost model, on a virtual clock.
 
     clock: a launch moves it to the end of its step. With ``pipelined``, which the engine's ``async_scheduling`` needs,
     only reading a step's tokens does: the device begins a step when it has done the one before and the host has

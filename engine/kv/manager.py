@@ -92,15 +92,15 @@ class KVCounters:
     prefix_queries: int = 0  # tokens
     prefix_evictions: int = 0  # pages
     hash_seconds: float = 0.0
-    allocated_pages: int = 0  # became owned: new ones, and ones found in the prefix cache
-    freed_pages: int = 0  # no longer owned; allocated - freed = owned
+    allocated_pages: int = 0  # pages that became owned: new ones, and hits of the prefix cache
+    freed_pages: int = 0  # pages no longer owned; allocated - freed = owned
     copied_pages: int = 0  # copy-on-write; contiguous: forks copied whole
     copied_slots: int = 0  # slots with a token; the kernels move whole pages, here as in swaps
     swapped_out_slots: int = 0
     swapped_out_pages: int = 0  # of them, in whole pages, as they are moved; contiguous: none
     swapped_in_slots: int = 0
     swap_kept_slots: int = 0  # swapped out without a move: the host still had them
-    swap_lost_slots: int = 0  # found no room on the host, or lost it: computed again
+    swap_lost_slots: int = 0  # slots without room on the host, or that lost it: computed again
     refused_fragmented: int = 0  # contiguous: sequences that waited although enough slots were free
 
 

@@ -105,7 +105,7 @@ class PrefixCache:
         return [node.page for node in nodes[1:]]
 
     def forget(self, seq: Sequence) -> list[int]:
-        """Drop the first page of ``seq`` and its descendants, whoever computed them; returns their pages."""
+        """Drop the first page of ``seq`` and its descendants, by any sequence; returns their pages."""
         first = self._nodes.get(seq.page_hashes[0]) if seq.page_hashes else None
         return [first.page, *self.evict(first.page)] if first is not None else []
 

@@ -83,7 +83,7 @@ class Product(Protocol):
 
 
 class GatedProduct(Protocol):
-    """``act(gate(rows)) * up(rows)``: ``[T, K]`` -> ``[T, N]``."""
+    """The gated product ``act(gate(rows)) * up(rows)``: ``[T, K]`` -> ``[T, N]``."""
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor: ...
 
@@ -100,7 +100,7 @@ class LayerKernels(Protocol):
     def add_norm(
         self, x: torch.Tensor, norm: Norm | None, residual: torch.Tensor | None = None, post: Norm | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``x [T, C]`` -> (``residual + post(x)``, its ``norm``), see kernels.triton_layers.add_norm."""
+        """Compute ``residual + post(x)`` and its ``norm`` from ``x [T, C]``; see kernels.triton_layers.add_norm."""
         ...
 
     def product(self, module: nn.Module, names: tuple[str, ...]) -> Product | None:
@@ -178,7 +178,7 @@ class Fusion:
 
 
 class _Fused:
-    """A module's forward of fewer kernels. ``own``: what it replaces, and calls while ``switch`` is not active."""
+    """A module's forward of fewer kernels. ``own``: the module's own forward, called while ``switch`` is not active."""
 
     def __init__(self, module: nn.Module, switch: Fusion):
         self.module, self.switch, self.own = module, switch, module.forward
@@ -201,7 +201,7 @@ class FusedNorm(_Fused):
 
 
 class FusedMLP(_Fused):
-    """``down(act(gate(x)) * up(x))``, gate and up as one product."""
+    """The MLP ``down(act(gate(x)) * up(x))``, gate and up as one product."""
 
     def __init__(self, module: nn.Module, switch: Fusion, product: GatedProduct, down: Product):
         super().__init__(module, switch)
@@ -254,7 +254,7 @@ class FusedAttention(_Fused):
         past_key_values: Any = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """``hidden_states [1, T, C]`` -> ``[1, T, C]``, as the module's own."""
+        """Compute ``hidden_states [1, T, C]`` -> ``[1, T, C]``, as the module's own forward does."""
         ours = self.switch.active and len(hidden_states) == 1
         if not ours or not _is_plain(position_embeddings, attention_mask, past_key_values):
             return self.own(
@@ -267,7 +267,7 @@ class FusedAttention(_Fused):
         return self.attend(hidden_states[0], position_embeddings)[None], None
 
     def attend(self, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """``x [T, C]`` -> ``[T, C]``; ``angles``: cos and sin ``[1, T, width]``."""
+        """Attend: ``x [T, C]`` -> ``[T, C]``. ``angles``: cos and sin ``[1, T, width]``."""
         host, layer = getattr(self.module, HOST), self._layer
         cos, sin = angles
         q, new_kv = self.switch.kernels.rotate_and_write(
@@ -297,7 +297,7 @@ class FusedLayer(_Fused):
         self._mlp = mlp if isinstance(mlp, FusedMLP) else None
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """``[1, T, C]`` -> ``[1, T, C]``. The input is not changed."""
+        """Compute ``[1, T, C]`` -> ``[1, T, C]``. The input is not changed."""
         if not self.switch.active or args or len(hidden_states) != 1 or hidden_states.dim() != 3:
             return self.own(hidden_states, *args, **kwargs)
         add_norm = self.switch.kernels.add_norm
@@ -495,7 +495,7 @@ class _Fuser:
         if any(norm is None or len(norm.weight) != heads.dim for norm in norms) or len(norms) == 1:
             return self._leave("attention", "norms of Q and K that are not an RMSNorm of each head")
         if features not in (widths, (sum(widths),)) or calls is None or (angles := _angle_width(calls)) is None:
-            return self._leave("attention", "another way of being called")
+            return self._leave("attention", "calls with other arguments")
         rotations = [one for one in _rotations(angles, heads.dim) if self.kernels.can_rotate(heads, one, angles)]
         joint = self.kernels.product(module, names) if rotations else None
         out = joint and self.kernels.product(module, tuple(name for name in _OUT_NAMES if name in children))
@@ -524,7 +524,7 @@ class _Fuser:
                 self._leave("MLPs", "another activation")
                 continue
             if calls is None or len(inspect.signature(module.forward).parameters) != 1:
-                self._leave("MLPs", "another way of being called")
+                self._leave("MLPs", "calls with other arguments")
                 continue
             product = self.kernels.gated(module, names, activation)
             down = self.kernels.product(module, ("down_proj",))

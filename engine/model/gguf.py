@@ -66,7 +66,10 @@ def write_gguf(model: PreTrainedModel, path: Path, tokenizer: Path | None = None
     for name, tensor in _tensors(model):
         short = names.get_name(name, try_suffixes=(".weight",))
         if short is None:
-            raise ValueError(f"the model's weight {name} has no name in llama.cpp: {config.model_type} is not as known")
+            raise ValueError(
+                f"the model's weight {name} has no name in llama.cpp's {config.model_type}: convert the model with "
+                "llama.cpp's convert_hf_to_gguf.py"
+            )
         _add_tensor(writer, short, tensor)
     if (factors := _rope_factors(config)) is not None:
         _add_tensor(writer, f"{gguf.TENSOR_NAMES[gguf.MODEL_TENSOR.ROPE_FREQS]}.weight", factors)

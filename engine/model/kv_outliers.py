@@ -22,7 +22,7 @@ from engine.model.loader import LoadedModel
 
 MEASURED = "_kvbench_kv_outliers"  # on a model whose channels have been measured
 _TOKENS = 64  # a quarter of fp8's, since every load pays for them twice
-# How RoPE may pair channels, which must share a scale: i with i + dim / 2, or with its neighbour.
+# The pairs that RoPE may make of channels, which must share a scale: i with i + dim / 2, or with its neighbour.
 _PAIRINGS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
     lambda sizes: sizes.unflatten(-1, (2, -1)).amax(-2).repeat(1, 2),
     lambda sizes: sizes.unflatten(-1, (-1, 2)).amax(-1).repeat_interleave(2, -1),

@@ -12,11 +12,11 @@ from engine.kv.budget import KVShape, LayerKV
 CONFIG_DIR = Path(__file__).parent.parent / "model_configs"
 MODEL_DIR = Path(__file__).parent.parent / "models"  # whole models: config, weights and tokenizer
 NEEDS_CODE = "it needs Python code of its own, which is never run; use one whose type transformers has"
-_MOST_DEPTH = 100  # of objects and lists in a config.json
-_MOST_DIGITS = 40  # of a number: products of some still are floats
+_MOST_DEPTH = 100  # nesting of objects and lists in a config.json
+_MOST_DIGITS = 40  # digits of a number, so that products of several still fit a float
 _SIZES = dict.fromkeys(("num_hidden_layers", "n_layer"), 10_000) | dict.fromkeys(
     ("num_attention_heads", "n_head", "num_key_value_heads", "head_dim", "hidden_size", "n_embd", "vocab_size"), 2**31
-)  # the largest that each may be
+)  # the largest value of each field
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -30,7 +30,7 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     num_parameters: int = 0
-    weights_fingerprint: str = ""  # of names, shapes and samples of the weights, see model_loader
+    weights_fingerprint: str = ""  # hashes of the weights' names, shapes and samples, see loader.py
 
 
 @dataclass(frozen=True)

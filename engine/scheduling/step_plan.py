@@ -10,7 +10,7 @@ from engine.sequence import Drawn, Sequence
 
 
 class Scheduled(NamedTuple):
-    """``num_tokens`` of ``seq`` to compute, from ``seq.num_computed`` on."""
+    """The ``num_tokens`` of ``seq`` that a step computes, from ``seq.num_computed`` on."""
 
     seq: Sequence
     num_tokens: int

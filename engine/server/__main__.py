@@ -1,4 +1,4 @@
-"""``python -m engine.server``: load, listen, say ``ready``, stop on a signal."""
+"""Starts a server: load, listen, say ``ready``, stop on a signal. ``python -m engine.server``"""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def step_log(options: ServeOptions) -> Iterator[StepLog | None]:
 
 
 def planned_length(config: EngineConfig) -> int | None:
-    """Checks ``config`` as far as that needs no torch, whose import takes seconds; the max_model_len it comes to.
+    """Checks ``config`` without torch, whose import takes seconds; returns the planned max_model_len.
 
     None: that is known after the load. Raises ValueError if something is missing or does not fit.
     """
@@ -111,11 +111,11 @@ def load(config: EngineConfig) -> Engine:
 
 
 def _say_lowered(config: EngineConfig, length: int | None) -> None:
-    """Says that ``length`` is less than the model's own, where the user has given none."""
+    """Prints that ``length`` is less than the model's own limit, where the user has given none."""
     limit = find_model(config.model, config.load_format).max_positions
     if config.max_model_len is None and length is not None and limit is not None and length < limit:
         print(
-            f"max_model_len is {length} tokens, all that the KV budget holds of one sequence, and not the model's "
+            f"max_model_len is {length} tokens, the longest that the KV budget holds; the model's own limit is "
             f"{limit}: raise --kv-budget for longer ones",
             file=sys.stderr,
             flush=True,

@@ -19,7 +19,7 @@ from engine.server.detokenizer import StopStrings, TextDecoder
 THINK, END_THINK = "<think>", "</think>"
 CALL, END_CALL = "<tool_call>", "</tool_call>"
 TAGS = (THINK, END_THINK, CALL, END_CALL)
-HEADER_CHARACTERS = 256  # from the tag to the arguments of a call: where there are more, these come in one piece
+HEADER_CHARACTERS = 256  # between a call's tag and its arguments; beyond that, arguments come in one piece
 _HEADER = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\\x00-\x1f]+)"\s*,\s*"arguments"\s*:\s*(?=\{)')
 
 
@@ -109,14 +109,14 @@ class AnswerParts:
         self._thinking = thinking
         self._show_reasoning = show_reasoning
         self._call: _Call | None = None
-        self._after_call = False  # with nothing but space since
+        self._after_call = False  # a call has ended, with only space behind it
         self._tags = self._find_tags()
-        self._starts: deque[int] = deque()  # of the tokens whose text is to be split, in characters
-        self._read = self._split = 0  # characters of all tokens, and of them those that have been split
+        self._starts: deque[int] = deque()  # character offsets of the tokens whose text is not split yet
+        self._read = self._split = 0  # characters of all tokens, and of the split ones
         self._delta: Delta = {}
 
     def push(self, ids: Iterable[int]) -> str:
-        """The text of the next tokens, one of which is a thought's where its first character is."""
+        """The text of the next tokens. A token counts as a thought's if its first character does."""
         texts = [self._decoder.push((token,)) for token in ids]
         for text in texts:
             self._starts.append(self._read)

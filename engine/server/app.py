@@ -26,9 +26,9 @@ from engine.server.streaming import EventStream
 from engine.server.tokenizer import ServerTokenizer
 
 MAX_BODY_BYTES = 32 * 2**20
-BATCH_BYTES = 8 * 2**20  # of a body, beside the longest prompt: takes a second to read at most
-TOKEN_BYTES = 64  # of a token's text in JSON, escapes too
-STOP_SECONDS = 2.0  # for a running step to end when the server stops
+BATCH_BYTES = 8 * 2**20  # bytes of a body beside the longest prompt; reading them takes a second at most
+TOKEN_BYTES = 64  # most bytes of a token's text in JSON, with escapes
+STOP_SECONDS = 2.0  # wait for a running step when the server stops
 
 Endpoint = Callable[[ServerState, Request, bytes], Awaitable[Response]]
 
@@ -76,7 +76,7 @@ def _post(
     """
 
     async def handle(request: Request) -> Response:
-        status: int | None = 500  # for an unexpected error
+        status: int | None = 500  # status of an unexpected error
         try:
             response = await endpoint(state, request, await read_body(request, body_limit(state.max_model_len)))
             status = None if isinstance(response, EventStream) else response.status_code

@@ -87,7 +87,7 @@ def splitter(state: ServerState, body: ChatBody, prompt: Sequence[int]) -> Calla
     return functools.partial(AnswerParts, reasoning=False, tools=True) if tools else None
 
 
-# Of apply_chat_template and of what it calls: not the client's to set.
+# Arguments of apply_chat_template and of its callees that a client may not set.
 RESERVED_OPTIONS = (
     "self", "messages", "conversation", "conversations", "tokenize", "add_generation_prompt", "chat_template",
     "continue_final_message", "sanitize_control_tokens", "padding", "truncation", "max_length", "return_tensors",

@@ -24,7 +24,7 @@ CONTEXT_LENGTHS = (8, 9, 10, 11, 64, 65, 66, 67)
 
 
 class TextDecoder(Protocol):
-    """``push`` returns the text that is settled by now, ``flush`` the rest."""
+    """A decoder of one sequence: ``push`` returns the text that is final by now, ``flush`` the rest."""
 
     def push(self, ids: Iterable[int]) -> str: ...
     def flush(self) -> str: ...

@@ -211,7 +211,7 @@ IGNORED = {
     ),
 }  # fmt: skip
 _IGNORED = frozenset(name for names in IGNORED.values() for name in names)
-# Of objects within a body.
+# The ignored fields of objects within a body.
 NESTED_IGNORED = {
     "stream_options": ("include_obfuscation",),  # OpenAI's padding of chunks against eavesdroppers
     "content": ("cache_control",),  # what to cache; here all full pages are

@@ -30,7 +30,7 @@ from engine.server.protocol import GenerationBody
 from engine.server.tokenizer import ServerTokenizer
 
 MAX_CHOICES = 1024  # prompts x n in one request
-LONG_INPUT = 20_000  # characters or tokens: what takes longer than theirs would hold up the other streams
+LONG_INPUT = 20_000  # characters or tokens; longer inputs would hold up the other streams
 _Result = TypeVar("_Result")
 
 
@@ -74,7 +74,7 @@ class Generation:
     """The running choices of one HTTP request. The caller of ``start`` closes it."""
 
     def __init__(self, state: ServerState, requests: Sequence[Request], choices: Sequence[Choice]):
-        """``choices``: the n of the first request, then the n of the next ..."""
+        """Take the choices in order: the n of the first request, then the n of the next."""
         self.state = state
         self.requests = requests
         self.choices = choices

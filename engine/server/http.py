@@ -17,9 +17,9 @@ from engine.server.app import create_app
 from engine.server.arguments import ServeOptions
 from engine.server.tokenizer import ServerTokenizer
 
-GRACE_SECONDS = 2  # for handlers to send their last events after the requests have been aborted
+GRACE_SECONDS = 2  # time for handlers to send their last events once the requests are aborted
 EXIT_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-PEER_SECONDS = 0.2  # between looks at a connection whose client has ended its side
+PEER_SECONDS = 0.2  # between checks of a connection whose client has ended its side
 
 
 class Protocol(HttpToolsProtocol):
@@ -72,7 +72,7 @@ class Protocol(HttpToolsProtocol):
 
 
 def end_by_closing(cycle: RequestResponseCycle, message: Any) -> None:
-    """Prepare ``cycle`` for a message of an answer whose end is that of the connection, unless it has a length."""
+    """Prepare ``cycle`` to end its answer by closing the connection, unless the answer has a length."""
     if message["type"] == "http.response.start":
         if not any(name.lower() == b"content-length" for name, _ in message["headers"]):
             cycle.chunked_encoding = False

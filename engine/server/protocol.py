@@ -43,7 +43,10 @@ class _Body(BaseModel):
 
 
 class StreamOptions(BaseModel):
-    """``include_usage``: a last chunk with the usage; ``continuous_usage_stats``: the usage so far in every chunk."""
+    """The options of a stream.
+
+    ``include_usage``: a last chunk with the usage. ``continuous_usage_stats``: the usage so far in every chunk.
+    """
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -184,7 +187,7 @@ class CompletionBody(GenerationBody):
     add_special_tokens: bool | None = None
 
 
-# Of OpenAI's messages, and thoughts as other engines return them.
+# Fields of OpenAI's messages, and of the thoughts that other engines return.
 MESSAGE_FIELDS = (
     "annotations", "audio", "function_call", "name", "reasoning", "reasoning_content", "refusal", "tool_call_id",
     "tool_calls",
@@ -277,7 +280,7 @@ class ReasoningToolChatBody(ReasoningChatBody, ToolChatBody):
     """The body on a server with both parsers."""
 
 
-# By whether the server has a parser of thoughts, and one of tool calls.
+# Key: whether the server has a parser of thoughts, and one of tool calls.
 CHAT_BODIES: dict[tuple[bool, bool], type[ChatBody]] = {
     (False, False): ChatBody,
     (True, False): ReasoningChatBody,
@@ -339,9 +342,11 @@ def from_generation_config(config: str | dict[str, Any]) -> dict[str, Any]:
     except (ValueError, RecursionError):
         given = None
     if not isinstance(given, dict):
-        raise invalid("generation_config is an object in JSON: this is none", "generation_config", _BAD)
+        raise invalid("generation_config is not a JSON object: send one, or leave it out", "generation_config", _BAD)
     if "generation_config" in given:
-        raise invalid("generation_config has a generation_config in it: leave that out", "generation_config", _BAD)
+        raise invalid(
+            "generation_config contains a generation_config: leave the inner one out", "generation_config", _BAD
+        )
     fields = {_OF_TRANSFORMERS.get(name, name): value for name, value in given.items() if name != "do_sample"}
     if isinstance(ends := fields.get("stop_token_ids"), int):
         fields["stop_token_ids"] = [ends]

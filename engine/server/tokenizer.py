@@ -27,7 +27,9 @@ _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 @dataclass(frozen=True)
 class ServerTokenizer:
-    """``backend`` tokenises; ``chat``: the Hugging Face tokenizer with the chat template. ``text_refusal``: why texts
+    """The tokenizer of a server, with its chat template.
+
+    ``backend`` tokenises; ``chat``: the Hugging Face tokenizer with the chat template. ``text_refusal``: why texts
     cannot be prompts, or None. ``max_characters``: longer texts cannot fit into the model's context; None: not known
     without tokenising.
     """

@@ -47,7 +47,7 @@ def random_digits(rng: np.random.Generator, count: int) -> str:
 
 
 def documents() -> tuple[list[str], list[str]]:
-    """Training and held-out documents."""
+    """Load training and held-out documents."""
     sonnets = SONNETS.read_text(encoding="utf-8").split("\n\n")
     every = [text for text in (*reference_topics(), *stdlib_docstrings(), *sonnets) if len(text) > 40]
     return [d for i, d in enumerate(every) if i % HELD_OUT_EVERY], every[::HELD_OUT_EVERY]
@@ -55,7 +55,10 @@ def documents() -> tuple[list[str], list[str]]:
 
 @dataclass
 class Corpus:
-    """``ids``: all training text, documents separated by ``end``. ``words``: names of facts, one to three tokens."""
+    """The training text as tokens.
+
+    ``ids``: all of it, documents separated by ``end``. ``words``: names of facts, one to three tokens.
+    """
 
     ids: np.ndarray
     words: list[str]
@@ -77,7 +80,7 @@ class Corpus:
         return cls(ids, words, lambda text: tokenizer.encode(text).ids, tokenizer.get_vocab_size(), rng)
 
     def text(self, length: int) -> np.ndarray:
-        """``length`` tokens of running text from a random place."""
+        """Take ``length`` tokens of running text from a random place."""
         start = int(self.rng.integers(0, len(self.ids) - length))
         return self.ids[start : start + length]
 

@@ -21,13 +21,13 @@ from kernels.tune.problems import as_float64, distance, hostile_kv
 from kernels.tune.search import TuningCase
 
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
-TOLERANCE = {2: 2e-2, 4: 1e-4}  # of a row's norm; bf16 rounds values and weights to 1 in 256
+TOLERANCE = {2: 2e-2, 4: 1e-4}  # share of a row's norm; bf16 rounds values and weights to 1 in 256
 CHECKED = {
     "decode": ((1, 63, 64, 65, 300, 1500, 0), (1,) * 7),
     "prefill": ((40, 1, 300, 700), (40, 1, 7, 200)),
 }
 CHECKED_KV_HEADS, TIMED_KV_HEADS = 2, 8
-TIMED = {  # (tokens of each sequence, of which the last are asked for), of each problem
+TIMED = {  # of each problem: tokens of each sequence, and how many of the last are computed
     "decode": (((4096,) * 64, (1,) * 64), ((800,) * 256, (1,) * 256), ((32768,), (1,))),
     "prefill": (((4096,) * 4, (2048,) * 4), ((4096,), (4096,)), ((16384,), (512,))),
 }
@@ -85,7 +85,7 @@ class TuningProblem:
             call.prefill(self._starts, self._lens, self._max_queries, self._max_tokens, self._buffers)
 
     def expected(self) -> torch.Tensor:
-        """``[queries, heads, Dv]`` float64."""
+        """Compute the expected ``[queries, heads, Dv]`` in float64."""
         kv, backend = self._kv, TorchBackend()
         tensors = self._q.double(), as_float64(kv.k), as_float64(kv.v)
         if self.case.kernel == "decode":

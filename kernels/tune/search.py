@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from kernels.launch import MIN_DOT, Tiles
 from kernels.tuning import Entry, TuningTable, unusable
 
-MIN_GAIN = 0.02  # of the default's time: less is within what two sittings differ by
-ROUNDS = 5  # in which winner and default are timed again, in turns
+MIN_GAIN = 0.02  # share of the default's time; less is within the difference of two sittings
+ROUNDS = 5  # rounds in which winner and default are timed again, in turns
 _TOKENS, _STAGES, _WARPS = (16, 32, 64, 128), (1, 2, 3, 4), (2, 4, 8)
 _PREFILL_ROWS = (16, 32, 64, 128)
 _PREFILL_WARPS = (4, 8)

@@ -192,7 +192,7 @@ def figures_of(
 
 @dataclass(frozen=True)
 class Attempt:
-    """One measurement. ``reasons``: one sentence for everything that was over the limits or lost.
+    """One calibration. ``reasons``: one sentence for each figure over its limit and each loss.
 
     ``foreign_cpu_cores``: what other processes used meanwhile; ``steal_share``: what the host took of all cores' time;
     None: not known.
@@ -359,7 +359,7 @@ class ClientLoad:
 
 
 def settings_for(demand: ClientLoad) -> CalibrationSettings:
-    """At least what is needed, in steps, so that a sweep's many loads need few calibrations.
+    """Rounds up to steps what a load needs, so that a sweep's many loads need few calibrations.
 
     Streams a process are rounded up to 4, 16, 64, 256, 512 and so on, 8,192 in all; chunks a second, where they are
     known to be more than 20 ms of ITL make, to half powers of 2.
@@ -430,7 +430,7 @@ class Calibrator:
         return new
 
     def facts(self) -> dict[str, Any]:
-        """For a manifest: what was measured so far, or that it was left out."""
+        """Returns the calibration as a manifest stores it: what was measured so far, or that it was left out."""
         return {"left_out": not self.wanted, "measured": [c.to_json() for c in _stored(self.folder)]}
 
 

@@ -246,7 +246,7 @@ def concurrency_table(a: MemoryPlan, memory: GpuMemory) -> Table:
 
 
 def gpus_table(a: MemoryPlan) -> Table:
-    """Makes the table of GPUs that hold the load, the fewest of each kind; with prices only those that have one."""
+    """Makes the table of the fewest GPUs of each kind that hold the load; with prices only the priced kinds."""
     heads = ["GPUs", "left for KV,\nGiB a GPU", "sequences\nat once", "memory\nGiB", "at best\ntokens/s"]
     entries, fitting = [], a.fitting_gpus()
     for row in [priced for priced in fitting if priced.price] or fitting:

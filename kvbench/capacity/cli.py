@@ -158,7 +158,7 @@ def _plan_model(name: str, concurrency: tuple[int, ...], options: ModelOptions) 
     from kvbench.common.console import print_table
 
     if len(concurrency) > 1:
-        raise UsageError("--concurrency has several numbers, and a model is planned for one: give one")
+        raise UsageError("--concurrency has several numbers, but a plan for a model takes one: give one")
     if options.gpu is not None and options.pick:
         raise UsageError("--gpu names the GPUs and --pick chooses them: give one of the two")
     if options.gpu is not None and options.vendor:

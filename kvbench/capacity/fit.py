@@ -1,4 +1,4 @@
-"""What of a GPU's memory is left for KV, and which GPUs hold a load. The engine in mind is vLLM with its defaults."""
+"""Computes the GPU memory left for KV, and which GPUs hold a load. The engine in mind is vLLM with its defaults."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class GpuMemory:
         return self.at_once(load.context) >= load.concurrency
 
     def tokens_per_s(self, load: PlannedLoad) -> float:
-        """At best: a decode step reads the weights and all KV once, at the memory's full bandwidth."""
+        """The best possible speed: a decode step reads the weights and all KV once, at the memory's full bandwidth."""
         one = self.model.sequence_bytes(load.context, self.settings.kv_cache_dtype, gpus=self.count)
         return load.concurrency * self.gpu.bytes_per_s / (self.read_bytes / self.count + load.concurrency * one)
 
@@ -141,7 +141,7 @@ def usable(gpu: GPU, model: PlannedModel, settings: Settings) -> bool:
 def smallest_fits(
     model: PlannedModel, weights: Weights, gpus: Sequence[GPU], settings: Settings, load: PlannedLoad
 ) -> list[GpuMemory]:
-    """Returns the fewest of 1, 2, 4 and 8 GPUs of each kind that hold the load, of kinds that do."""
+    """Returns for each kind of GPU the fewest of 1, 2, 4 and 8 that hold the load."""
     smallest = []
     for gpu in gpus:
         for count in GPU_COUNTS if usable(gpu, model, settings) else ():

@@ -1,4 +1,4 @@
-"""What a model's weights take: parameters counted from its config, at the bytes that its checkpoint has for each."""
+"""Computes the bytes of a model's weights: parameters counted from its config, times the checkpoint's bytes a piece."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def weights_of(model: PlannedModel, quantization: str | None = None) -> Weights:
         return Weights(size, read, parameters, "the size of its safetensors")
     stored = quantization or _quantization_of(model)
     if stored == "mxfp4" and not parameters.experts:
-        raise UsageError(f"{model.name} has no experts, which are what mxfp4 quantises: give another --quantization")
+        raise UsageError(f"mxfp4 quantises experts, and {model.name} has none: give another --quantization")
     linear = _LINEAR_BYTES.get(stored or "", float(model.dtype_bytes))
     experts, inner = linear, model.config.expert_inner
     if stored == "mxfp4":

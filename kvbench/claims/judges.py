@@ -57,7 +57,7 @@ def say(key: str, form: str | bool | None = None, **values: Any) -> str:
 
 
 def is_above(ratio: Comparison, limit: float) -> str:
-    """HELD if the interval lies above ``limit``, DID_NOT_HOLD if below, else UNDECIDED, as one launch always is."""
+    """Returns HELD if the interval lies above ``limit``, DID_NOT_HOLD if below, else or for one launch UNDECIDED."""
     if ratio.n == 1 or ratio.low is None:
         return UNDECIDED
     if ratio.low > limit:
@@ -66,7 +66,7 @@ def is_above(ratio: Comparison, limit: float) -> str:
 
 
 def is_below(ratio: Comparison, limit: float) -> str:
-    """HELD if the interval lies below ``limit``, DID_NOT_HOLD if above, else UNDECIDED."""
+    """Returns HELD if the interval lies below ``limit``, DID_NOT_HOLD if above, else UNDECIDED."""
     return {HELD: DID_NOT_HOLD, DID_NOT_HOLD: HELD, UNDECIDED: UNDECIDED}[is_above(ratio, limit)]
 
 
@@ -75,7 +75,7 @@ def held_if(condition: bool) -> str:
 
 
 def any_of(parts: Sequence[str]) -> str:
-    """HELD if one part did, UNDECIDED while one is open, else DID_NOT_HOLD."""
+    """Returns HELD if one part did, UNDECIDED while one is open, else DID_NOT_HOLD."""
     return next((word for word in (HELD, UNDECIDED) if word in parts), DID_NOT_HOLD)
 
 
@@ -94,7 +94,7 @@ def verdict(parts: Sequence[str], evidence: str, reason: str = "", depends: str 
 
 
 def by_counts(parts: Mapping[str, bool], evidence: str, depends: str) -> ClaimVerdict:
-    """Held if all parts are so, did not hold if none is; else the sentence ``depends`` names those that are."""
+    """Holds if all parts do, does not hold if none does; else the sentence ``depends`` names those that do."""
     names = listing([name for name, is_so in parts.items() if is_so])
     return verdict([held_if(is_so) for is_so in parts.values()], evidence, depends=say(depends, names=names))
 
@@ -103,7 +103,7 @@ def by_counts(parts: Mapping[str, bool], evidence: str, depends: str) -> ClaimVe
 
 
 def reservation(measured: WorkloadFacts) -> ClaimVerdict:
-    """Held if contiguous wastes at least 90 % of what it reserved, and pages at most 4 %."""
+    """Holds if contiguous wastes at least 90 % of what it reserved, and pages at most 4 %."""
     slots = {layout: measured.slots(layout=layout) for layout in ("contiguous", "paged")}
     wasted = {layout: held["waste"] / (held["waste"] + held["tokens"]) for layout, held in slots.items()}
     length = measured.capacity_of().max_model_len
@@ -124,7 +124,7 @@ _RESERVATIONS: dict[str, dict[str, str]] = {
 
 
 def useful_memory(measured: WorkloadFacts) -> ClaimVerdict:
-    """Held if pages use 90 % or more, and each kind of reservation 45 % or less. Depends if only some kinds do.
+    """Holds if pages use 90 % or more, and each kind of reservation 45 % or less. Depends if only some kinds do.
 
     Counted are slots that are reserved, or free in holes too small to reserve. Other free slots are left out.
     """
@@ -143,7 +143,7 @@ _PUBLISHED = {"max": 30.42 / 7.00, "pow2": 30.42 / 9.81, "oracle": 30.42 / 13.62
 
 
 def batched_at_once(measured: WorkloadFacts) -> ClaimVerdict:
-    """Held if pages over each reservation reach 0.8 of the published ratio, depends if over some, else did not hold."""
+    """Holds if pages over each reservation reach 0.8 of the published ratio, depends if over some, else does not."""
     batched = {kind: measured.batched(**settings) for kind, settings in _RESERVATIONS.items()}
     evidence = say("batched_at_once", **batched)
     reached = {kind: batched["pages"] / batched[kind] >= 0.8 * ratio for kind, ratio in _PUBLISHED.items()}
@@ -151,7 +151,7 @@ def batched_at_once(measured: WorkloadFacts) -> ClaimVerdict:
 
 
 def sustainable_rate(measured: WorkloadFacts) -> ClaimVerdict:
-    """Held if pages surely give 1.7 times the throughput of exact reservations and 2.7 times that of the longest ones.
+    """Holds if pages surely give 1.7 times the throughput of exact reservations and 2.7 times that of the longest ones.
 
     The throughput of a burst stands for the highest rate: requests wait for most of it, but not at its end.
     """
@@ -163,14 +163,14 @@ def sustainable_rate(measured: WorkloadFacts) -> ClaimVerdict:
 
 
 def mixed_lengths(measured: WorkloadFacts) -> ClaimVerdict:
-    """Held if the throughput is surely twice or more, did not hold if surely less than twice."""
+    """Holds if the throughput is surely twice or more, does not hold if surely less than twice."""
     gain, before, after = measured.speed(layout="paged"), measured.steps(), measured.steps(layout="paged")
     evidence = say("mixed_lengths", gain=gain, before=before, after=after)
     return verdict([is_above(gain, 2.0)], evidence, too_wide(gain, "2.0x"))
 
 
 def brings_little(measured: WorkloadFacts) -> ClaimVerdict:
-    """Held if the throughput surely rises by less than 5 %, did not hold if surely by more."""
+    """Holds if the throughput surely rises by less than 5 %, does not hold if surely by more."""
     gain, preempted = measured.speed(layout="paged"), measured.counters(layout="paged")["num_preemptions_total"]
     evidence = say(
         "brings_little",
@@ -187,7 +187,7 @@ def brings_little(measured: WorkloadFacts) -> ClaimVerdict:
 
 
 def page_16(measured: WorkloadFacts) -> ClaimVerdict:
-    """Held if 16 is surely faster than every other size. Not if another is surely over 2 % faster; else it depends.
+    """Holds if 16 is surely faster than every other size. Not if another is surely over 2 % faster; else it depends.
 
     Surely is each by itself: of eight intervals one is off more often than of one.
     """
@@ -207,7 +207,7 @@ def page_16(measured: WorkloadFacts) -> ClaimVerdict:
 
 
 def small_pages(measured: WorkloadFacts) -> ClaimVerdict:
-    """Held if at 4 or 8 the table takes 1 % of the budget and speed surely drops 2 %.
+    """Holds if at 4 or 8 the table takes 1 % of the budget and speed surely drops 2 %.
 
     Depends if only one of both is so. The table's size is arithmetic.
     """
@@ -226,7 +226,7 @@ def small_pages(measured: WorkloadFacts) -> ClaimVerdict:
 
 
 def sharing(low: float, high: float, *by_width: WorkloadFacts) -> ClaimVerdict:
-    """Held if 2, 4 and 6 answers all save 0.8 times the published least to 1.25 times the most."""
+    """Holds if 2, 4 and 6 answers all save 0.8 times the published least to 1.25 times the most."""
     saved = [measured.shared() for measured in by_width]
     shares = ", ".join(say("share", share=share) for share in saved)
     evidence = say("sharing", shares=shares, low=low, high=high)
@@ -237,7 +237,7 @@ _COST_WORDS = {(DID_NOT_HOLD, DID_NOT_HOLD): "less", (HELD, DID_NOT_HOLD): "as s
 
 
 def paging_cost(cost: KernelCost) -> ClaimVerdict:
-    """Held if the decode kernel surely takes 3 to 5 % longer on pages, in order and scattered.
+    """Holds if the decode kernel surely takes 3 to 5 % longer on pages, in order and scattered.
 
     Depends if it is so, or less, or more for one of both only. The planning once a step, for all layers, is left out.
     """
@@ -261,7 +261,7 @@ def paging_cost(cost: KernelCost) -> ClaimVerdict:
 
 
 def prefix_unshared(measured: WorkloadFacts) -> ClaimVerdict:
-    """Held if prefix caching surely makes prompts that share nothing over 2 % slower, did not hold if surely not."""
+    """Holds if prefix caching surely makes prompts that share nothing over 2 % slower, does not hold if surely not."""
     speed = measured.speed(enable_prefix_caching=True)
     evidence = say("prefix_unshared", speed=speed)
     return verdict([is_below(speed, 1 - MARGINS[ENGINE])], evidence, too_wide(speed, "-2 %"))
@@ -271,7 +271,7 @@ _CACHING = {"layout": "paged", "enable_prefix_caching": True}
 
 
 def prefix_shared(one_shot: WorkloadFacts, five_shot: WorkloadFacts) -> ClaimVerdict:
-    """Held if both prefixes surely give at least 0.8 times the published throughput, depends if one does."""
+    """Holds if both prefixes surely give at least 0.8 times the published throughput, depends if one does."""
     sides, parts, wide = [], [], ""
     for kind, measured, published in (("one-shot", one_shot, 1.67), ("five-shot", five_shot, 3.58)):
         gain, least = measured.ratio(_CACHING), 0.8 * published  # against exact reservations
@@ -303,7 +303,7 @@ _QUANTISED = {"FP8": "fp8_e4m3", "INT8": "int8_per_token_head", "INT4": "int4_pe
 
 
 def quantised_kv(measured: WorkloadFacts) -> ClaimVerdict:
-    """Held if FP8, INT8 and INT4 are surely faster where memory is scarce, in pages of 16 and of 4."""
+    """Holds if FP8, INT8 and INT4 are surely faster where memory is scarce, in pages of 16 and of 4."""
     sides, parts = [], []
     for name, dtype in _QUANTISED.items():
         speeds = [measured.ratio({"kv_cache_dtype": dtype, "page_size": size}, {"page_size": size}) for size in (16, 4)]
@@ -316,7 +316,7 @@ def quantised_kv(measured: WorkloadFacts) -> ClaimVerdict:
 
 
 def scales_and_pages(measured: WorkloadFacts) -> ClaimVerdict:
-    """Held if scales take a larger share of a token's bytes with fewer bits and with smaller pages.
+    """Holds if scales take a larger share of a token's bytes with fewer bits and with smaller pages.
 
     Fewer bits: INT4 against INT8. Smaller pages: 4 tokens against 16. Depends if only one of both is so.
     """
@@ -336,7 +336,7 @@ def scales_and_pages(measured: WorkloadFacts) -> ClaimVerdict:
 
 
 def swap_by_page(measured: WorkloadFacts) -> ClaimVerdict:
-    """Held if the pages moved to the host have at most 90 % of the slots of their whole sequences.
+    """Holds if the pages moved to the host have at most 90 % of the slots of their whole sequences.
 
     Pages are moved whole. Whole sequences were not moved, their tokens were counted when they were swapped out.
     """
@@ -358,7 +358,7 @@ def swap_by_page(measured: WorkloadFacts) -> ClaimVerdict:
 
 
 def max_num_seqs(measured: WorkloadFacts) -> ClaimVerdict:
-    """Held if the low value surely is over 2 % slower, and the high one preempts and worsens a p95.
+    """Holds if the low value surely is over 2 % slower, and the high one preempts and worsens a p95.
 
     Surely by over 2 %, of TTFT or ITL.
     """
@@ -369,7 +369,7 @@ def max_num_seqs(measured: WorkloadFacts) -> ClaimVerdict:
 
 
 def max_num_batched_tokens(measured: WorkloadFacts) -> ClaimVerdict:
-    """Held if the low value's speed and the high one's p95 ITL surely are over 2 % worse."""
+    """Holds if the low value's speed and the high one's p95 ITL surely are over 2 % worse."""
     return _batch_limit(measured, "max_num_batched_tokens", ("itl",))
 
 
@@ -399,7 +399,7 @@ def _batch_limit(
 
 
 def long_contexts(alone: WorkloadFacts, beside: WorkloadFacts) -> ClaimVerdict:
-    """Held if beside long contexts the chats' median and p95 TPOT surely are 1.5 times. Depends if one is.
+    """Holds if beside long contexts the chats' median and p95 TPOT surely are 1.5 times. Depends if one is.
 
     At the larger token budget. Both loads are measured one after the other, so the launches are not pairs (Welch's
     interval of log TPOT).
@@ -428,7 +428,7 @@ def long_contexts(alone: WorkloadFacts, beside: WorkloadFacts) -> ClaimVerdict:
 def kinds_of_prompts(
     easy: WorkloadFacts, average: WorkloadFacts, long: WorkloadFacts, production: WorkloadFacts
 ) -> ClaimVerdict:
-    """Held if each kind of prompts surely gains by pages within 10 % of what the average ones gain.
+    """Holds if each kind of prompts surely gains by pages within 10 % of what the average ones gain.
 
     The kinds are measured by themselves, so the errors of two gains add up in quadrature.
     """
@@ -454,7 +454,7 @@ def kinds_of_prompts(
 
 
 def abandoned(facts: ServedFacts) -> ClaimVerdict:
-    """Held if a page is still owned 2 s after the clients left, or a request for all memory fails."""
+    """Holds if a page is still owned 2 s after the clients left, or a request for all memory fails."""
     parts = []
     for name, left in facts.abandoned.items():
         ms = 1000 * (left.freed_after_s or 0.0)
@@ -473,7 +473,7 @@ def abandoned(facts: ServedFacts) -> ClaimVerdict:
 
 
 def malformed(facts: ServedFacts) -> ClaimVerdict:
-    """Held if a good request failed or got other tokens, or a malformed one was not refused with its reason."""
+    """Holds if a good request failed or got other tokens, or a malformed one was not refused with its reason."""
     sent = facts.malformed
     evidence = say(
         "malformed", beside=1000 * sent.seconds_beside, alone=1000 * sent.seconds_alone, **dataclasses.asdict(sent)

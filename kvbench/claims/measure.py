@@ -85,9 +85,9 @@ class WorkloadFacts:
             raise MeasurementError(reasons[0] if reasons else f"{configuration.label} was not measured")
         return folders
 
-    def launch_ratios(self, to: Settings, of: Settings | None = None) -> list[LaunchRatio]:
-        """Output tokens/s of ``to`` over those of ``of`` (None: the baseline) in each launch."""
-        base, other = self.find(**(of or {})), self.find(**to)
+    def launch_ratios(self, to: Settings, against: Settings | None = None) -> list[LaunchRatio]:
+        """Computes the output tokens/s of ``to`` over those ``against`` (None: the baseline) in each launch."""
+        base, other = self.find(**(against or {})), self.find(**to)
         key = (base.config_id, other.config_id)
         if len(self._ratios.get(key, ())) != self.launches:
             self._ratios[key] = throughput_ratios(self.loads(base), self.loads(other))
@@ -104,9 +104,9 @@ class WorkloadFacts:
         effects = pooled_effects({name: effect(ratios) for name, ratios in kin.items()}, y)
         return self._careful(effects[subject.config_id])
 
-    def ratio(self, to: Settings, of: Settings | None = None) -> Comparison:
-        """The ratio of output tokens/s of ``to`` to those of ``of`` (None: the baseline), from its own noise alone."""
-        return self._careful(effect(self.launch_ratios(to, of)))
+    def ratio(self, to: Settings, against: Settings | None = None) -> Comparison:
+        """The ratio of output tokens/s of ``to`` to those ``against`` (None: the baseline), by its own noise."""
+        return self._careful(effect(self.launch_ratios(to, against)))
 
     def _careful(self, ratio: Comparison) -> Comparison:
         fewest = FEWEST_POOLED if ratio.basis == POOLED else FEWEST_LAUNCHES + (len(self.design.configurations) == 2)

@@ -98,6 +98,6 @@ def _request(options: PairOptions, base: str | None, candidate: str | None) -> C
             f"{options.typed(changing[0])} cannot change a comparison that has begun ({options.resume}): leave it out, "
             "or start a new one without --resume"
         )
-    names = [each.name for each in fields(options) if each.name in CompareRequest.model_fields]
+    names = [field.name for field in fields(options) if field.name in CompareRequest.model_fields]
     values = {name: getattr(options, name) for name in names}
     return CompareRequest(**values | {"base": base, "candidate": candidate})

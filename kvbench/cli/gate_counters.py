@@ -140,4 +140,4 @@ def _read(path: Path, only: tuple[str, ...]) -> CounterWorkload:
 
 
 def _matching(scenarios: dict, only: tuple[str, ...]) -> dict:
-    return {name: each for name, each in scenarios.items() if any(fnmatchcase(name, glob) for glob in only)}
+    return {name: scenario for name, scenario in scenarios.items() if any(fnmatchcase(name, glob) for glob in only)}

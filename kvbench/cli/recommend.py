@@ -63,11 +63,11 @@ def recommend(request: RecommendRequest) -> int:
         run = read_run(folder)
     if run.simulated:
         say(f"note: {folder} is simulated, nothing in it was measured: measure what follows before you rely on it")
-    said, console = recommendation(run), Console()
+    made, console = recommendation(run), Console()
     if request.as_json:
-        print(json.dumps(dataclasses.asdict(said), indent=2, default=str))
+        print(json.dumps(dataclasses.asdict(made), indent=2, default=str))
     else:
-        for line in lines(said, min(console.width, _WIDEST)):
+        for line in lines(made, min(console.width, _WIDEST)):
             print_plain(console, line)
     if not any(cell.valid for cell in run.cells):
         say(f"no load of {folder} is valid: {'only its engine time counts' if run.engine_time else 'measure it again'}")
@@ -82,10 +82,10 @@ def _chosen(results: Path) -> Path:
     """
     from kvbench.runs.stored import find_runs, own_runs, read_runs
 
-    found = find_runs([results])
-    if found == [results.resolve()]:
+    paths = find_runs([results])
+    if paths == [results.resolve()]:
         return results
-    stored, _ = read_runs(found)
+    stored, _ = read_runs(paths)
     usable = [run for run in stored if run.complete and any(cell.valid for cell in run.cells.values())]
     complete, _ = own_runs([results], usable)  # one's own that cannot be used must not hide those that came with it
     if not complete:

@@ -108,7 +108,7 @@ def make_cases(
 
 
 def _dims(text: str) -> tuple[int, int]:
-    """128 -> (128, 128); 192/128 -> (192, 128)."""
+    """Reads the head dims of K and V: 128 is (128, 128), 192/128 is (192, 128)."""
     parts = text.split("/")
     if len(parts) > 2 or not all(part.isdecimal() and 1 <= int(part) <= MAX_HEAD_DIM for part in parts):
         raise UsageError(f"--head-dim {text!r}: give 1 to {MAX_HEAD_DIM}, such as 128, or 192/128 for K and V apart")

@@ -69,7 +69,7 @@ class LiveText:
         return Text("\n".join(self._rows(self._console.width)), no_wrap=True, overflow="ellipsis")
 
     def printed(self) -> None:
-        """Something else was printed just now."""
+        """Notes that something else was printed just now."""
         self._last = time.monotonic()
 
     def _beat(self) -> None:

@@ -1,4 +1,4 @@
-"""Exit codes, errors and signals that end a command with one of them, and the sentence for a full or lost disk."""
+"""Exit codes, the errors and signals that end a command, and the sentence for a full or lost disk."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def read_json(path: Path, what_to_do: str = "") -> Any:
 
 
 def pack(root: Path, paths: Sequence[Path]) -> bytes:
-    """A compressed tar of the files and folders at ``paths``, with names from ``root`` on."""
+    """Makes a compressed tar of the files and folders at ``paths``, with names from ``root`` on."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:gz", compresslevel=1) as archive:
         for path in paths:
@@ -109,7 +109,7 @@ def unpack(files: bytes, folder: Path) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """JSON types only: records, numpy scalars, paths and tuples converted, NaN and infinities to null."""
+    """Converts records, numpy scalars, paths and tuples to JSON types, NaN and infinities to null."""
     if isinstance(value, Mapping):
         return {str(k): _plain(v) for k, v in value.items()}
     if hasattr(value, "to_json"):  # a record

@@ -85,7 +85,7 @@ def read_cpu(server: ServerProcess, client_pid: int | None, stat: Path = _PROC_S
 
 
 def parse_stat(text: str, cores: set[int] | None) -> tuple[float, float, int]:
-    """(busy seconds, stolen seconds, number of cores) of the text of /proc/stat; ``cores`` None: all of them."""
+    """Reads (busy seconds, stolen seconds, number of cores) from /proc/stat's text; ``cores`` None: all of them."""
     tick = 1.0 / os.sysconf("SC_CLK_TCK")
     busy = steal = 0.0
     count = 0
@@ -265,7 +265,7 @@ class MachineWatch:
         self._phases[phase] = read_cpu(self.server, client_pid), gpu_energy_j() if self.server.local else None
 
     def report(self) -> MachineReport:
-        """What happened between the two phases."""
+        """Returns what happened between the two phases."""
         (start, before), (end, after) = (self._phases.get(name, (None, None)) for name in ("begin", "measured"))
         energy = None if before is None or after is None else after - before
         return machine_report(start, end, self.server, energy)
@@ -278,7 +278,7 @@ def foreign_limit(cores: int, wall_s: float | None = None) -> float:
 
 
 def limit_words(cores: int, wall_s: float | None = None) -> str:
-    """Which limit on other programs' CPU applies: "5 % of 16 cores", or the minimum where that would be lower."""
+    """Words the limit on other programs' CPU: "5 % of 16 cores", or the minimum where that would be lower."""
     if (ticks := foreign_limit(cores, wall_s) - foreign_limit(cores)) > 0:
         return f"{limit_words(cores)}, and {ticks:.2f} since {wall_s:.1f} s are too short to tell"
     share = f"{MAX_FOREIGN_SHARE:.0%} of {plural(cores, 'core')}"

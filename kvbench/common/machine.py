@@ -1,4 +1,4 @@
-"""What this machine is: processor, cores, memory, GPUs and their energy, versions; and which code runs."""
+"""Describes this machine: processor, cores, memory, GPUs and their energy, versions; and which code runs."""
 
 from __future__ import annotations
 

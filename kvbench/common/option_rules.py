@@ -1,4 +1,4 @@
-"""Which options of a command line go with which."""
+"""The rules on which options of a command line go together."""
 
 from __future__ import annotations
 

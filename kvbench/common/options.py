@@ -97,7 +97,7 @@ OutputFile = Annotated[Path, WritableFile()]
 
 @dataclass(frozen=True)
 class Options:
-    """The base of requests and of what they share. ``heading``, ``rare``: of the options that a subclass declares.
+    """The base class of requests and of groups of options. ``heading``, ``rare``: of the options a subclass declares.
 
     given: the names of the options that stand on the command line.
     """
@@ -112,12 +112,12 @@ class Options:
     @property
     def stated(self) -> list[str]:
         """The names of the options that have a value."""
-        return [each.name for each in fields(self) if each.name != "given" and getattr(self, each.name)]
+        return [option.name for option in fields(self) if option.name != "given" and getattr(self, option.name)]
 
     @classmethod
     def typed(cls, name: str) -> str:
         """Returns the option ``name`` as it is typed, and an argument as help writes it."""
-        (metadata,) = (each.metadata for each in fields(cls) if each.name == name)
+        (metadata,) = (option.metadata for option in fields(cls) if option.name == name)
         if "argument" in metadata:
             return str(metadata["argument"])
         names = metadata.get("option", {}).get("names")
@@ -125,11 +125,11 @@ class Options:
 
     def values(self) -> dict[str, Any]:
         """Returns every option by its name."""
-        return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "given"}
+        return {option.name: getattr(self, option.name) for option in fields(self) if option.name != "given"}
 
     def part(self, group: type[AnyOptions]) -> AnyOptions:
         """Returns the options of one of the base classes."""
-        return group(**{each.name: getattr(self, each.name) for each in fields(group) if each.name != "given"})
+        return group(**{option.name: getattr(self, option.name) for option in fields(group) if option.name != "given"})
 
 
 AnyOptions = TypeVar("AnyOptions", bound=Options)
@@ -160,7 +160,7 @@ def switch(help: str, *names: str, rare: bool = False, **more: Any) -> Any:
 
 
 def argument(metavar: str, default: Any = MISSING) -> Any:
-    """Declares the field that takes a word which is no option; a tuple takes all words."""
+    """Declares a positional argument; a tuple takes all words."""
     return field(default=default, metadata={"argument": metavar})
 
 
@@ -172,7 +172,7 @@ class RequestOption(click.Option):
         self.heading, self.rare = heading, rare
 
     def get_help_extra(self, ctx: click.Context) -> dict[str, Any]:
-        """Says a range in words, and none that only excludes what no one would give."""
+        """Words a range, unless it only excludes values that no one would give."""
         extra: dict[str, Any] = dict(super().get_help_extra(ctx))
         extra.pop("range", None)
         if isinstance(self.type, click.IntRange | click.FloatRange) and self.type.max is not None:
@@ -180,7 +180,7 @@ class RequestOption(click.Option):
         return extra
 
     def short_record(self, ctx: click.Context) -> tuple[str, str] | None:
-        """Its row in --help: one name, or with a letter two."""
+        """Returns the option's row in --help: one name, or two where it has a letter."""
         all_names = self.opts
         dashes = [name for name in all_names if name.startswith("--")]
         self.opts = [name for name in all_names if name not in dashes[1:]]

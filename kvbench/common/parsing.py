@@ -27,7 +27,7 @@ _OF_THE_TEXT = (ValueError, LookupError, TypeError, AttributeError, ArithmeticEr
 
 
 def parse_json(data: str | bytes) -> Any:
-    """The value. Raises ValueError for what is not JSON, or nested more than ``MOST_DEPTH`` deep."""
+    """Parses JSON. Raises ValueError for what is not JSON, or nested more than ``MOST_DEPTH`` deep."""
     text = data if isinstance(data, str) else data.decode(json.detect_encoding(data))
     try:
         value = json.loads(text)
@@ -61,7 +61,7 @@ def as_yaml(value: Any) -> str:
 
 
 def json_at(value: Any, *path: str) -> Any:
-    """Returns what lies at ``path`` in JSON from outside; None where it, or an object on the way to it, is missing."""
+    """Returns what lies at ``path`` in JSON from outside; None where it or an object above it is missing."""
     for name in path:
         if not isinstance(value, dict):
             return None
@@ -79,7 +79,7 @@ def _check_depth(value: Any) -> None:
 
 
 def parse_yaml(text: str) -> Any:
-    """The value. Raises ValueError with the line and the problem, also for a key that stands twice in a mapping."""
+    """Parses YAML. Raises ValueError with the line and the problem, also for a key that stands twice in a mapping."""
     try:
         value = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
@@ -102,7 +102,7 @@ def read_yaml(path: Path) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that stands twice, where PyYAML silently keeps the last one, and what the module's text says."""
+    """Refuses what the module's docstring lists, and a key that stands twice, of which PyYAML would keep the last."""
 
     depth = values = 0
 

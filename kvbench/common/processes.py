@@ -83,7 +83,7 @@ class Child(subprocess.Popen[bytes]):
         )
 
     def remember(self) -> frozenset[psutil.Process]:
-        """Stores the family as it is now, so that ``stop`` and the watchdog find it even if the child dies first."""
+        """Stores the family of now, so that ``stop`` and the watchdog find it even if the child dies first."""
         self.known |= family(self.pid, self.mark)
         if self._watchdog is not None and self._watchdog.stdin is not None:
             lines = "".join(f"{p.pid} {p.create_time()!r}\n" for p in self.known if p.is_running())
@@ -112,7 +112,7 @@ def launch(
     env: Mapping[str, str | None] | None = None,
     cwd: Path | None = None,
 ) -> Child:
-    """Start ``command`` in a session (and so a process group) of its own; a terminal's Ctrl-C reaches only us.
+    """Starts ``command`` in a session (and so a process group) of its own; a terminal's Ctrl-C reaches only us.
 
     ``background``: at a lower priority and as a batch job, for a server that shares its cores with the load client.
     ``own_session`` False: in our process group, for one that is to be stopped together with us.
@@ -136,11 +136,11 @@ def launch(
 
 
 def stop(process: Child, grace_s: float = 6.0) -> int:
-    """TERM to the whole family, then KILL; returns the exit code. At most ``grace_s`` + 7 s.
+    """Sends TERM to the whole family, then KILL; returns the exit code after at most ``grace_s`` + 7 s.
 
     -SIGKILL when not even that has ended it in time: a process stuck in the kernel goes as soon as it gets out.
     """
-    known = process.remember()
+    members = process.remember()
     _signal_family(process, signal.SIGTERM)
     _signal_family(process, signal.SIGCONT)  # a stopped process gets a TERM only when it goes on
     try:
@@ -151,7 +151,7 @@ def stop(process: Child, grace_s: float = 6.0) -> int:
             code = process.wait(timeout=5)
         except subprocess.TimeoutExpired:
             code = -signal.SIGKILL
-    kill_family(process.pid, process.mark, known)  # those that the leader left behind
+    kill_family(process.pid, process.mark, members)  # those that the leader left behind
     process.release_watchdog()
     return code
 
@@ -170,10 +170,10 @@ def family(pid: int, mark: str) -> set[psutil.Process]:
     return members
 
 
-def kill_family(pid: int, mark: str, known: Iterable[psutil.Process] = ()) -> None:
-    """KILL for the group of ``pid`` and its family, ``known`` members first; waits until they are gone (2 s)."""
+def kill_family(pid: int, mark: str, remembered: Iterable[psutil.Process] = ()) -> None:
+    """Kills the group of ``pid`` and its family, ``remembered`` members first; waits until they are gone (2 s)."""
     _signal_group(pid, signal.SIGKILL)
-    members = {*known, *family(pid, mark)}
+    members = {*remembered, *family(pid, mark)}
     _signal_each(members, signal.SIGKILL)
     deadline = time.monotonic() + _KILLED_S
     while any(map(_runs, members)) and time.monotonic() < deadline:

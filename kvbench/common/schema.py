@@ -49,11 +49,11 @@ class StrictModel(BaseModel):
     def _known_keys(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        known = list(cls.model_fields)
+        allowed = list(cls.model_fields)
         for key in data:
-            if key not in known:
-                near = nearest(str(key), known)
-                hint = f"did you mean `{near[0]}`?" if near else f"known keys here: {', '.join(known)}."
+            if key not in allowed:
+                near = nearest(str(key), allowed)
+                hint = f"did you mean `{near[0]}`?" if near else f"known keys here: {', '.join(allowed)}."
                 raise ValueError(f"`{key}` is not a known key; {hint}")
         return data
 

@@ -50,7 +50,7 @@ def hide_keys(text: str) -> str:
 
 
 def with_key(text: str, variable: str) -> str:
-    """Takes back ``hide_keys``: a model whose name holds the key is asked for by that name."""
+    """Puts the key back where ``hide_keys`` took it out: a model whose name holds the key is requested by that name."""
     return text.replace(_placeholder(variable), api_key(variable))
 
 

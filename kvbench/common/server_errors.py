@@ -1,4 +1,4 @@
-"""What a server says of an error: the sentence in its answer, and which sentences are the same."""
+"""Reads a server's error: the sentence in its answer, and which sentences are the same."""
 
 from __future__ import annotations
 

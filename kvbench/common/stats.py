@@ -12,7 +12,7 @@ _LARGEST_LOG = 700.0  # exp of more than 709 is no finite float64
 
 
 def time_mean(at: Sequence[float] | np.ndarray, values: Sequence[float] | np.ndarray) -> float:
-    """The mean over time of what was read at ``at`` [s, ascending]; NaN values are unknown. NaN of none.
+    """The mean over time of ``values`` read at ``at`` [s, ascending], without NaN (unknown) ones; NaN of none.
 
     Each reading stands for half the time to its neighbours, the outer two for the whole: readings are rarer where
     reading is slow, so in a mean of the readings alone a busy server would seem less busy.

@@ -13,7 +13,7 @@ _MESSAGE_CHARACTERS = 120  # of a server's message
 
 
 def tokens_per_s(value: float | None) -> str:
-    """324, 48.2, 3.14: three figures."""
+    """Writes a speed with three digits: `324`, `48.2`, `3.14`."""
     return significant(value)
 
 
@@ -32,26 +32,26 @@ def milliseconds(value: float | None) -> str:
 
 
 def ratio(value: float | None) -> str:
-    """1.94x; one decimal from 10x on."""
+    """Writes a ratio as `1.94x`, with one decimal from 10x on."""
     if value is None:
         return "–"
     return f"{value:.1f}x" if value >= 9.995 else f"{value:.2f}x"
 
 
 def percent(value: float | None) -> str:
-    """0.934 -> 93 %; one decimal under 10 %."""
+    """Writes a share as a percentage: 0.934 is `93 %`; one decimal under 10 %."""
     if value is None:
         return "–"
     return f"{value * 100:.0f} %" if value >= 0.0995 or value == 0 else f"{value * 100:.1f} %"
 
 
 def count(value: float | None) -> str:
-    """1234.0 -> 1,234."""
+    """Writes a whole number with commas: `1,234`."""
     return "–" if value is None else f"{value:,.0f}"
 
 
 def decimal(value: float | None) -> str:
-    """18.2: one decimal."""
+    """Writes a number with one decimal: `18.2`."""
     return "–" if value is None else f"{value:.1f}"
 
 
@@ -96,27 +96,27 @@ def upper_first(text: str) -> str:
 
 
 def listing(items: Sequence[str]) -> str:
-    """a; a and b; a, b and c."""
+    """Joins words: `a`, `a and b`, `a, b and c`."""
     items = list(items)
     if len(items) < 2:
         return "".join(items)
     return f"{', '.join(items[:-1])} and {items[-1]}"
 
 
-def nearest(name: str, known: Iterable[str], most: int = 1) -> list[str]:
-    """The names among `known` that differ from `name` by a slip or a missing part, the nearest first."""
-    return difflib.get_close_matches(name, list(known), most)
+def nearest(name: str, candidates: Iterable[str], most: int = 1) -> list[str]:
+    """The names among `candidates` that differ from `name` by a slip or a missing part, the nearest first."""
+    return difflib.get_close_matches(name, list(candidates), most)
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, allowed: Iterable[str]) -> str:
     """Writes the way out of a misspelt name: `; did you mean 'page_size'?`, or all names where none is near."""
-    names = list(known)
+    names = list(allowed)
     near = nearest(name, names)
     return f"; did you mean {near[0]!r}?" if near else f": choose one of {', '.join(names)}"
 
 
 def plural(number: float, noun: str) -> str:
-    """1 preemption, 12 preemptions."""
+    """Writes a number with its noun: `1 preemption`, `12 preemptions`."""
     return f"{count(number)} {noun}{'' if number == 1 else 's'}"
 
 

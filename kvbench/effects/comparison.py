@@ -100,7 +100,7 @@ def call_of(metric: str, clock: str, low: float | None, high: float | None) -> C
 
 
 def _side(metric: str, above: bool) -> Call:
-    """The call of a ratio above or below 1; UNDECIDED for a metric of which neither more nor less is better."""
+    """The call of a ratio above or below 1; UNDECIDED for a metric without a better direction."""
     if not figure(metric).metric.better:
         return Call.UNDECIDED
     return Call.BETTER if above == figure(metric).higher_is_better else Call.WORSE

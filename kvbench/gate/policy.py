@@ -285,11 +285,11 @@ class _LimitEntry(StrictModel):
         return self
 
     def limit(self) -> GateLimit:
-        cells, of, to = (tuple(globs or ()) for globs in (self.cells, self.of, self.to))
+        cells, dividends, to = (tuple(globs or ()) for globs in (self.cells, self.of, self.to))
         if self.slo is not None:
             return GateLimit("metric", "goodput_share", self.slo, None, cells, self.every, name=self.name)
         kind = next(kind for kind in KINDS if getattr(self, kind) is not None)
-        return GateLimit(kind, getattr(self, kind), self.min, self.max, cells, self.every, of, to, self.name)
+        return GateLimit(kind, getattr(self, kind), self.min, self.max, cells, self.every, dividends, to, self.name)
 
 
 class _PolicyFile(StrictModel):

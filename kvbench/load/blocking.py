@@ -1,4 +1,4 @@
-"""One HTTP call with blocking reads, on a connection of its own: the whole of it is bounded in time and bytes.
+"""One HTTP call with blocking reads, on a connection of its own, bounded in time and bytes.
 
 A time-out of each read would not end an answer that comes byte by byte. Nothing is unpacked: no call asks for a
 compressed answer (kvbench/load/http.py).

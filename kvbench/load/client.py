@@ -58,7 +58,7 @@ class StreamFailure(Exception):
 
 
 class Connection:
-    """One open TCP connection. ``ended``: after what was last received nothing comes.
+    """One open TCP connection. ``ended``: nothing comes after the bytes received last.
 
     ``unstamped``: reads whose moment is that of the read, because the kernel gave no stamp or the wall clock, of which
     its stamps are, was set while the bytes lay there.

@@ -68,7 +68,7 @@ def stamp_errors(samples: Sequence[Sample]) -> Sequence[float] | None:
 
 
 def slip_beyond_bursts(samples: Sequence[Sample]) -> list[float]:
-    """The delay [s] of each request behind its time, less ``SEND_S`` for each one before it of the same moment.
+    """The delay [s] of each request, less ``SEND_S`` for each earlier one that was due at the same moment.
 
     Requests that are due at one moment cannot leave at one moment; with ``request_rate: inf`` all of them are.
     """
@@ -98,7 +98,7 @@ def turnarounds(samples: Sequence[Sample]) -> tuple[list[float], float | None]:
 
 
 def busiest_second(samples: Sequence[Sample]) -> int:
-    """The most chunks of any second, seconds being counted from the first chunk."""
+    """The most chunks in any second, counted from the first chunk."""
     times = [s.completion.chunk_times for s in samples if s.completion.chunk_times]
     if not times:
         return 0

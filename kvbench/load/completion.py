@@ -76,16 +76,16 @@ class Completion:
 
     @property
     def ok(self) -> bool:
-        """Succeeded: nothing spoke against it."""
+        """Tests whether the request succeeded."""
         return self.error_kind is None
 
     @property
     def streamed_tokens(self) -> int:
-        """Output tokens that came in chunks: those that lie between the first chunk and the last."""
+        """The output tokens that came in chunks, from the first chunk to the last."""
         return (self.output_tokens or 0) - self.unstreamed_tokens
 
     def fail(self, kind: str, message: str) -> None:
-        """The first failure counts."""
+        """Notes a failure; the first one counts."""
         if self.error_kind is None:
             self.error_kind, self.error = kind, message
 
@@ -261,7 +261,7 @@ def _count_reasoning(out: Completion, chunks: Sequence[Chunk]) -> int | None:
 
 
 def _count_hidden(out: Completion, chunks: Sequence[Chunk]) -> int:
-    """Counts the reasoning tokens for which no chunk came, as far as they can be told from chunks of several tokens.
+    """Counts reasoning tokens without a chunk, as far as they can be told from chunks of several tokens.
 
     Beside chunks of reasoning there are some where each chunk of the rest has one token: a summary was streamed, or a
     part. A tag in the text shows that the reasoning is in it.
@@ -301,7 +301,7 @@ def _told_by_running_usage(chunks: Sequence[Chunk]) -> set[int] | None:
 
 
 def _told_by_tokens_left(chunks: Sequence[Chunk], left: int) -> set[int]:
-    """The empty chunks that brought the ``left`` tokens that the usage has left over, if each with content brought one.
+    """The empty chunks that brought the ``left`` tokens of the usage, if each chunk with content brought one token.
 
     An end token and half a character have no text. None of the chunks after the last content if there are fewer tokens
     than chunks. The chunk of the finish_reason comes with the last token or at once after it. So it brought one if just
@@ -335,7 +335,7 @@ def _told_by_tokens_left(chunks: Sequence[Chunk], left: int) -> set[int]:
 
 
 def _join(out: Completion, chunks: Sequence[Chunk], reasons: Sequence[list[str]], dialect: Dialect) -> None:
-    """Text, ids and finish_reason of all sequences; the first reason that is no end, if there is one."""
+    """Sets text, ids and finish_reason of all sequences; the first reason that is no regular end, if there is one."""
     sequences: list[list[Chunk]] = [[] for _ in reasons]
     for chunk in chunks:
         sequences[chunk.sequence].append(chunk)
@@ -351,7 +351,7 @@ def _join(out: Completion, chunks: Sequence[Chunk], reasons: Sequence[list[str]]
 def _check(
     out: Completion, limited: int | None, answered: int, max_tokens: int, dialect: Dialect, n: int, best_of: int | None
 ) -> None:
-    """The definition of success. Each failure's sentence says what was missing.
+    """Defines success. Each failure's sentence says what was missing.
 
     ``limited``: the tokens that ``max_tokens`` limits; ``answered``: chunks that are no reasoning.
     """

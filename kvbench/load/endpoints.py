@@ -34,7 +34,7 @@ _STRING, _IDS = (str, type(None)), (list, type(None))
 
 
 class UnreadableEvent(Exception):
-    """An event is not what its API says it is; ``{}`` in the sentence stands for the event."""
+    """An event that contradicts its API; ``{}`` in the sentence stands for the event."""
 
 
 class Usage(NamedTuple):

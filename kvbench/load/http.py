@@ -86,7 +86,7 @@ def tls_context(verify: bool = True, ca_file: str | None = None) -> ssl.SSLConte
 
 
 class MalformedStream(Exception):
-    """The bytes are not what HTTP, server-sent events or the OpenAI API say they must be.
+    """Bytes that contradict HTTP, server-sent events or the OpenAI API.
 
     ``{}`` in the sentence becomes the beginning of ``quoted``, which was wrong.
     """

@@ -99,7 +99,7 @@ class DealtOnce(UsersDispatcher):
 
     @property
     def dispatch_in_progress(self) -> bool:
-        """Always: Locust begins no other one on its own."""
+        """Returns True, so that Locust dispatches no users on its own."""
         return True
 
     def add_worker(self, worker_node: WorkerNode) -> None: ...
@@ -108,7 +108,7 @@ class DealtOnce(UsersDispatcher):
 
 
 class OneEach(DealtOnce):
-    """One open-loop user for each worker, whatever --users says: each has arrivals of its own to make."""
+    """Spawns one open-loop user for each worker, whatever --users says: each has arrivals of its own to make."""
 
     def __init__(self, worker_nodes: list[WorkerNode], user_classes: list[type[User]]) -> None:
         super().__init__(worker_nodes, user_classes)
@@ -226,10 +226,10 @@ def _drawn(environment: Environment) -> tuple[LoadSpec, RequestList]:
         given = ["--host", environment.host or "", "--test", str(NODE.test), *arguments_of(environment.parsed_options)]
         command = [sys.executable, "-m", "kvbench.measure.locust_job", *given, str(path)]
         drawn = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
-        said = drawn.stderr.strip().splitlines()
+        messages = drawn.stderr.strip().splitlines()
         if drawn.returncode:
-            raise ValueError(said[-1].removeprefix("kvbench: ") if said else "no requests could be drawn.")
-        for note in said:
+            raise ValueError(messages[-1].removeprefix("kvbench: ") if messages else "no requests could be drawn.")
+        for note in messages:
             print(note, file=sys.stderr)
         spec = read_spec(path)
         return spec, requests_of(spec)
@@ -296,7 +296,7 @@ def _drive(environment: Environment) -> None:
 
 
 def _leave(environment: Environment, problem: str | None = None) -> None:
-    """This node has nothing more to do; ``problem``: why it could not do its part."""
+    """Ends this node's part of the test; ``problem``: why it could not do it."""
     if problem is not None:
         _not_driven(environment, problem)
     if isinstance(environment.runner, WorkerRunner):
@@ -314,7 +314,7 @@ def _say_used_up(environment: Environment) -> None:
 
 
 def _end(environment: Environment) -> None:
-    """Without a web UI Locust ends; with one it is ready for the next test."""
+    """Ends Locust without a web UI; with one it gets ready for the next test."""
     if environment.parsed_options.csv_prefix:  # Locust writes its CSV once a second, and not when it ends
         gevent.sleep(2 * CSV_STATS_INTERVAL_SEC)
     if environment.parsed_options.headless:

@@ -80,7 +80,7 @@ def _raise() -> str:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[str]:
-    """Within the block no garbage collection or slow thread switch delays timestamps, and this thread runs first.
+    """Keeps garbage collection and slow thread switches from delaying timestamps, and runs this thread first.
 
     Yields its priority, as far as the system allows: ``realtime`` (SCHED_RR, needs CAP_SYS_NICE), ``nice N`` or
     ``normal``. The old one comes back after the block, so that writing results disturbs nobody.
@@ -163,7 +163,7 @@ class Measuring:
         clocked.wall_step_s = time.time() - clocked.started_unix - clocked.wall_s
 
     def parse_rest(self, tick: Callable[[], None] = _nothing) -> None:
-        """After ``end``: see ``parse_rest``."""
+        """Calls ``parse_rest``, after ``end``."""
         parse_rest(self.session, tick)
         self.clocked.parse_cpu_s = time.process_time() - self._cpu
 
@@ -190,7 +190,7 @@ def parse_rest(session: LoadSession, tick: Callable[[], None] = _nothing) -> Non
 
 
 class LoadEvents:
-    """The events of a load, one JSON object a line on stdout, and the signal that stopped it."""
+    """Prints the events of a load, one JSON object a line, and keeps the signal that stopped it."""
 
     def __init__(self, total: int, on_stop: Callable[[], None] = _nothing) -> None:
         self.total, self._on_stop = total, on_stop
@@ -219,7 +219,7 @@ class LoadEvents:
             self._stop(signal.SIGTERM)
 
     def exit_code(self, gone: str | None) -> int:
-        """0; 128 + signal when one stopped the load; 4 when it could not be driven (``gone`` says why)."""
+        """The exit code: 128 + signal when one stopped the load, 4 when it could not be driven (``gone``), else 0."""
         if self.signal is not None:
             return 128 + self.signal
         return EXIT_OK if gone is None else EXIT_INVALID

@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
 
 
 def _not_stored(load: Any, error: OSError) -> int:
-    """The exit code when the samples could not be written; said on stdout too, since stderr may be on the same disk."""
+    """Returns the exit code for samples that cannot be written; says so on stdout, as stderr may share the disk."""
     sentence = storage_sentence(error, load.spec.out_dir)
     if sentence is None:
         raise error

@@ -26,7 +26,7 @@ KV_FACTS = (  # what the built-in server tells of an answer; of other servers nu
 
 
 def wrong_answers(request: RequestSpec, done: Completion) -> list[tuple[int, WrongAnswer]]:
-    """The number of each answer, from 0, that differs from the canary's, and how; none of a request that failed."""
+    """Lists the answers, by number from 0, that differ from the canary's, and how; none for a failed request."""
     if request.canary is None or not done.ok:
         return []
     wanted, text = request.expected_token_ids or (), request.expected or ""
@@ -91,7 +91,7 @@ class Sample:
 
     @property
     def slip_s(self) -> float:
-        """The delay of its send behind its intended start [s], without the time it was made to wait for a place."""
+        """The send's delay behind the intended start [s], without the wait for a place under a limit."""
         return self.ts - self.t0 - self.queued_s
 
     @property

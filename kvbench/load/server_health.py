@@ -1,4 +1,4 @@
-"""A watch on whether the server is still there: one request without an answer says little, many in a row say enough."""
+"""Watches whether the server is still there: one request without an answer proves little, many in a row do."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class ServerHealth:
         self._asking: gevent.Greenlet | None = None
 
     def begin(self, client: StreamingClient) -> None:
-        """A request is sent."""
+        """Notes that a request is sent."""
         self.open.add(client)
 
     def end(self, client: StreamingClient, raw: RawStream) -> None:
-        """It has ended with ``raw``."""
+        """Notes that the request has ended with ``raw``."""
         self.open.discard(client)
         self._is_closed = not client.is_open
         self._is_refused = raw.error_kind is None and client.status >= SERVER_FAULT
@@ -74,7 +74,7 @@ class ServerHealth:
             self.gone = f"the server stopped answering: {health or self._last_error}"
 
     def look_once_more(self) -> None:
-        """After the last request: a server that closed its connection, or answered 5xx, may be gone."""
+        """Checks the server after the last request: one that closed its connection, or answered 5xx, may be gone."""
         if self.gone is not None or not (self._is_closed or self._is_refused):
             return
         answer = self._get_health()
@@ -104,7 +104,7 @@ class ServerHealth:
         return f"/health answers {response.status}{in_its_words(response.sentence)}"
 
     def _ask(self, hangs: bool) -> None:
-        """Ends the load if /health has no answer or says that the server does not serve, or if the server ``hangs``."""
+        """Ends the load if /health does not answer or says no, or if the server ``hangs``."""
         answer = self._get_health()
         if self._is_refused and answer.error_kind is not None:
             self._last_kind, self._last_error = answer.error_kind, f"/health: {answer.error or answer.error_kind}"

@@ -32,7 +32,7 @@ def lag_limit_ms(itl_ms: float | None) -> float:
 
 
 def other_prompts(samples: Sequence[Sample], dialect: Dialect, *, exact_texts: bool = False) -> list[str]:
-    """Says why the server served another load than was sent: its counts of the prompts' tokens are others.
+    """Says why the server served another load than was sent: it counts other numbers of prompt tokens.
 
     ``exact_texts``: texts have as many tokens as were drawn; a chat template adds the same number to each.
     """

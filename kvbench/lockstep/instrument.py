@@ -66,7 +66,7 @@ def requests_of(
             concurrency=point.concurrency, rate=point.request_rate,
         )  # fmt: skip
         draws.append(build_requests(draw))
-    drawn = (dataclasses.replace(each, index=i) for i, each in enumerate(itertools.chain(*draws)))
+    drawn = (dataclasses.replace(request, index=i) for i, request in enumerate(itertools.chain(*draws)))
     return RequestList(drawn, draws[-1].notes)
 
 
@@ -107,9 +107,9 @@ class Repetition:
 
 def typical(repetitions: Sequence[Repetition]) -> Sequence[Sequence[Any]]:
     """The rows of the requests, each step at its typical time; those of the median where the steps differ."""
-    if any(not np.array_equal(each.steps[:, 1:4], repetitions[0].steps[:, 1:4]) for each in repetitions):
-        return sorted(repetitions, key=lambda each: each.clock)[len(repetitions) // 2].rows
-    seconds = np.array([each.steps[:, 0] for each in repetitions])
+    if any(not np.array_equal(repetition.steps[:, 1:4], repetitions[0].steps[:, 1:4]) for repetition in repetitions):
+        return sorted(repetitions, key=lambda repetition: repetition.clock)[len(repetitions) // 2].rows
+    seconds = np.array([repetition.steps[:, 0] for repetition in repetitions])
     median = np.median(seconds, axis=0)
     # a request is sent, and a token made, where a step ends
     was = np.append(0.0, np.cumsum(seconds[0]))
@@ -134,12 +134,12 @@ def store(
     with write_atomically(out / "requests.parquet") as scratch:
         pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), scratch)
     steps = []
-    for number, each in enumerate(repetitions):
-        turn = np.repeat(np.arange(len(each.turns)), each.turns)
-        steps.append(pd.DataFrame(each.steps, columns=STEP_COLUMNS).assign(turn=turn, repetition=number))
+    for number, repetition in enumerate(repetitions):
+        turn = np.repeat(np.arange(len(repetition.turns)), repetition.turns)
+        steps.append(pd.DataFrame(repetition.steps, columns=STEP_COLUMNS).assign(turn=turn, repetition=number))
     with write_atomically(out / "steps.parquet") as scratch:
         pd.concat(steps).to_parquet(scratch, index=False)
-    clock = sum(each.clock for each in repetitions)
+    clock = sum(repetition.clock for repetition in repetitions)
     outcome = LoadOutcome(
         clock=ENGINE,
         duration_s=clock / len(repetitions),

@@ -127,18 +127,18 @@ def launch_ratios(bases: Sequence[Steps], others: Sequence[Steps], same_work: bo
     """The ratio of throughputs in each launch. ``same_work``: every launch computed the same steps."""
     steps = [*bases, *others]
     tokens = [math.log(np.sum(other.tokens) / np.sum(base.tokens)) for base, other in zip(bases, others, strict=True)]
-    shortest = min(np.count_nonzero(each.tokens) for each in steps)
+    shortest = min(np.count_nonzero(launch.tokens) for launch in steps)
     if shortest < FEWEST_SHARES * _STEPS_A_SHARE:
-        totals = np.log([each.seconds.sum() for each in steps]).reshape(2, -1)
-        return [LaunchRatio(*each, math.nan, 0) for each in (tokens + totals[0] - totals[1])[:, None].tolist()]
+        totals = np.log([launch.seconds.sum() for launch in steps]).reshape(2, -1)
+        return [LaunchRatio(log_ratio, math.nan, 0) for log_ratio in (tokens + totals[0] - totals[1]).tolist()]
     shares = min(MOST_SHARES, 2 ** int(math.log2(shortest // _STEPS_A_SHARE)))
-    parts = np.diff([share_ends(each, shares) for each in steps]).reshape(2, len(bases), shares)
+    parts = np.diff([share_ends(launch, shares) for launch in steps]).reshape(2, len(bases), shares)
     ratio = ratio_of_totals(*parts, same_work=same_work)
     return list(map(LaunchRatio, (tokens + ratio.log_ratio).tolist(), ratio.error.tolist(), ratio.shares.tolist()))
 
 
 def share_ends(steps: Steps, shares: int) -> np.ndarray:
-    """[shares + 1] the engine times [s] from 0 at which each of so many equal shares of the tokens were made.
+    """The engine times [s], from 0, at which each of ``shares`` equal shares of the tokens was made. [shares + 1]
 
     Between the ends of steps by interpolation. A step without tokens belongs to the next one that has some, or after
     the last of them to that.
@@ -235,7 +235,7 @@ def noise(y: np.ndarray) -> tuple[float, int]:
 
 
 def effect_of_values(base: Iterable[float], other: Iterable[float], metric: str = "") -> Comparison:
-    """The ratio of a percentile, from the value of each launch of the base and of the other engine; all above 0.
+    """The ratio of a percentile, from each launch's value of the base and the other engine, all above 0.
 
     metric: empty for a time that is none of METRICS, so that its comparison has no call
     """
@@ -257,7 +257,7 @@ def for_other_requests(
     if comparison.low is None or comparison.high is None or comparison.smallest is None:
         return comparison
     counts = np.random.default_rng(0).multinomial(len(base), np.full(len(base), 1 / len(base)), size=_DRAWS)
-    drawn = [np.log(_weighted_quantile(each, counts, quantile)) for each in (base, other)]
+    drawn = [np.log(_weighted_quantile(requests, counts, quantile)) for requests in (base, other)]
     error = float(np.std(drawn[1] - drawn[0]))
     center, low, high = (math.log(x) for x in (comparison.ratio, comparison.low, comparison.high))
     seen = math.hypot(math.log1p(comparison.smallest), sum(scipy.stats.norm.ppf([(1 + CONFIDENCE) / 2, 0.8])) * error)
@@ -267,8 +267,8 @@ def for_other_requests(
 
 
 def _weighted_quantile(values: Sequence[np.ndarray], counts: np.ndarray, quantile: float) -> np.ndarray:
-    """The quantile [draws] of values of which each draw has so many. ``counts`` [draws, requests]"""
-    owner = np.repeat(np.arange(len(values)), [len(each) for each in values])
+    """The quantile [draws] of the values, each request's taken as often as ``counts`` [draws, requests] says."""
+    owner = np.repeat(np.arange(len(values)), [len(request) for request in values])
     pooled = np.concatenate(values)
     order = np.argsort(pooled)
     quantiles = np.empty(len(counts))
@@ -323,7 +323,7 @@ def with_confidence(comparison: Comparison, confidence: float) -> Comparison:
 
 
 def fewest_launches(configurations: int) -> int:
-    """The fewest that may decide the effects of so many configurations; one more where there is one alone."""
+    """The fewest launches that may decide the effects of so many configurations; one more for a single one."""
     if configurations * (FEWEST_POOLED - 1) >= POOLED_FREEDOM:
         return FEWEST_POOLED
     return FEWEST_LAUNCHES + (configurations == 1)
@@ -334,5 +334,6 @@ def goes_on(effects: Iterable[Comparison]) -> bool:
     questions = list(effects)
     alone = FEWEST_LAUNCHES + (len(questions) == 1)
     return any(
-        each.n < (FEWEST_POOLED if each.basis == POOLED else alone) or not is_decided(each) for each in questions
+        question.n < (FEWEST_POOLED if question.basis == POOLED else alone) or not is_decided(question)
+        for question in questions
     )

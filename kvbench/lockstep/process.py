@@ -151,7 +151,7 @@ class EngineProcess:
 def open_all(
     engines: Sequence[tuple[EngineProcess, str, Mapping[str, Any]]], limit_s: float = OPEN_LIMIT_S
 ) -> list[dict[str, Any]]:
-    """Builds each (process, name, settings), the processes at the same time; what each engine says of itself.
+    """Builds each (process, name, settings), all processes at once; returns each engine's description of itself.
 
     Raises UsageError for settings that an engine refuses, EngineFailedError where one fails.
     """

@@ -97,7 +97,7 @@ class Sitting:
 
     def __post_init__(self) -> None:
         self.folder = RunFolder(self.run.path / FOLDER)
-        self.baseline = next((each for each in self.design.configurations if each.is_baseline), None)
+        self.baseline = next((c for c in self.design.configurations if c.is_baseline), None)
 
     @property
     def points(self) -> list[LoadPoint]:
@@ -118,11 +118,12 @@ class Sitting:
     def execute(self) -> EngineTime:
         """Measures and returns what effects.json holds. Raises MeasurementError where nothing could be measured."""
         began, points, launch, elapsed = time.monotonic(), self.points, 0, 0.0
-        self._others = [each for each in self.design.configurations if not each.is_baseline]
+        self._others = [c for c in self.design.configurations if not c.is_baseline]
         assert self.baseline is not None
-        for each in list(self._others):
-            if each.settings.get("num_threads") != self.baseline.settings.get("num_threads"):
-                self._leave_out(each, "engines of one process share their threads, and its num_threads is another")
+        for configuration in list(self._others):
+            if configuration.settings.get("num_threads") != self.baseline.settings.get("num_threads"):
+                reason = "engines of one process share their threads, and its num_threads is another"
+                self._leave_out(configuration, reason)
         while launch < MOST_LAUNCHES:
             launch += 1
             self.show(f"engine time, launch {launch}: starting {len(self._others) + 1} engines")
@@ -168,37 +169,38 @@ class Sitting:
 
     def _open(self, process: EngineProcess, order: random.Random, until: float) -> list[TurnTaker]:
         """The engines that take part, in random order. On a GPU the engine itself says whether the device has room."""
-        names = [each for each in self.design.configurations if each.is_baseline or each in self._others]
-        order.shuffle(names)
+        configurations = [c for c in self.design.configurations if c.is_baseline or c in self._others]
+        order.shuffle(configurations)
         budgets = {config_id: capacity.kv_budget_bytes or 0 for config_id, capacity in self.capacity.items()}
-        room = free_memory() - sum(budgets[each.config_id] for each in names if each.is_baseline)
+        room = free_memory() - sum(budgets[c.config_id] for c in configurations if c.is_baseline)
         engines = []
-        for each in names:
-            budget = 0 if each.is_baseline else budgets[each.config_id]
-            on_cpu = runs_on_cpu(each.settings.get("device", "auto"))
+        for configuration in configurations:
+            budget = 0 if configuration.is_baseline else budgets[configuration.config_id]
+            on_cpu = runs_on_cpu(configuration.settings.get("device", "auto"))
             try:
                 if on_cpu and budget > room:
                     raise UsageError(
                         f"its KV cache of {budget / 2**30:.1f} GiB has no room beside those of the others: "
                         f"{room / 2**30:.1f} GiB are free"
                     )
-                if not on_cpu and "kv_budget" not in each.settings:
+                if not on_cpu and "kv_budget" not in configuration.settings:
                     raise UsageError("set kv_budget: on a GPU each engine would take most of the memory that is free")
                 limit_s = max(1.0, min(self.open_limit_s, until - time.monotonic()))
-                [info] = open_all([(process, each.config_id, each.settings)], limit_s)
-                if wrong := contradiction(each.settings, self.capacity[each.config_id], ServerInfo.read(info)):
+                [info] = open_all([(process, configuration.config_id, configuration.settings)], limit_s)
+                capacity = self.capacity[configuration.config_id]
+                if wrong := contradiction(configuration.settings, capacity, ServerInfo.read(info)):
                     raise UsageError(wrong)
             except UsageError as error:
-                self._leave_out(each, str(error))
+                self._leave_out(configuration, str(error))
                 continue
             room -= budget
-            engines.append(TurnTaker(process, each.config_id))
+            engines.append(TurnTaker(process, configuration.config_id))
         return engines
 
     def _leave_out(self, configuration: Configuration, reason: str) -> None:
         """Raises MeasurementError where nothing is left to compare."""
         self.notes.append(f"{configuration.label} was not measured in engine time: {reason}")
-        self._others = [each for each in self._others if each is not configuration]
+        self._others = [other for other in self._others if other is not configuration]
         if configuration is self.baseline or not self._others:
             raise MeasurementError(self.notes[-1])
 
@@ -214,7 +216,7 @@ class Sitting:
         return False
 
     def _limit(self, name: str) -> int:
-        return min(getattr(known, name) for known in self.capacity.values())
+        return min(getattr(capacity, name) for capacity in self.capacity.values())
 
     def _requests(self, point: LoadPoint) -> Any:
         """The requests of the first repeat over HTTP, for the smallest limits that any configuration has."""
@@ -229,7 +231,7 @@ class Sitting:
         instruments = [loads.SteppedInstrument(job, engine, lambda p, _: self._requests(p)) for engine in engines]
         for instrument in instruments:
             instrument.begin(point, launch)
-        tokens = sum(each.n * each.max_tokens for each in instruments[0].requests)
+        tokens = sum(request.n * request.max_tokens for request in instruments[0].requests)
         doing = f"engine time, launch {launch}: {point.load_id}, {len(engines)} engines"
         self.show(doing)
         try:
@@ -251,7 +253,7 @@ class Sitting:
         if cost is not None:  # the load's own steps are longer where they hold prompts, and not by more when cold
             cost = cost * decode_step / mean_step(engines)
             self._turns[point.load_id] = {**cold_facts(cost, choose_turn(cost)), "first_turn_steps": length}
-        configurations = {each.config_id: each for each in self.design.configurations}
+        configurations = {c.config_id: c for c in self.design.configurations}
         for instrument in instruments:
             configuration = configurations[instrument.engine.name]
             cell = Cell(f"{configuration.config_id}-{point.load_id}", configuration, point)
@@ -280,7 +282,7 @@ class Sitting:
 
     def _effects_at(self, point: LoadPoint, launches: int) -> Iterator[EngineEffect]:
         assert self.baseline is not None
-        base, *cells = (f"{each.config_id}-{point.load_id}" for each in (self.baseline, *self._others))
+        base, *cells = (f"{c.config_id}-{point.load_id}" for c in (self.baseline, *self._others))
         stored = {cell: self.loads_of(cell, launches) for cell in (base, *cells)}
         steps = {cell: _steps(folders) for cell, folders in stored.items()}
         values = {cell: [_values(folder) for folder in folders] for cell, folders in stored.items()}
@@ -291,7 +293,7 @@ class Sitting:
                 y = {cell: [launch.log_ratio for launch in ratios[cell]] for cell in cells}
                 alone = {cell: effect(ratios[cell]) for cell in cells}
             else:
-                by_cell = {cell: [each[metric] for each in launch] for cell, launch in values.items()}
+                by_cell = {cell: [of_load[metric] for of_load in launch] for cell, launch in values.items()}
                 whole = [cell for cell in cells if all(by_cell[cell]) and all(by_cell[base])]
                 y = {c: np.log(np.divide(by_cell[c], by_cell[base])).tolist() for c in whole}
                 alone = {cell: effect_of_values(by_cell[base], by_cell[cell], metric) for cell in whole}
@@ -299,14 +301,14 @@ class Sitting:
                 if metric == THROUGHPUT:
                     self._questions.append(comparison)
                 else:
-                    first = (values_of_requests(metric, stored[each][0]) for each in (base, cell))
+                    first = (values_of_requests(metric, stored[cell_id][0]) for cell_id in (base, cell))
                     comparison = for_other_requests(comparison, *first, QUANTILES["p95"])
                 yield EngineEffect(
                     cell=cell,
                     metric=metric,
                     higher_is_better=figure(metric).higher_is_better,
-                    base=_mean([each[metric] for each in values[base]]),
-                    value=_mean([each[metric] for each in values[cell]]),
+                    base=_mean([of_load[metric] for of_load in values[base]]),
+                    value=_mean([of_load[metric] for of_load in values[cell]]),
                     call=comparison.call,
                     decided=is_decided(comparison),
                     ratio=comparison.ratio,
@@ -349,11 +351,11 @@ def _steps(launches: Sequence[Path]) -> list[Steps]:
     steps = [Steps(*launch) for launch in zip(seconds, tokens, strict=True)]
     if not _same_work(steps):
         return steps
-    return [Steps(*each) for each in zip(as_it_recurs(np.array(seconds)), tokens, strict=True)]
+    return [Steps(*launch) for launch in zip(as_it_recurs(np.array(seconds)), tokens, strict=True)]
 
 
 def _same_work(launches: Sequence[Steps]) -> bool:
-    return all(np.array_equal(launches[0].tokens, each.tokens) for each in launches)
+    return all(np.array_equal(launches[0].tokens, launch.tokens) for launch in launches)
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

@@ -1,4 +1,4 @@
-"""Whose step is next: engines take turns so that all meet the same speed of the machine.
+"""Decides whose step is next: engines take turns so that all meet the same speed of the machine.
 
 A machine shared with others changes its speed by 10 % within a second. Engines that compute their steps in turns, a few
 milliseconds each, are slowed down alike, so the ratio of their times is known far better than either time. The next
@@ -89,7 +89,7 @@ def share_done(engines: Sequence[TurnTaker], output_tokens: int) -> float:
 def warm_up(
     engines: Sequence[TurnTaker], users: int, max_model_len: int, until: float, turns: int | None = None
 ) -> np.ndarray | None:
-    """Decodes ``users`` short prompts in the longest turns on every engine, unmeasured; the ``cold_cost`` of it.
+    """Decodes ``users`` short prompts in the longest turns on every engine, unmeasured; returns their ``cold_cost``.
 
     ``turns``: of each engine; None for as many as tell the cold cost. ``max_model_len``: the smallest of the engines.
     ``until``: as for ``take_turns``.

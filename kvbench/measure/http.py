@@ -70,8 +70,8 @@ class TargetInstrument(Instrument):
         target.start(configuration.settings, log)
         self.started = True
         load, info = server_state.with_server_defaults(job.workload.load, target), target.server_info()
-        known = job.capacity.get(configuration.config_id, Capacity())
-        if wrong := contradiction(configuration.settings, known, info):
+        capacity = job.capacity.get(configuration.config_id, Capacity())
+        if wrong := contradiction(configuration.settings, capacity, info):
             raise MeasurementError(f"the server of {configuration.label} has other settings: {wrong}")
         self.server = MeasuredServer(load, job.workload.seed, target, configuration.settings, info, log, self._check)
         job.on_server(block, info, target)

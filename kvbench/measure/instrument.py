@@ -1,4 +1,4 @@
-"""The way a load is run. Every load begins in ``Instrument.measure``, which stores what came of it in the run's folder.
+"""The way a load is run. Every load begins in ``Instrument.measure``, which stores its result in the run's folder.
 
 A new clock or backend is one subclass with ``run``. Those that ship: ``HttpInstrument`` (kvbench/measure/http.py),
 ``SteppedInstrument`` (kvbench/lockstep/instrument.py), ``SimulatedInstrument`` (kvbench/simulation/instrument.py).
@@ -32,7 +32,7 @@ class Listener:
     """A display, which is told what is being measured. Each method may be left out."""
 
     def status(self, text: str) -> None:
-        """Something else than a load is being done."""
+        """Notes that something else than a load is being done."""
 
     def load_started(self, cell: Cell, repeat: int, total: int) -> None: ...
 
@@ -92,7 +92,7 @@ class Job:
 
 
 class UnstoredError(OSError):
-    """The result of a load cannot be written. ``result``: of the load."""
+    """A failure to write the ``result`` of a load."""
 
     def __init__(self, error: OSError, result: LoadResult) -> None:
         super().__init__(error.errno, error.strerror, error.filename)

@@ -1,4 +1,4 @@
-"""A server that is up, the load that it is measured under, and the requests of that load as it takes them."""
+"""A running server, the load that it is measured under, and that load's requests as it takes them."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ def canaries_for(load: LoadConfig, target: Target) -> CanarySet | None:
         return None
     if target.dialect.endpoint != "completions":
         raise UsageError(
-            f"canaries are prompts of completions, and requests go to {target.dialect.api.path}, where a chat template "
-            "changes what is asked: leave load.canaries out"
+            f"canaries need the completions API, and requests go to {target.dialect.api.path}, whose chat template "
+            "changes the prompts: leave load.canaries out"
         )
     model = target.server_info().model
     with as_usage_error():
@@ -86,9 +86,9 @@ def canaries_for(load: LoadConfig, target: Target) -> CanarySet | None:
     served = model.weights_fingerprint
     if served and served not in canaries.weights_fingerprints:
         raise UsageError(
-            f"the canaries are of {canaries.model} with the weights {' or '.join(canaries.weights_fingerprints)}, and "
-            f"the server has the weights {served}, whose right answers they do not know: "
-            "name the canaries of those in load.canaries.file, or leave load.canaries out"
+            f"the canaries were made for {canaries.model} with the weights "
+            f"{' or '.join(canaries.weights_fingerprints)}, but the server has the weights {served}: "
+            "name canaries made for those in load.canaries.file, or leave load.canaries out"
         )
     return canaries
 

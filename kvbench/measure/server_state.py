@@ -73,14 +73,14 @@ def leak_reasons(after: MetricsSample | None) -> list[str]:
 
 
 def with_default_ends(load: LoadConfig, target: Target) -> LoadConfig:
-    """The load; without ignore_eos where it does not declare that, and the server ends answers as its model does."""
+    """The load, without ignore_eos if it does not declare it and the server ends answers where the model does."""
     if target.ends_answers and "ignore_eos" not in load.model_fields_set:
         return load.model_copy(update={"ignore_eos": False})
     return load
 
 
 def with_server_defaults(load: LoadConfig, target: Target) -> LoadConfig:
-    """The load; where it declares no ends of answers, or no state of the cache, with those that the server can have."""
+    """Fills in the ends of answers and the cache state that the load leaves open, as the server can."""
     load = with_default_ends(load, target)
     if "cache_state" in load.model_fields_set or target.starts_cold or target.reset_prefix_cache() is not None:
         return load

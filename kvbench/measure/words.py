@@ -1,4 +1,4 @@
-"""What sweeps and reports both say of loads: repeats that do not count, and the plateaus of a changing rate."""
+"""Sentences that sweeps and reports share: repeats that do not count, and the plateaus of a changing rate."""
 
 from __future__ import annotations
 

@@ -27,13 +27,13 @@ def counted(requests: pd.DataFrame) -> CanaryCounts | None:
 
 
 def wrong_words(canaries: CanaryCounts) -> str:
-    """2 of 40 canaries were answered wrongly, first passkey-7 (request 12), from token 3 on: 17 4, not 12 9"""
+    """Writes `2 of 40 canaries were answered wrongly, first passkey-7 (request 12), from token 3 on: 17 4, not 9`."""
     was = "was" if canaries.wrong == 1 else "were"
     return f"{canaries.wrong} of {canaries.answered} canaries {was} answered wrongly, first {canaries.first_wrong}"
 
 
 def chance_of_so_many(wrong: int, answered: int, distinct: int, offline_wrong: int, offline_asked: int) -> float:
-    """The probability of so many wrong answers in a load, or more, if it answers as well as the idle engine offline.
+    """The probability of so many wrong answers or more, if the server answers as well as the idle engine offline.
 
     One-sided exact test of two proportions (Fisher, Journal of the Royal Statistical Society 98, 1935): given how many
     are wrong on both sides together, how likely are so many of them in the load? The answers to one canary are no

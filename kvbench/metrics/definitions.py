@@ -316,7 +316,7 @@ class Figure:
 
     @property
     def title(self) -> str:
-        """For a table and a sentence: ``p95 TTFT``, ``output tokens/s``."""
+        """The name in tables and sentences: ``p95 TTFT``, ``output tokens/s``."""
         return f"{self.statistic} {self.metric.short}" if self.statistic else self.metric.short
 
     @property
@@ -372,16 +372,16 @@ def figure(name: str) -> Figure:
 def compared() -> list[str]:
     """The figures in which reports compare configurations: those of which more is better first."""
     every = [Figure(metric, metric.compared) for metric in METRICS.values() if metric.compared is not None]
-    return [each.name for each in sorted(every, key=lambda each: not each.higher_is_better)]
+    return [figure.name for figure in sorted(every, key=lambda figure: not figure.higher_is_better)]
 
 
 def names() -> list[str]:
     """Every name that ``figure`` takes, but the dotted ones."""
     plain = [Figure(metric, "") for metric in METRICS.values() if not metric.is_distribution]
     plain += [Figure(metric, statistic) for metric in latencies() for statistic in STATISTICS.values()]
-    twins = [each.of_steady(True) for each in plain if each.metric.steady]
+    twins = [figure.of_steady(True) for figure in plain if figure.metric.steady]
     shorts = {f"{short}_{metric.path}" for metric in latencies() for short in STATISTICS}
-    return [TOKENS_PER_S, *dict.fromkeys([*(each.name for each in (*plain, *twins)), *sorted(shorts)])]
+    return [TOKENS_PER_S, *dict.fromkeys([*(figure.name for figure in (*plain, *twins)), *sorted(shorts)])]
 
 
 add_plugins(METRICS, "metrics", Metric)  # last: a plug-in imports this file

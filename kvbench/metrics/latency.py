@@ -123,7 +123,7 @@ def _token_counts(good: pd.DataFrame) -> dict[str, float | None]:
 
 
 def _open_after_last(requests: pd.DataFrame) -> dict[str, float | None]:
-    """The median time [ms] that a stream stayed open after its last chunk, and its share of the time from the send."""
+    """The median time [ms] that streams stayed open after their last chunk, and its share of the whole request."""
     open_s, spent_s = (rows.ends(requests) - rows.stored(requests, name) for name in ("last", "ts"))
     whole = np.isfinite(open_s) & np.isfinite(spent_s)
     total = float(spent_s[whole].sum())
@@ -179,7 +179,7 @@ def _latencies(good: pd.DataFrame) -> dict[str, Distribution]:
     """The distribution of each latency of successful rows; of those that need not be there, with a sample."""
     values = {metric: np.asarray(metric.samples(good)) for metric in definitions.latencies() if metric.samples}
     spread = {metric: distribution(samples[~np.isnan(samples)]) for metric, samples in values.items()}
-    return {metric.path: each for metric, each in spread.items() if metric.always or each.n}
+    return {metric.path: latencies for metric, latencies in spread.items() if metric.always or latencies.n}
 
 
 def _group(good: pd.DataFrame) -> GroupLatencies:

@@ -360,7 +360,7 @@ class LoadMetrics(PooledLatencies, Rates):
 
     @property
     def is_refusal(self) -> bool:
-        """Tests whether the server answered a part of the load and refused too much of it by errors of its own.
+        """Tests whether the server answered a part of the load and refused too much by its own errors.
 
         If it answered nothing, or too many requests failed in another way, something else is wrong.
         """
@@ -380,7 +380,9 @@ def failure_words(messages: Mapping[str, FailureMessage], sent: int, kinds: bool
     ``messages``: the most frequent of each kind of failure, as ``most_frequent_failures`` returns them; with ``kinds``
     in front of each.
     """
-    return ", ".join(f"{each.requests} of {sent}: {_quoted(kind, each, kinds)}" for kind, each in messages.items())
+    return ", ".join(
+        f"{message.requests} of {sent}: {_quoted(kind, message, kinds)}" for kind, message in messages.items()
+    )
 
 
 def failed_words(messages: Mapping[str, FailureMessage], failed: int, sent: int, kinds: bool = False) -> str:

@@ -31,13 +31,15 @@ def by_sequence(values: Sequence[float] | np.ndarray, choices: Choices) -> list[
 def sequence_tpots(
     times: Sequence[float] | np.ndarray, choices: Choices, tokens: Sequence[int] | np.ndarray | None, total: float
 ) -> np.ndarray:
-    """(last - first chunk) / (tokens - 1) of each sequence; NaN for one token, or all in one chunk. float64 [sequences]
+    """Computes `(last - first chunk) / (tokens - 1)` of each sequence. float64 [sequences]
+
+    NaN for one token, or all tokens in one chunk.
 
     tokens: of each chunk; None where that is not known: the request's ``total`` is then shared out evenly over them
     """
     if choices is None:
-        known = len(times) > 1 and total > 1
-        return np.array([(times[-1] - times[0]) / (total - 1) if known else np.nan])
+        has_tpot = len(times) > 1 and total > 1
+        return np.array([(times[-1] - times[0]) / (total - 1) if has_tpot else np.nan])
     if tokens is None:
         tokens = np.full(len(times), total / max(len(times), 1))
     further = np.array([own.sum() - 1 for own in by_sequence(tokens, choices)])
@@ -142,7 +144,7 @@ def longest_gaps(requests: pd.DataFrame) -> np.ndarray:
 
 
 def times_per_output_token(requests: pd.DataFrame) -> np.ndarray:
-    """tpot [ms] of every sequence that has one, of all rows together. float64 [sequences]"""
+    """The tpot [ms] of every sequence that has one, over all rows. float64 [sequences]"""
     tpots = np.concatenate([np.empty(0), *_tpots(requests)])
     return tpots[~np.isnan(tpots)] * MS
 
@@ -183,8 +185,8 @@ def non_reasoning_weights(requests: pd.DataFrame) -> np.ndarray:
     output have none. Where the reasoning tokens are not known, chunks have what they brought.
     """
     left = stored(requests, "output_tokens") - reasoning_tokens(requests)
-    known = np.where(left < 0, np.nan, left)  # below 0: the server counts reasoning beside its output tokens
-    totals = np.where(streams_reasoning(requests) | ~np.isnan(known), known, streamed_tokens(requests))
+    output = np.where(left < 0, np.nan, left)  # below 0: the server counts reasoning beside its output tokens
+    totals = np.where(streams_reasoning(requests) | ~np.isnan(output), output, streamed_tokens(requests))
     begins = np.where(streams_reasoning(requests), stored(requests, "first_output"), -np.inf)
     weights = [np.empty(0)]
     rows = zip(chunk_times(requests), tokens_of_chunks(requests), begins, totals, strict=True)

@@ -86,12 +86,12 @@ def otherwise(rows: Sequence[Conversation], chunk: int) -> Steps:
 def batches(conversations: Sequence[Conversation], vocab_size: int) -> Iterator[range]:
     """Indices that are computed side by side."""
     start, size = 0, 0
-    for i, each in enumerate(conversations):
-        grown = (size + each.fed) * vocab_size
+    for i, conversation in enumerate(conversations):
+        grown = (size + conversation.fed) * vocab_size
         if i - start == ROWS or (i > start and grown > _MOST_LOGITS):
             yield range(start, i)
             start, size = i, 0
-        size += each.fed
+        size += conversation.fed
     if conversations:
         yield range(start, len(conversations))
 
@@ -161,7 +161,7 @@ def compare_logits(
     """Two engines' logits ``[N, vocab]`` of the same tokens, in float64; ``following [N]``: the next token of each."""
     parts: list[tuple[torch.Tensor, ...]] = []
     block = max(1, _BLOCK_ELEMENTS // expected.shape[-1])
-    for one, other, token in zip(*(each.split(block) for each in (expected, got, following)), strict=True):
+    for one, other, token in zip(*(rows.split(block) for rows in (expected, got, following)), strict=True):
         log_p, log_q = one.double().log_softmax(-1), other.double().log_softmax(-1)
         p = log_p.exp()
         terms = torch.where(p > 0, p * (log_p - log_q), 0.0)
@@ -173,7 +173,7 @@ def compare_logits(
 
 def answer_all(engine: Engine, prompts: Sequence[Prompt]) -> Answers:
     """The engine's answers to all prompts, asked at once in this order; a later turn follows its own earlier answer."""
-    by_id = {each.prompt_id: each for each in prompts}
+    by_id = {prompt.prompt_id: prompt for prompt in prompts}
     answers: dict[str, list[tuple[int, ...]]] = {name: [] for name in by_id}
     growing: dict[str, list[int]] = {}
 
@@ -185,8 +185,8 @@ def answer_all(engine: Engine, prompts: Sequence[Prompt]) -> Answers:
         params = SamplingParams(max_tokens=prompt.max_tokens, temperature=0.0, ignore_eos=True)
         engine.add_request(Request(prompt.prompt_id, ids, params))
 
-    for each in prompts:
-        ask(each)
+    for prompt in prompts:
+        ask(prompt)
     while engine.has_work():
         for output in engine.step():
             name = output.request_id

@@ -96,7 +96,7 @@ def quality(request: QualityRequest) -> int:
         _measure_server(str(request.url), Console(), model, output, stated)
         return 0
     if served.stated:
-        raise UsageError(f"{flag(min(served.stated))} is about a server, and none is named with --url")
+        raise UsageError(f"{flag(min(served.stated))} needs a server: name it with --url")
     if source.is_dir():
         if changes:
             raise UsageError("a run that was measured cannot be changed: omit --profile and -o, or name the workload")
@@ -181,14 +181,12 @@ def _of_run(folder: Path) -> tuple[Workload, tuple[str, ...]]:
 
     manifest = open_run(folder).manifest()
     if manifest.simulated:
-        raise UsageError(
-            f"{folder} is simulated, so that nothing computed an answer: give the folder of a run that was measured"
-        )
+        raise UsageError(f"{folder} is simulated, so there are no answers: give the folder of a measured run")
     backend = manifest.backend or "kvbench"
     if backend != "kvbench" or manifest.target:
         raise UsageError(
-            f"{folder} was measured on {manifest.target or backend}, and only the built-in engine is measured "
-            "here: `kvbench quality --url` asks its server; take kld and quality out of the policy of this run"
+            f"{folder} was measured on {manifest.target or backend}, but a run's quality is measured on the built-in "
+            "engine only: use `kvbench quality --url` with its server, and take kld and quality out of its policy"
         )
     if different := code_differences(GitState(**git_state()), versions(), manifest):  # before the minutes that it takes
         say(f"warning: {'; '.join(different)}: `kvbench gate` takes these figures only with --force")
@@ -213,7 +211,7 @@ def _table(result: QualityResult) -> Table:
 
 
 def _cells(figures: ConfigurationFigures) -> tuple[str, ...]:
-    """0.0012 (0.0010 to 0.0014), ..., +0.12 %, 45 of 46, 63 of 64, 90 of 91, 86 of 86; what was not measured is –"""
+    """Writes the cells of a row, such as `0.0012 (0.0010 to 0.0014)`, `+0.12 %`, `45 of 46`; `–`: not measured."""
     pool, canaries = figures.full_pool, figures.canaries
 
     def number(template: str, *values: float | None) -> str:
@@ -285,7 +283,7 @@ def canaries(request: CanariesRequest) -> int:
         with status_line(console, "loading") as status:
             made, dropped = make_canaries(config, passkeys=passkeys, copies=copies, seed=request.seed, say=status)
         if not made.canaries:
-            raise ValueError(f"model {model!r} surely knows none of the answers: it is too weak for canaries")
+            raise ValueError(f"model {model!r} is sure of none of the answers: it is too weak for canaries")
     write_canaries(request.output, made)
     for kind, asked in (("passkey", passkeys), ("copy", copies)):
         kept = sum(canary.kind == kind for canary in made.canaries)

@@ -76,7 +76,7 @@ def figures(
 
 def _predictions(prompts: Sequence[Prompt], positions: Sequence[Positions], brief: bool) -> dict[str, float | None]:
     """The figures of all positions alike; the perplexity of the prompts that are texts."""
-    numbers: dict[str, float | None] = {"positions": sum(len(each.loss) for each in positions)}
+    numbers: dict[str, float | None] = {"positions": sum(len(prompt.loss) for prompt in positions)}
     if len(positions[0].kld):
         numbers |= _divergence(positions, brief)
     texts = [p for prompt, p in zip(prompts, positions, strict=True) if prompt.set_name in OF_TEXT and p.own.any()]
@@ -153,7 +153,7 @@ def _depth_label(prompt: Prompt) -> tuple[int, str]:
 
 
 def _length_label(prompt: Prompt) -> tuple[int, str]:
-    """Its power of two: 257 to 512."""
+    """Returns the power of two of a prompt's length, and its range in words: `257 to 512`."""
     power = (prompt.length - 1).bit_length()
     return power, f"{2 ** (power - 1) + 1} to {2**power}"
 
@@ -213,7 +213,9 @@ def interval_of(name: str, columns: np.ndarray, statistic: Callable[[np.ndarray]
 
 
 def share_of(right: int, asked: int) -> dict[str, float]:
-    """share, low and high by Wilson's interval, which has a width at 0 and 100 % too, where a bootstrap has none."""
+    """Computes a share with its low and high end by Wilson's interval.
+
+    It has a width at 0 and 100 % too, where a bootstrap has none."""
     if not asked:
         return {}
     low, high = stats.binomtest(right, asked).proportion_ci(method="wilson")
@@ -225,7 +227,7 @@ def counted(labels: Iterable[str], right: Sequence[bool]) -> tuple[Bin, ...]:
     by_label: dict[str, list[bool]] = {}
     for label, good in zip(labels, right, strict=True):
         by_label.setdefault(label, []).append(bool(good))
-    return tuple(Bin(of=label, asked=len(each), right=sum(each)) for label, each in by_label.items())
+    return tuple(Bin(of=label, asked=len(answers), right=sum(answers)) for label, answers in by_label.items())
 
 
 @dataclass(frozen=True)
@@ -260,11 +262,11 @@ def outside_of(figures: ConfigurationFigures, limits: Mapping[str, float | None]
         for value, where in ((measured, ""), (_at_full_pool(figures.full_pool, name), " at a full pool")):
             if value is not None and is_beyond(name, value, limit):
                 shown, bound = (
-                    f"{100 * each:.3g} %" if unit == "%" else f"{each:.3g} {unit}" for each in (value, limit)
+                    f"{100 * number:.3g} %" if unit == "%" else f"{number:.3g} {unit}" for number in (value, limit)
                 )
                 sentences.append(f"its {what}{where} is {shown}, the limit is {bound}")
     problems = figures.full_pool.problems if figures.full_pool else ()
-    sentences += [f"its pool does not add up when it is full: {each}" for each in problems]
+    sentences += [f"its pool does not add up when it is full: {problem}" for problem in problems]
     return sentences + list(_wrong_canaries(figures))
 
 

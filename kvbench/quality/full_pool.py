@@ -30,7 +30,7 @@ _HOST_TIMES_POOL = 4  # room on the host for what is swapped out, so that little
 
 def tokens_of(requests: Sequence[RequestSpec]) -> list[int]:
     """Prompt and answer tokens of each request."""
-    return [len(each.prompt_token_ids or ()) + each.max_tokens for each in requests]
+    return [len(request.prompt_token_ids or ()) + request.max_tokens for request in requests]
 
 
 def engine_with_small_pool(
@@ -118,7 +118,7 @@ class FullPool:
         self._problems.append((self.step, f"{got}, expected {expected}"))
 
     def lost(self) -> Iterator[tuple[int, int, int]]:
-        """(request, number of the answer, tokens that came) of each answer that has too few."""
+        """Lists (request, number of the answer, tokens that came) of each answer that has too few tokens."""
         for index, request in enumerate(self.requests):
             for number in range(request.n):
                 came = len(self.answers.get((index, number), ()))

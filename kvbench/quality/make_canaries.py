@@ -68,16 +68,17 @@ def make_canaries(
                 break
             say(f"{kind}: {sum(map(len, left))} to find")
             made = [draw(group) for group in left]
-            sure = iter(_sure_ones(config, loaded, tokenizer, kind, [each for group in made for each in group]))
+            candidates = list(itertools.chain(*made))
+            sure = iter(_sure_ones(config, loaded, tokenizer, kind, candidates))
             again = []
             for group in left:
                 canaries = [next(sure) for _ in group]
-                good = [each for each in canaries if each is not None]
+                good = [canary for canary in canaries if canary is not None]
                 dropped[kind] += len(group) - len(good)
                 if len(good) < len(group) and tries < _ROUNDS - 1:
                     again.append(group)
                 else:
-                    kept += [replace(each, canary_id=f"{kind}-{len(kept) + i}") for i, each in enumerate(good)]
+                    kept += [replace(canary, canary_id=f"{kind}-{len(kept) + i}") for i, canary in enumerate(good)]
             left = again
     return CanarySet(loaded.info.name, fingerprints, tuple(kept)), dropped
 
@@ -127,11 +128,11 @@ class _Drawer:
         parts = [PasskeyParts.of(random_digits(self._rng, DIGITS), self._encode) for _ in lengths]
         own = [length - len(self._begin) for length in lengths]
         text = self._text(max(own))
-        most = min(size - len(each.fact) - len(each.question) for size, each in zip(own, parts, strict=True))
+        most = min(size - len(part.fact) - len(part.question) for size, part in zip(own, parts, strict=True))
         before = self._place(most)
         return [
-            self._candidate(each.prompt(text, size, before), each.answer, each.value, before, len(each.answer))
-            for size, each in zip(own, parts, strict=True)
+            self._candidate(part.prompt(text, size, before), part.answer, part.value, before, len(part.answer))
+            for size, part in zip(own, parts, strict=True)
         ]
 
     def copy(self, lengths: Sequence[int]) -> list[_Candidate]:
@@ -153,18 +154,18 @@ def _sure_ones(
     Sure: likelier than any other by the margin. Each token is judged after the right ones before it, so the greedy
     answer is the right one as far as all tokens are sure.
     """
-    talks = [answering.Conversation.of(each.prompt, [each.right]) for each in candidates]
-    engine = TeacherForced(config, loaded, answering.ROWS, max(each.prompt.longest for each in candidates))
+    talks = [answering.Conversation.of(candidate.prompt, [candidate.right]) for candidate in candidates]
+    engine = TeacherForced(config, loaded, answering.ROWS, max(candidate.prompt.longest for candidate in candidates))
     predictions = answering.predictions(engine, talks, loaded.info.vocab_size, config.max_num_batched_tokens)
-    for each, talk, logits in zip(candidates, talks, predictions, strict=True):
+    for candidate, talk, logits in zip(candidates, talks, predictions, strict=True):
         judged = logits[torch.from_numpy(talk.answered[1:]).to(logits.device)].double()
-        right = torch.tensor(each.right, device=logits.device)[:, None]
+        right = torch.tensor(candidate.right, device=logits.device)[:, None]
         others = judged.scatter(1, right, -torch.inf).max(-1).values
         margins = (judged.gather(1, right)[:, 0] - others).tolist()
         sure = next((at for at, margin in enumerate(margins) if margin < MIN_MARGIN), len(margins))
-        prompt, answer = each.prompt, each.right[:sure]
+        prompt, answer = candidate.prompt, candidate.right[:sure]
         ids, text = prompt.turns[0], prompt.answer or tokenizer.decode(answer)
-        if sure < each.least or prompt.depth is None:
+        if sure < candidate.least or prompt.depth is None:
             yield None
         else:
             least = round(min(margins[:sure]), 3)

@@ -149,13 +149,14 @@ def measure(
         facts.append(group.material.facts(group.loaded, measurements=len(group.distinct)))
         infos.append(group.loaded.info)
     fingerprints = {info.weights_fingerprint for info in infos}
-    dtypes, counted = dict.fromkeys(each.dtype for each in facts), sum(each.measurements for each in facts)
+    dtypes = dict.fromkeys(group_facts.dtype for group_facts in facts)
+    counted = sum(group_facts.measurements for group_facts in facts)
     whole = {"dtype": ", ".join(dtypes), "measurements": counted, "seconds": round(time.monotonic() - began, 3)}
     return result_of(
         [subject for members in groups.values() for subject in members.values()],
         workload=workload.name,
         model=", ".join(dict.fromkeys(info.name for info in infos)),
-        configurations={each.config_id: measured[each.config_id] for each in configurations},
+        configurations={c.config_id: measured[c.config_id] for c in configurations},
         control=controls[0],  # with several sets of weights that of the first; each has the limits of its own
         weights_fingerprint=fingerprints.pop() if len(fingerprints) == 1 else "",
         facts=facts[0].model_copy(update=whole),
@@ -165,13 +166,13 @@ def measure(
 def result_of(subjects: Collection[Subject], *, control: ConfigurationFigures, **measured: Any) -> QualityResult:
     """The content of quality.json: what was ``measured``, by whose weights, with the limits of ``control``."""
     return QualityResult(
-        beside=any(each.beside for each in subjects),
-        weights="; ".join(dict.fromkeys(each.weights for each in subjects)),
+        beside=any(subject.beside for subject in subjects),
+        weights="; ".join(dict.fromkeys(subject.weights for subject in subjects)),
         control=control,
         limits=limits_of(control),
         git=git_state(),
         versions=versions(),
-        note=RANDOM_NOTE if any(each.random for each in subjects) else "",
+        note=RANDOM_NOTE if any(subject.random for subject in subjects) else "",
         **measured,
     )
 
@@ -240,7 +241,7 @@ class _WeightsGroup:
         control = self._figures_of(self.base, forced[_CONTROL], answers)
         limits, measured = limits_of(control), {}
         for key, config in distinct.items():
-            names = [config_id for config_id, each in self.members.items() if _key(each.config) == key]
+            names = [config_id for config_id, member in self.members.items() if _key(member.config) == key]
             self.say(f"{names[0]}: answers")
             with _named(names[0]):
                 answers = self._answers_of(config)
@@ -252,7 +253,7 @@ class _WeightsGroup:
     @cached_property
     def distinct(self) -> dict[tuple[Any, ...], EngineConfig]:
         """One configuration of those that answer alike, by their key."""
-        return {_key(each.config): each.config for each in self.members.values()}
+        return {_key(member.config): member.config for member in self.members.values()}
 
     def _model(self, config: EngineConfig) -> LoadedModel:
         """Raises ValueError where the kernels do not serve it."""
@@ -272,7 +273,7 @@ class _WeightsGroup:
     def _forced_positions(self, configs: Iterable[EngineConfig]) -> dict[tuple[Any, ...], list[Positions]]:
         """Teacher forcing: every engine and the control on the baseline's own tokens."""
         prompts, expected = self.material.forced, self._answers_of(self.base)
-        longest = max(each.longest for each in prompts)
+        longest = max(prompt.longest for prompt in prompts)
 
         def arm(config: EngineConfig) -> answering.Arm:
             engine = TeacherForced(config, self._model(config), answering.ROWS, longest)
@@ -281,9 +282,9 @@ class _WeightsGroup:
         baseline = arm(self.base)
         other = answering.Arm(baseline.engine, _control(self.base).max_num_batched_tokens, answering.otherwise)
         # The baseline itself comes last, in place of a configuration that is like it.
-        distinct = {_key(each, _WITHOUT_EFFECT_FORCED): each for each in (*configs, self.base)}
+        distinct = {_key(config, _WITHOUT_EFFECT_FORCED): config for config in (*configs, self.base)}
         arms = {key: baseline if config is self.base else arm(config) for key, config in distinct.items()}
-        conversations = [answering.Conversation.of(each, expected[each.prompt_id]) for each in prompts]
+        conversations = [answering.Conversation.of(prompt, expected[prompt.prompt_id]) for prompt in prompts]
         names = f"{len(arms) + 1} engines"
 
         def tell(done: int) -> None:
@@ -315,7 +316,7 @@ class _WeightsGroup:
         engine = engine_with_small_pool(pressing, self._model(config), requests, _small_pool(config, requests))
         pool = FullPool(engine, requests)
         pool.run(seed=0)
-        prompts = {each.prompt_id: each for each in self.material.asked}
+        prompts = {question.prompt_id: question for question in self.material.asked}
         wrong, right, canaries = [], [], []
         for (index, _), token_ids in pool.answers.items():
             name, is_equal = str(requests[index].canary), tuple(token_ids) == requests[index].expected_token_ids
@@ -400,10 +401,10 @@ def gather(context: int, loaded: LoadedModel, tokenizer: ServerTokenizer, worklo
     def encode(text: str) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=False)
 
-    prompts = [each for name in SETS for each in in_tokens(read_set(FOLDER / f"{name}.jsonl"), name, encode, begin)]
+    prompts = [prompt for name in SETS for prompt in in_tokens(read_set(FOLDER / f"{name}.jsonl"), name, encode, begin)]
     if workload is not None:
         prompts += _workload_prompts(workload, loaded, context)
-    fitting = tuple(each for each in prompts if each.longest <= context)
+    fitting = tuple(prompt for prompt in prompts if prompt.longest <= context)
     if not fitting:
         raise UsageError(f"no prompt fits {context} tokens of prompt and answer: raise max_model_len")
     passkeys = make_passkeys(encode, encode(FILLER.read_text(encoding="utf-8")), context, begin)
@@ -426,7 +427,7 @@ def _workload_prompts(workload: Workload, loaded: LoadedModel, context: int) -> 
             repeat=1,
         )
     )
-    with_ids = [each for each in requests if each.prompt_token_ids and each.canary is None][:_WORKLOAD_PROMPTS]
+    with_ids = [r for r in requests if r.prompt_token_ids and r.canary is None][:_WORKLOAD_PROMPTS]
     return [
         Prompt(f"workload/{r.index}", "workload", (tuple(r.prompt_token_ids),), min(r.max_tokens, _WORKLOAD_TOKENS))
         for r in with_ids

@@ -53,7 +53,7 @@ class PromptText:
 
     @property
     def row(self) -> str:
-        """Its line in a file."""
+        """The prompt as a line in a file."""
         others = {name: value for name, value in vars(self).items() if name != "prompt_id"}
         return json.dumps({"id": self.prompt_id, **others}, ensure_ascii=True) + "\n"
 
@@ -111,12 +111,12 @@ def read_set(path: Path) -> list[PromptText]:
 def in_tokens(texts: Sequence[PromptText], set_name: str, encode: Encode, begin: Sequence[int] = ()) -> list[Prompt]:
     """The prompts whose every turn has a token, in a model's tokens; ``begin``: what all its prompts start with."""
     prompts = []
-    for each in texts:
-        first, *later = (tuple(encode(turn)) for turn in each.turns)
+    for text in texts:
+        first, *later = (tuple(encode(turn)) for turn in text.turns)
         turns = ((*begin, *first), *later)
         if all(turns):
-            name = f"{set_name}/{each.prompt_id}"
-            prompts.append(Prompt(name, set_name, turns, each.max_tokens, each.answer, each.depth))
+            name = f"{set_name}/{text.prompt_id}"
+            prompts.append(Prompt(name, set_name, turns, text.max_tokens, text.answer, text.depth))
     return prompts
 
 

@@ -145,7 +145,8 @@ def manner_of(served: Served, ids: Sequence[int], text: str) -> Manner:
         echoed = _parsed(_Completion, served.ask(ids, 1, **_ECHO)) if by_id else None
         return Manner(by_id, fields, echoed is not None and echoed.choices[0].losses(len(ids)) is not None)
     raise UsageError(
-        f"{served.http.base_url}/v1/completions answered a prompt of {len(ids)} tokens {answer.status}: "
+        f"{served.http.base_url}/v1/completions answered a prompt of {len(ids)} tokens with status "
+        f"{answer.status}: "
         f"{answer.text[:200]}"
     )
 
@@ -165,8 +166,8 @@ def _check_weights(served: Served, reference: _Reference) -> None:
     fingerprint = info.model.weights_fingerprint if info else None
     if fingerprint and fingerprint not in reference.loaded.fingerprints():
         raise UsageError(
-            f"{served.http.base_url} serves {info.model.name} with the weights {fingerprint[:12]}, and --model is "
-            f"{reference.loaded.info.name} with other ones: name the model that is served"
+            f"{served.http.base_url} serves {info.model.name} with the weights {fingerprint[:12]}, but --model "
+            f"{reference.loaded.info.name} has other weights: name the served model"
         )
 
 
@@ -203,23 +204,24 @@ class _Reference:
         """The prompts in the tokens that a server makes of their texts, and the canaries whose tokens stay the same."""
 
         def as_read(prompts: Sequence[Prompt]) -> tuple[Prompt, ...]:
-            texts = (dataclasses.replace(each, turns=tuple(map(self.reads, each.turns))) for each in prompts)
-            return tuple(each for each in texts if each.longest <= self.context)
+            texts = (dataclasses.replace(prompt, turns=tuple(map(self.reads, prompt.turns))) for prompt in prompts)
+            return tuple(prompt for prompt in texts if prompt.longest <= self.context)
 
         canaries = tuple(c for c in material.canaries if self.reads(c.prompt_token_ids) == tuple(c.prompt_token_ids))
         return Material(as_read(material.forced), as_read(material.passkeys), canaries, material.left_out)
 
     def read_alike(self, prompts: Sequence[Prompt], answers: Answers) -> tuple[Prompt, ...]:
         """The conversations whose whole text has the tokens of its turns, as a server reads it."""
-        whole = ((each, each.last_prompt(answers[each.prompt_id])) for each in prompts)
-        return tuple(each for each, ids in whole if self.reads(ids) == ids)
+        whole = ((prompt, prompt.last_prompt(answers[prompt.prompt_id])) for prompt in prompts)
+        return tuple(prompt for prompt, ids in whole if self.reads(ids) == ids)
 
     def answers(self, material: Material) -> Answers:
         return answering.answer_all(measure.engine_with_room(self.config, self.loaded, material), material.everything)
 
     def losses(self, talks: Sequence[Conversation]) -> list[np.ndarray]:
         """Minus the log probability of each token that follows another."""
-        engine = TeacherForced(self.config, self.loaded, answering.ROWS, max(len(each.tokens) for each in talks))
+        longest = max(len(conversation.tokens) for conversation in talks)
+        engine = TeacherForced(self.config, self.loaded, answering.ROWS, longest)
         predicted = answering.predictions(
             engine, talks, self.loaded.info.vocab_size, self.config.max_num_batched_tokens
         )
@@ -355,7 +357,7 @@ def _probabilities(
     asked: _ServerAnswers, reference: _Reference, material: Material, expected: Answers
 ) -> tuple[list[Positions], list[Positions]]:
     """Compares the server on prompts and expected answers with the built-in engine, and with itself."""
-    talks = [Conversation.of(each, expected[each.prompt_id]) for each in material.forced]
+    talks = [Conversation.of(prompt, expected[prompt.prompt_id]) for prompt in material.forced]
     own = reference.losses(talks)
     first = asked.all(asked.losses, talks, _AT_ONCE, "probabilities")
     again = asked.all(asked.losses, talks[::-1], _AT_ONCE_OF_CONTROL, "control: probabilities in other order")[::-1]

@@ -253,7 +253,8 @@ def usable_nodes(cluster: Cluster, needs: Needs, what: str, wait_s: float, say: 
             have = [", ".join(f"{name} {n:g}" for name, n in node.resources.items()) for node in cluster.nodes()]
             raise UsageError(
                 f"no machine of the Ray cluster has {what} ({plural(len(have), 'machine')}: "
-                f"{and_more(have, 3, between='; ')}): start Ray where it is with --num-cpus, --num-gpus or --resources"
+                f"{and_more(have, 3, between='; ')}): start Ray on a machine that has it, with --num-cpus, --num-gpus "
+                "or --resources"
             )
         if not is_said:
             say(f"waiting for a machine of the Ray cluster that has {what}, {wait_s:g} s at most (--ray-wait)")

@@ -345,11 +345,11 @@ def _require_alike(machines: Sequence[tuple[ClusterNode, Environment]]) -> None:
     for node, now in machines[1:]:
         differences, _ = environment_differences(before.model_copy(update={"git": GitState()}), now)
         if differences:
-            words = and_more([words.replace(" then, ", f" on {first.name}, ").replace(" now)", f" on {node.name})")
-                              for words in differences], 3)  # fmt: skip
+            machines_named = (text.replace(" then, ", f" on {first.name}, ") for text in differences)
+            words = and_more([text.replace(" now)", f" on {node.name})") for text in machines_named], 3)
             raise UsageError(
                 f"the machines of the Ray cluster are not alike, and a sweep on both would compare them: {words}; name "
-                "a resource that one kind alone has with --device-resource"
+                "with --device-resource a resource that only one kind has"
             )
 
 

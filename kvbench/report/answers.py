@@ -10,7 +10,7 @@ from kvbench.common import text as words
 from kvbench.effects.comparison import Call, Comparison
 from kvbench.metrics.definitions import ENGINE, figure
 from kvbench.report.comparisons import THROUGHPUT, TTFT, amount, interval, median, served
-from kvbench.report.decision import Candidate, Decision, SettingAnswer, Subject, Verdict, wins
+from kvbench.report.decision import Candidate, Decision, Question, SettingAnswer, Worth, wins
 from kvbench.report.provenance import server_facts
 from kvbench.report.quality import is_quantised, outlier_words, saturation_words
 from kvbench.report.wording import say
@@ -19,15 +19,15 @@ from kvbench.workload.settings import effective, setting_title, value_words
 
 MOST_WORDS = 12  # of an answer
 _MARKS = {
-    Verdict.PAYS: "better",
-    Verdict.BETTER_P95: "better",
-    Verdict.RISK: "risk",
-    Verdict.MIXED_P95: "risk",
-    Verdict.COSTS: "worse",
-    Verdict.WORSE_P95: "worse",
+    Worth.PAYS: "better",
+    Worth.BETTER_P95: "better",
+    Worth.RISK: "risk",
+    Worth.MIXED_P95: "risk",
+    Worth.COSTS: "worse",
+    Worth.WORSE_P95: "worse",
 }
-_BY_THROUGHPUT = (Verdict.PAYS, Verdict.PAYS_LITTLE, Verdict.RISK, Verdict.COSTS)
-_BY_P95 = (Verdict.BETTER_P95, Verdict.MIXED_P95)
+_BY_THROUGHPUT = (Worth.PAYS, Worth.PAYS_LITTLE, Worth.RISK, Worth.COSTS)
+_BY_P95 = (Worth.BETTER_P95, Worth.MIXED_P95)
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def numbers(decision: Decision, one: Candidate) -> str:
     if as_served and as_served.low is not None:  # of fewer repeats the ratio says nothing
         texts.insert(1, say("answers.as_served", as_served.call, amount=amount(as_served.ratio)))
     undecided = words.listing([figure(metric).title for metric, p95 in one.p95.items() if not p95.decided])
-    is_named = bool(undecided) and one.verdict in (Verdict.PAYS, Verdict.NO_CHANGE)
+    is_named = bool(undecided) and one.verdict in (Worth.PAYS, Worth.NO_CHANGE)
     texts.append(say("answers.undecided", is_named, names=undecided))
     if one.worst in one.elsewhere:
         texts.append(say("answers.but", loss=loss(one, one.throughput)))
@@ -145,14 +145,14 @@ def _number(decision: Decision, comparison: Comparison) -> str:
 
 def report_answers(decision: Decision) -> tuple[ReportAnswer, ...]:
     """The answers of a run in words, in their order."""
-    made = {Subject.PAGING: _paging, Subject.PAGE_SIZE: _page_size}
+    made = {Question.PAGING: _paging, Question.PAGE_SIZE: _page_size}
     return tuple(made.get(answer.subject, _setting)(decision, answer) for answer in decision.answers)
 
 
 def _setting(decision: Decision, answer: SettingAnswer) -> ReportAnswer:
     (one,) = answer.candidates
     subject = one.name
-    if answer.subject == Subject.SETTING:
+    if answer.subject == Question.SETTING:
         value = value_words(answer.setting, effective(one.cell.settings, answer.setting))
         form = {"kv_cache_dtype": "value"}.get(answer.setting, value)
         subject = say("answers.subject", form, title=setting_title(answer.setting), value=value)
@@ -185,14 +185,14 @@ def _paging(decision: Decision, answer: SettingAnswer) -> ReportAnswer:
     for pair in answer.candidates:
         here = pair.here  # the other loads have words of their own
         where = say("answers.where", pair.cell.load != decision.load, where=pair.cell.load.where)
-        if where and here.verdict == Verdict.UNDECIDED:
+        if where and here.verdict == Worth.UNDECIDED:
             doubt = pair.cell.doubt or pair.base.doubt
-            texts.append((doubt or say("answers.verdict", Verdict.UNDECIDED).lower()) + where)
+            texts.append((doubt or say("answers.verdict", Worth.UNDECIDED).lower()) + where)
         else:
             texts.append(f"{numbers(decision, here)}{where}{_beside_each_other(pair.cell, pair.base)}")
     subject, one = say("answers.paging"), answer.decided
     if one is None:
-        return ReportAnswer(subject, say("answers.verdict", Verdict.UNDECIDED), "", "; ".join(texts))
+        return ReportAnswer(subject, say("answers.verdict", Worth.UNDECIDED), "", "; ".join(texts))
     verdict, mark = _with_quality(decision, one, one.verdict)
     return ReportAnswer(subject, verdict, _sizes(one, verdict), "; ".join(texts), mark)
 
@@ -217,7 +217,7 @@ def _page_size(decision: Decision, answer: SettingAnswer) -> ReportAnswer:
         texts.append(f"{one.cell.page_size}: {verdict.lower()}, {numbers(decision, one)}")
     subject, best = say("answers.page_size"), answer.decided
     if best is None:
-        undecided = all(one.verdict == Verdict.UNDECIDED for one in answer.candidates)
+        undecided = all(one.verdict == Worth.UNDECIDED for one in answer.candidates)
         kept = say("answers.keep_size", undecided, size=answer.candidates[0].base.page_size or say("answers.default"))
         reason = say("answers.unsafe_sizes", bool(wins(answer.candidates)))
         reason = reason or say("answers.no_better_size", not undecided)
@@ -227,7 +227,7 @@ def _page_size(decision: Decision, answer: SettingAnswer) -> ReportAnswer:
     return ReportAnswer(subject, verdict, _sizes(best, verdict), "; ".join(texts), mark)
 
 
-def _with_quality(decision: Decision, one: Candidate, graded: Verdict) -> tuple[str, str]:
+def _with_quality(decision: Decision, one: Candidate, graded: Worth) -> tuple[str, str]:
     """A verdict with what is wrong with the answers behind it, and its mark.
 
     That they were not measured is said of what one would set, and of a quantised KV.
@@ -247,12 +247,12 @@ def _sizes(one: Candidate, verdict: str) -> str:
     elif one.graded in _BY_P95 and one.best_p95:
         clauses.append(size(one.best_p95))
     beside = one.throughput or one.best_p95
-    if one.worst and beside and one.verdict != Verdict.COSTS:
+    if one.worst and beside and one.verdict != Worth.COSTS:
         shorter = say("answers.short_loss", one.worst[0] != one.cell.load, size=size(one.worst[1]))
         return _first_that_fits(verdict, _after(clauses, loss(one, beside)), _after(clauses, shorter), shorter)
-    if one.best_p95 and one.verdict == Verdict.PAYS:
+    if one.best_p95 and one.verdict == Worth.PAYS:
         clauses.append(size(one.best_p95))
-    with_room = joined(*clauses, room_words(one) * (one.verdict != Verdict.NO_CHANGE))
+    with_room = joined(*clauses, room_words(one) * (one.verdict != Worth.NO_CHANGE))
     return _first_that_fits(verdict, with_room, joined(*clauses), joined(*clauses[:1]))
 
 

@@ -159,7 +159,7 @@ def _goodput(cell: MeasuredCell) -> Value:
 
 
 def _open_after_last(cell: MeasuredCell) -> Value:
-    """How long streams stayed open, where they take a visible share of the requests' time."""
+    """The time that streams stayed open, where it is a visible share of the requests' time."""
     share, open_ms = (median(cell.per_repeat(f"open_after_last_{what}")) for what in ("share", "p50_ms"))
     if share is None or share <= LONG_OPEN:
         return NONE
@@ -196,13 +196,13 @@ def flat_rows(table: ReportTable, comparisons: Comparisons) -> list[dict[str, An
     """Returns plain numbers for summary.csv: the table of all cells plus what it abbreviates."""
     rows = []
     for row, cell in zip(table.rows, comparisons.by_load, strict=True):
-        shown = {each.key: value.sort for each, value in zip(table.columns, row.values, strict=True)}
+        shown = {column.key: value.sort for column, value in zip(table.columns, row.values, strict=True)}
         flat = _identity(cell)
         flat |= {key: value for key, value in shown.items() if key not in flat}
         for part, steady in (("steady", True), ("whole_run", False)):
             flat |= {f"{part}_ttft_ms_{w}": cell.percentile("ttft_ms", w, steady)[0] for w in ("p50", "p95")}
         window = _WINDOWS[cell.has_steady_latency]
-        flat |= {f"{key}_window": window for each in _LATENCIES if (key := _key(each)) in shown}
+        flat |= {f"{key}_window": window for metric in _LATENCIES if (key := _key(metric)) in shown}
         flat |= {"tokens_per_chunk": median(cell.per_repeat("tokens_per_chunk"))}
         if rates := spread(cell.throughput()):
             bounds = {"min": rates.low, "max": rates.high, "window": _WINDOWS[cell.has_steady]}
@@ -292,7 +292,7 @@ def _failure_table(cells: Sequence[MeasuredCell], problems: Sequence[str]) -> Re
 
 
 def served_words(cell: MeasuredCell) -> str:
-    """served 20 of 48 requests and refused the others (28 of 48: "Context size has been exceeded.")"""
+    """Writes `served 20 of 48 requests and refused the others (28 of 48: "Context size has been exceeded.")`."""
     why = failure_words(cell.failure_messages, cell.sent)
     return say("cells.served", completed=cell.count("completed"), sent=cell.sent, why=why)
 

@@ -1,4 +1,4 @@
-"""How good the measurement was: the client's calibration, and a row a cell on its delays and on the machine."""
+"""The quality of the measurement: the client's calibration, and a row a cell on its delays and on the machine."""
 
 from __future__ import annotations
 

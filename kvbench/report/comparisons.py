@@ -1,4 +1,4 @@
-"""How the configurations of a run compare: which cells, in which metric and clock, and the words for it. Pure.
+"""Compares the configurations of a run: which cells, in which metric and clock, and the words for it. Pure.
 
 Engine time answers where it decides, since small effects show there; else the ratios paired by repeat that were served
 over HTTP. The two clocks are never mixed in one figure, and each comparison says of which clock it is. All of a
@@ -121,7 +121,7 @@ def best(cells: Sequence[MeasuredCell]) -> MeasuredCell | None:
 
 
 def is_steady(metric: str, *cells: MeasuredCell) -> bool:
-    """Tests whether a metric of ``cells`` is compared in the steady window; else over the whole run, of all of them."""
+    """Tests whether a metric of ``cells`` is compared in the steady window, else over the whole run."""
     return all_steady_latency(cells) if figure(metric).statistic else all_steady(cells)
 
 
@@ -149,7 +149,7 @@ def median_ratio(cell: MeasuredCell, other: MeasuredCell, ratio: Comparison) -> 
 
 
 def leaders(cells: Sequence[MeasuredCell]) -> dict[str, dict[str, Call]]:
-    """The configurations of a load not decided to be worse than the best value, by column of the table of all cells.
+    """The configurations of a load that are not surely worse than the best value, by column of the large table.
 
     LEVEL is the best one and what is level with it, UNDECIDED what is not told apart from it. Among valid cells,
     without percentiles of too few samples; empty where no cell is decided to be worse.
@@ -341,7 +341,8 @@ def _decisive(in_turns: Mapping[str, Comparison], as_served: Mapping[str, Compar
 
 
 def _decided_load(run: Run, decisive: Mapping[str, Mapping[str, Comparison]]) -> MeasuredLoad | None:
-    """In closed loop a throughput decides a load; in open loop the arrivals set it, so a p95 decides as well."""
+    """The heaviest load that is decided. Throughput decides in closed loop; in open loop the arrivals set it, so a p95
+    decides as well."""
     for load in reversed(run.loads):
         metrics = JUDGED if load.mode == "open" else (THROUGHPUT,)
         ratios = [decisive[cell.cell_id] for cell in run.at(load)]
@@ -360,13 +361,13 @@ def _not_varied(run: Run, base: MeasuredCell) -> tuple[str, ...]:
 
 
 def marked(comparison: Comparison) -> str:
-    """1.65x; ≈1.02x when level; 1.65x? when not told apart from 1, as ``RATIO_MARKS`` explains."""
+    """Writes `1.65x`, `≈1.02x` when level, `1.65x?` when not told apart from 1, as ``RATIO_MARKS`` explains."""
     level, undecided = (comparison.call == call for call in (Call.LEVEL, Call.UNDECIDED))
     return "≈" * level + words.ratio(comparison.ratio) + "?" * undecided
 
 
 def amount(ratio: float) -> str:
-    """+16 %, −4.2 %, 2.4x: a ratio as a change, from twice on as a multiple."""
+    """Writes a ratio as a change, `+16 %` or `−4.2 %`, and from twice on as a multiple, `2.4x`."""
     if ratio >= 2:
         return f"{_number(ratio, times=True)}x"
     number = _number(ratio, times=False)
@@ -375,7 +376,7 @@ def amount(ratio: float) -> str:
 
 
 def interval(comparison: Comparison) -> str:
-    """(13 to 20), in the unit of ``amount``; empty where it tells nothing."""
+    """Writes the interval, `(13 to 20)`, in the unit of ``amount``; empty where it tells nothing."""
     low, high = comparison.low, comparison.high
     if low is None or high is None or high > _WIDEST * low:
         return ""
@@ -383,13 +384,13 @@ def interval(comparison: Comparison) -> str:
 
 
 def signed_interval(comparison: Comparison) -> str:
-    """+17.4 to +19.8, in percent; empty where it tells nothing."""
+    """Writes the interval in percent with signs, `+17.4 to +19.8`; empty where it tells nothing."""
     ends = (round(100 * ((end or 1.0) - 1), 1) + 0.0 for end in (comparison.low, comparison.high))  # no -0.0
     return " to ".join(f"{end:+.1f}" for end in ends) if interval(comparison) else ""
 
 
 def sized(comparison: Comparison) -> str:
-    """+16 % (13 to 20); 2.4x (1.9 to 3.1) from twice on."""
+    """Writes `+16 % (13 to 20)`, from twice on `2.4x (1.9 to 3.1)`."""
     return f"{amount(comparison.ratio)} {interval(comparison)}".rstrip()
 
 

@@ -28,7 +28,7 @@ _LEAST_ROOM = 1.1  # times the baseline's tokens in the same memory: from here o
 _MOST_COMBINED = 4  # answers on combinations of settings
 
 
-class Verdict(StrEnum):
+class Worth(StrEnum):
     """The worth of a configuration beside the baseline."""
 
     PAYS = "pays"
@@ -84,34 +84,34 @@ class Candidate:
     @property
     def best(self) -> Comparison | None:
         """The comparison that the configuration wins by: its throughput, or the p95 that is furthest ahead."""
-        if self.verdict == Verdict.BETTER_P95:
+        if self.verdict == Worth.BETTER_P95:
             return self.best_p95
         return self.throughput or self.best_p95
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> Worth:
         """The verdict by the rule in this module's docstring; a gain is not graded."""
         call, better, worse = self.throughput_call, self.best_p95 is not None, self.worst is not None
         # In closed loop an undecided throughput may yet be lower.
         is_settled = call == Call.LEVEL or self.cell.load.mode == "open"
         cases = (
-            (Verdict.COSTS, call == Call.WORSE),
-            (Verdict.RISK, call == Call.BETTER and worse),
-            (Verdict.PAYS, call == Call.BETTER),
-            (Verdict.MIXED_P95, worse and better),
-            (Verdict.WORSE_P95, worse),
-            (Verdict.BETTER_P95, better and is_settled),
-            (Verdict.NO_CHANGE, call == Call.LEVEL),
-            (Verdict.UNDECIDED, True),
+            (Worth.COSTS, call == Call.WORSE),
+            (Worth.RISK, call == Call.BETTER and worse),
+            (Worth.PAYS, call == Call.BETTER),
+            (Worth.MIXED_P95, worse and better),
+            (Worth.WORSE_P95, worse),
+            (Worth.BETTER_P95, better and is_settled),
+            (Worth.NO_CHANGE, call == Call.LEVEL),
+            (Worth.UNDECIDED, True),
         )
         return next(verdict for verdict, holds in cases if holds)
 
     @property
-    def graded(self) -> Verdict:
+    def graded(self) -> Worth:
         """The verdict, which tells a gain that may be as small as a level change from a larger one."""
         gain = self.throughput
-        if self.verdict == Verdict.PAYS and gain and gain.low is not None and gain.low < 1 + MARGINS[gain.clock]:
-            return Verdict.PAYS_LITTLE
+        if self.verdict == Worth.PAYS and gain and gain.low is not None and gain.low < 1 + MARGINS[gain.clock]:
+            return Worth.PAYS_LITTLE
         return self.verdict
 
     @property
@@ -128,8 +128,8 @@ class Candidate:
     @property
     def would_be_set(self) -> bool:
         """Tests whether its speed speaks for it, so that the safety of its answers matters."""
-        wanted = self.verdict in (Verdict.PAYS, Verdict.BETTER_P95, Verdict.RISK)
-        return wanted or (is_quantised(self.cell) and self.verdict != Verdict.COSTS)
+        wanted = self.verdict in (Worth.PAYS, Worth.BETTER_P95, Worth.RISK)
+        return wanted or (is_quantised(self.cell) and self.verdict != Worth.COSTS)
 
     def inverse(self, quality: Quality) -> Candidate:
         """The baseline against the configuration. ``quality``: of the baseline's answers."""
@@ -167,10 +167,10 @@ def wins(candidates: Sequence[Candidate]) -> list[Candidate]:
 
     In open loop the best p95 comes first in any case: the arrivals set the throughput.
     """
-    pays = [one for one in candidates if one.verdict == Verdict.PAYS]
+    pays = [one for one in candidates if one.verdict == Worth.PAYS]
     if pays and pays[0].cell.load.mode != "open":
         return pays
-    faster = [one for one in candidates if one.verdict == Verdict.BETTER_P95]
+    faster = [one for one in candidates if one.verdict == Worth.BETTER_P95]
     return sorted(pays or faster, key=lambda one: one.best_p95.ratio if one.best_p95 else 1.0)
 
 
@@ -218,7 +218,7 @@ class Conclusion:
         return self.candidate
 
 
-class Subject(StrEnum):
+class Question(StrEnum):
     """The kinds of question that a report answers."""
 
     PAGING = "paging"
@@ -236,7 +236,7 @@ class SettingAnswer:
     decided: whose verdict is the answer; None where the baseline is kept or no load decides
     """
 
-    subject: Subject
+    subject: Question
     candidates: tuple[Candidate, ...]
     decided: Candidate | None
     setting: str = ""
@@ -321,11 +321,11 @@ class Decision:
             return Conclusion(Advice.ALONE)
         if self.base is None:
             return Conclusion(Advice.NO_BASELINE)
-        if all(one.verdict == Verdict.UNDECIDED for one in self.candidates):
+        if all(one.verdict == Worth.UNDECIDED for one in self.candidates):
             return Conclusion(Advice.NOT_TOLD)
         if ahead := wins(self.candidates):
             return self._of_winners(ahead)
-        risks = (Conclusion(Advice.RISK, one) for one in self.candidates if one.verdict == Verdict.RISK)
+        risks = (Conclusion(Advice.RISK, one) for one in self.candidates if one.verdict == Worth.RISK)
         return next(risks, None) or self._without_winners()
 
     def _of_winners(self, ahead: Sequence[Candidate]) -> Conclusion:
@@ -348,9 +348,9 @@ class Decision:
             if not self.pair or {one.cell.name, one.base.name} != set(self.pair):
                 continue
             kept = self._inverse(one)
-            if kept.verdict in (Verdict.PAYS, Verdict.RISK, Verdict.BETTER_P95) and kept.best:
+            if kept.verdict in (Worth.PAYS, Worth.RISK, Worth.BETTER_P95) and kept.best:
                 return Conclusion(Advice.PAGING, kept)
-            if kept.verdict == Verdict.MIXED_P95 and kept.best_p95:
+            if kept.verdict == Worth.MIXED_P95 and kept.best_p95:
                 return Conclusion(Advice.PAGING_RISK, kept)
         if len(self.candidates) == 1:
             return Conclusion(Advice.ONLY, self.candidates[0])
@@ -365,7 +365,7 @@ class Decision:
         combined = []
         for one in self.candidates:
             if len(one.changed) > 1:
-                combined.append(SettingAnswer(Subject.COMBINATION, (one,), one))
+                combined.append(SettingAnswer(Question.COMBINATION, (one,), one))
             elif one.changed and not (self.pair and one.changed == {"layout"}):
                 alone.setdefault(*one.changed, []).append(one)
         answers = [self._paging_answer()] if self.pair else []
@@ -373,17 +373,17 @@ class Decision:
             if name == "page_size":
                 ahead = wins(alone[name])
                 best = next(iter(safe_ones(ahead) or open_ones(ahead)), None)
-                answers.append(SettingAnswer(Subject.PAGE_SIZE, tuple(alone[name]), best, name))
+                answers.append(SettingAnswer(Question.PAGE_SIZE, tuple(alone[name]), best, name))
             else:
-                answers += [SettingAnswer(Subject.SETTING, (one,), one, name) for one in alone[name]]
+                answers += [SettingAnswer(Question.SETTING, (one,), one, name) for one in alone[name]]
         return (*answers, *combined[:_MOST_COMBINED])
 
     def _paging_answer(self) -> SettingAnswer:
         """Compares paged with contiguous: the highest load that has a verdict decides."""
         pairs = [self.paged_against_contiguous(load) for load in reversed(self.comparisons.pairs)]
-        spoken = [one for one in pairs if one.cell.load == self.load or one.here.verdict != Verdict.UNDECIDED]
-        with_verdict = [one for one in spoken if one.verdict != Verdict.UNDECIDED]
-        return SettingAnswer(Subject.PAGING, tuple(pairs), next(iter(with_verdict or spoken), None))
+        spoken = [one for one in pairs if one.cell.load == self.load or one.here.verdict != Worth.UNDECIDED]
+        with_verdict = [one for one in spoken if one.verdict != Worth.UNDECIDED]
+        return SettingAnswer(Question.PAGING, tuple(pairs), next(iter(with_verdict or spoken), None))
 
     def measured_together(self, *parts: Candidate) -> bool:
         """Tests whether one configuration has the changes of all ``parts``."""

@@ -10,7 +10,7 @@ from kvbench.effects.comparison import FEWEST, Call
 from kvbench.metrics.definitions import ENGINE
 from kvbench.report.answers import count_words, gain, in_clock, joined, loss, room_words, throughput_words, ttft_words
 from kvbench.report.comparisons import THROUGHPUT, amount, signed_interval, spread
-from kvbench.report.decision import Advice, Candidate, Decision, Verdict
+from kvbench.report.decision import Advice, Candidate, Decision, Worth
 from kvbench.report.limits import growth_brief
 from kvbench.report.quality import is_quantised
 from kvbench.report.tables import UNCERTAIN
@@ -120,7 +120,7 @@ def _best(decision: Decision) -> list[str]:
     assert best.best is not None  # it won by that
     quality, change = best.quality, gain(best, best.best)
     first = say("headline.best", advice, name=brief_name(best), size=change, doubt=quality.doubt)
-    beside = ttft_words(best) if best.verdict == Verdict.PAYS else throughput_words(best)
+    beside = ttft_words(best) if best.verdict == Worth.PAYS else throughput_words(best)
     others = {
         Advice.SHIP: (beside, quality.brief * is_quantised(best.cell), room_words(best)),
         Advice.WOULD_BRING: (beside, growth_brief(decision.breaks), room_words(best)),
@@ -155,12 +155,12 @@ def _only(decision: Decision) -> list[str]:
     """The run has one candidate, and it is not ahead."""
     one = decision.conclusion.advised
     name, where = brief_name(one), one.cell.load.where
-    if one.verdict == Verdict.COSTS and one.throughput:
+    if one.verdict == Worth.COSTS and one.throughput:
         return [say("headline.do_not_ship", name=name, loss=gain(one, one.throughput)), ttft_words(one)]
     call = throughput_words(one)
     if one.throughput:
         call += in_clock(one.throughput)
-    if one.verdict == Verdict.MIXED_P95 and one.best_p95:
+    if one.verdict == Worth.MIXED_P95 and one.best_p95:
         best = one.best_p95
         return [say("headline.risk", name=name, gain=gain(one, best), loss=loss(one, best)), call]
     if one.worst:
@@ -179,7 +179,7 @@ def _keep(decision: Decision) -> list[str]:
 
 def _not_ahead(candidates: Sequence[Candidate]) -> str:
     """Writes ``2 changes are not ahead, 5 not decided``."""
-    undecided = sum(one.verdict == Verdict.UNDECIDED for one in candidates)
+    undecided = sum(one.verdict == Worth.UNDECIDED for one in candidates)
     rest = len(candidates) - undecided
     return joined(say("headline.not_ahead", n=rest), say("headline.undecided", n=undecided))
 

@@ -136,7 +136,7 @@ class HitLedger:
 
 
 def signed_percent(share: float) -> str:
-    """+0.4 %, −1.1 %; 0 % for what is too small for a word."""
+    """Writes `+0.4 %` or `−1.1 %`; `0 %` for a share that is too small to mention."""
     if abs(share) < NOTHING:
         return "0 %"
     return ("+" if share > 0 else "−") + words.percent(abs(share))

@@ -1,4 +1,4 @@
-"""Where the KV bytes went: the ledger as table and sentence, and what the memory is divided into."""
+"""The use of the KV bytes: the ledger as table and sentence, and what the memory is divided into."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def ledger_sentence(comparisons: Comparisons, ledgers: Ledgers) -> str:
 
 
 def _filled(cell: MeasuredCell, uses: Ledger, whole: str = "") -> str:
-    """contiguous held tokens in 12 % of the KV budget and wasted 76 % on slots reserved and empty (12 % free)"""
+    """Writes `contiguous held tokens in 12 % of the KV budget and wasted 76 % on reserved, empty slots (12 % free)`."""
     shares = {use: words.percent(uses.share(use)) for use in _SAID if uses.share(use) >= 0.01}
     more = [say("kv.named", use, share=share, use=use) for use, share in shares.items()]
     tokens, waste = (words.percent(uses.share(use)) for use in ("tokens", "waste"))

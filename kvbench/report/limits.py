@@ -1,4 +1,4 @@
-"""What limited each cell, by listed rules, and at which load each configuration breaks.
+"""The limit of each cell, by listed rules, and the load at which each configuration breaks.
 
 The rules are tried in the order of ``RULES``; the first that holds names the limit, and every rule that holds says what
 it saw. What a server does not tell is None in ``LoadFacts``, and a rule that needs it does not hold.
@@ -67,7 +67,7 @@ class LoadFacts:
 
     @property
     def scaling(self) -> float | None:
-        """1: tokens/s grow as the sequences do; 0: not at all. None where not clearly more sequences ran."""
+        """The growth of tokens/s with the sequences: 1 in step, 0 not at all; None without clearly more sequences."""
         if not self.rate_growth or not self.running_growth or self.running_growth <= MORE_RAN:
             return None
         return math.log(self.rate_growth) / math.log(self.running_growth)
@@ -98,7 +98,7 @@ class LoadFacts:
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule that may name the limit of a load; what it says is under its name in the file of sentences.
+    """A rule that may name the limit of a load. Its sentences are under its name in the file of sentences.
 
     limit: what it names; empty for a rule that only adds evidence
     """
@@ -319,7 +319,7 @@ class Break:
 
     @property
     def words(self) -> str:
-        """at 3/s (KV memory); at 5/s where no limit was seen; not up to 5/s"""
+        """The break as `at 3/s (KV memory)`, `at 5/s` where no limit was seen, or `not up to 5/s`."""
         if self.at is None:
             return say("limits.not_up_to", load=self.cells[-1].load.short)
         return say("limits.where", self.limit not in (NOTHING, UNKNOWN), where=self.at.load.where, limit=self.limit)
@@ -365,7 +365,7 @@ def growth_parts(every: Sequence[Break], loads: Sequence[MeasuredLoad]) -> Itera
 
 
 def growth_brief(every: Sequence[Break]) -> str:
-    """contiguous breaks at 3/s, paged (page 16) at 4/s: the first to break, and the baseline; empty where none does."""
+    """Writes the first to break and the baseline, or nothing: `contiguous breaks at 3/s, paged (page 16) at 4/s`."""
     broken = sorted(((one, one.at.load) for one in every if one.at), key=lambda pair: pair[1])
     if not broken:
         return ""

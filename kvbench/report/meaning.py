@@ -15,7 +15,7 @@ _WITHOUT_A_CHOICE = (Advice.WRONG_ANSWERS, Advice.OUTSIDE, Advice.ONLY)
 
 
 @dataclass(frozen=True)
-class Served:
+class MostServed:
     """The most that a configuration served at any load. rate: requests/s within the SLO, else output tokens/s."""
 
     cell: MeasuredCell
@@ -64,15 +64,15 @@ def meaning(decision: Decision, price_per_hour: float | None) -> ReportAnswer | 
     return ReportAnswer(title, answer, say("meaning.needs", other=name, needed=needed), numbers)
 
 
-def _most_served(decision: Decision, name: str, with_slo: bool) -> Served | None:
+def _most_served(decision: Decision, name: str, with_slo: bool) -> MostServed | None:
     """The valid load at which a configuration served most; None where none has the figure."""
     served = []
     for cell in decision.comparisons.cells:
         rate = median(cell.per_repeat("goodput") if with_slo else cell.throughput())
         if cell.name == name and cell.valid and rate is not None:
-            served.append(Served(cell, rate))
+            served.append(MostServed(cell, rate))
     return max(served, key=lambda one: one.rate, default=None)
 
 
-def _share(served: Served) -> str:
+def _share(served: MostServed) -> str:
     return words.percent(served.cell.share_within_slo)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from kvbench.common import text as words
 from kvbench.effects.comparison import FEWEST, Comparison
 from kvbench.metrics.definitions import ENGINE
-from kvbench.report.decision import Candidate, Decision, Verdict, open_ones, wins
+from kvbench.report.decision import Candidate, Decision, Worth, open_ones, wins
 from kvbench.report.limits import NOTHING
 from kvbench.report.quality import is_quantised
 from kvbench.report.wording import say
@@ -63,7 +63,7 @@ def combine(decision: Decision) -> Iterator[NextStep]:
     """Settings that pay alone may not pay together; none whose answers lie outside the limits."""
     paying: dict[str, Candidate] = {}
     for one in decision.candidates:
-        pays = one.verdict == Verdict.PAYS and not one.quality.outside
+        pays = one.verdict == Worth.PAYS and not one.quality.outside
         if pays and len(one.changed) == 1 and one.changed != {"layout"}:
             paying.setdefault(*one.changed, one)
     if len(paying) < 2 or decision.measured_together(*paying.values()):
@@ -77,7 +77,7 @@ def combine(decision: Decision) -> Iterator[NextStep]:
 def decide(decision: Decision) -> Iterator[NextStep]:
     """Adds engine time or repeats, as many as the size of the undecided effects asks for."""
     run = decision.run
-    undecided = [one for one in decision.candidates if one.verdict == Verdict.UNDECIDED and one.throughput]
+    undecided = [one for one in decision.candidates if one.verdict == Worth.UNDECIDED and one.throughput]
     comparisons = [one.throughput for one in undecided if one.throughput]
     if not comparisons:
         return

@@ -1,4 +1,4 @@
-"""What the simulator predicted beside what was measured: cell by cell with the error, and one run over time."""
+"""The simulator's predictions beside the measurements: cell by cell with the error, and one run over time."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _value(figure: Predicted | None) -> Value:
 
 
 def _short(value: float) -> str:
-    """1,031; 12.3; 0.456"""
+    """Writes a number in three digits or whole: `1,031`, `12.3`, `0.456`."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 

@@ -1,4 +1,4 @@
-"""What the manifest tells: whether the run is valid, what limits its numbers, where it came from; and the glossary."""
+"""The manifest in words: whether the run is valid, what limits its numbers, where it came from; and the glossary."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _tuple(value: Any) -> Any:
 
 
 class RequestNotes(Record):
-    """The notes of a cell on how its requests were made, and on the part of a trace; None where there are none."""
+    """The notes of a cell on how its requests were made and from which part of a trace; None: none."""
 
     length_scale: Annotated[tuple[_Lenient, ...], BeforeValidator(_tuple)] = ()
     duration_s: _Lenient = None
@@ -273,7 +273,7 @@ def _launches(run: Run) -> list[tuple[str, str]]:
 
 
 def kv_capacity(capacity: Capacity) -> str:
-    """6,144 tokens, 96 MiB of f32: what a KV cache holds, as far as it is known; empty where nothing is."""
+    """Writes the size of a KV cache as far as it is known, `6,144 tokens, 96 MiB of f32`, or nothing."""
     if not (tokens := capacity.capacity_tokens):
         return ""
     size = capacity.kv_bytes or tokens * (capacity.bytes_per_token or 0)
@@ -328,7 +328,7 @@ def _text(value: Any) -> str:
 
 
 def on_what(run: Run) -> str:
-    """4xA100-80GB; empty for a measured run."""
+    """Names the simulated GPUs, `4xA100-80GB`; empty for a measured run."""
     if run.simulated is None:
         return ""
     count = run.simulated.tensor_parallel or 1

@@ -1,4 +1,4 @@
-"""What each configuration changes in the model's answers: from quality.json, else from canaries under load. Pure."""
+"""The changes of each configuration to the model's answers: from quality.json, else canaries under load. Pure."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ class Quality:
 
     @property
     def verdict(self) -> str:
-        """For the end of the verdict on its speed; empty where it is safe."""
+        """The words after the verdict on its speed; empty where it is safe."""
         return "" if self.safe else say("quality.verdict", "outside" if self.outside else "open")
 
     @property
     def brief(self) -> str:
-        """KLD 0.0009; KLD 0.0009 of random weights; quality not measured; all 24 canaries right; wrong answers"""
+        """The quality in few words: `KLD 0.0009`, `quality not measured`, `all 24 canaries right`, `wrong answers`."""
         if self.wrong:
             return say("quality.wrong")
         if self.figures is None:
@@ -79,7 +79,7 @@ class Quality:
 
 
 def _costs(figures: ConfigurationFigures | None) -> Iterator[str]:
-    """perplexity +4.0 %; passkeys 91 %: what was measured of both"""
+    """Yields what was measured of both: `perplexity +4.0 %`, `passkeys 91 %`."""
     more, passkeys = (figure(figures, name) for name in ("perplexity_change", "passkey.share"))
     if more is not None:
         yield f"perplexity {amount(1 + more)}"
@@ -115,12 +115,12 @@ def outlier_words(cell: MeasuredCell, facts: OutlierFacts) -> str:
 
 
 def times(ratio: float) -> str:
-    """1.7x, 1,110x"""
+    """Writes a factor in two or three digits: `1.7x`, `1,110x`."""
     return words.significant(ratio, 3 if ratio >= 100 else 2) + "x"
 
 
 def saturation_words(cell: MeasuredCell) -> str:
-    """0.2 % of the sampled K and V have fp8's largest code; empty where none has."""
+    """Writes `0.2 % of the sampled K and V have fp8's largest code`; empty where none has."""
     cut, sampled = (cell.counter(f"kv_{which}_values_total") for which in ("saturated", "sampled"))
     if not (cut and sampled):
         return ""
@@ -207,17 +207,17 @@ def prices(comparisons: Comparisons, by_id: Mapping[str, Quality]) -> Iterator[s
 
 
 def kld_text(value: float | None) -> str:
-    """0.0009, 3e-11: two figures."""
+    """Writes a KLD in two digits: `0.0009`, `3e-11`."""
     return "–" if value is None else f"{value:.2g}"
 
 
 def fine_percent(value: float) -> str:
-    """0.0123 -> 1.2 %; 1e-6 -> 0.0001 %"""
+    """Writes a share in two digits: 0.0123 is `1.2 %`, 1e-6 is `0.0001 %`."""
     return f"{100 * value:.2g} %"
 
 
 def _signed_percent(value: float) -> str:
-    """+4.00 %, −0.02 %"""
+    """Writes a change with its sign: `+4.00 %`, `−0.02 %`."""
     return f"{100 * value:+.2f} %".replace("-", "−")
 
 

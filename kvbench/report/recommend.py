@@ -19,7 +19,7 @@ from kvbench.effects.comparison import FEWEST, Call
 from kvbench.metrics.definitions import ENGINE, figure
 from kvbench.report.answers import candidate_answer, gain, joined, numbers
 from kvbench.report.comparisons import THROUGHPUT, differing, median, scatters, served
-from kvbench.report.decision import Candidate, Decision, Verdict, safe_ones, wins
+from kvbench.report.decision import Candidate, Decision, Worth, safe_ones, wins
 from kvbench.report.headline import headline
 from kvbench.report.kv import reservation
 from kvbench.report.next_steps import NextStep, again, combine, decide, quality_step, sweep_command
@@ -162,7 +162,7 @@ def _evidence(selected: Selection) -> Iterator[str]:
     decision, best = selected.decision, selected.best
     if best is None:
         for one in decision.candidates:
-            kept = one.verdict == Verdict.UNDECIDED or one in selected.unknown or one.quality.outside
+            kept = one.verdict == Worth.UNDECIDED or one in selected.unknown or one.quality.outside
             if not kept and one.cell.name not in selected.pair:
                 yield _line(decision, one)
         return
@@ -189,12 +189,12 @@ def _by_load(selected: Selection) -> Iterator[str]:
     decision = selected.decision
     for load in reversed(decision.comparisons.loads):
         candidates, here = decision.by_load[load], selected.at(load)
-        pays_here = selected.best and here and here.verdict == Verdict.PAYS
+        pays_here = selected.best and here and here.verdict == Worth.PAYS
         top = next(iter(safe_ones(wins(candidates))), None)
-        if load != decision.load and top and top.verdict == Verdict.PAYS and not pays_here:
+        if load != decision.load and top and top.verdict == Worth.PAYS and not pays_here:
             yield say("recommend.rather", where=load.where, line=_line(decision, top))
         for one in safe_ones(candidates):
-            if one.here.verdict == Verdict.PAYS and one.verdict == Verdict.RISK:
+            if one.here.verdict == Worth.PAYS and one.verdict == Worth.RISK:
                 yield say("recommend.only", where=load.where, line=_line(decision, one))
 
 
@@ -206,7 +206,7 @@ def _rejected(selected: Selection) -> Iterator[str]:
     taken = [selected.best, *selected.alone]
     for one in selected.decision.candidates:
         outside = _together(one.quality.outside)
-        decided = one.verdict != Verdict.UNDECIDED and one.cell.name not in selected.pair
+        decided = one.verdict != Worth.UNDECIDED and one.cell.name not in selected.pair
         if outside or (selected.best and one not in taken and decided):
             verdict = candidate_answer(selected.decision, one).verdict.lower()
             yield say("recommend.rejected", bool(outside), name=one.name, verdict=verdict, reasons=outside)
@@ -308,7 +308,7 @@ def _unmeasured(selected: Selection) -> Iterator[NextStep]:
     if selected.unknown:
         names = words.listing([one.name if best else _line(decision, one) for one in selected.unknown])
         yield NextStep(say("recommend.open_quality", names=names), _command(quality_step(decision)))
-    if undecided := [one for one in decision.candidates if one.verdict == Verdict.UNDECIDED]:
+    if undecided := [one for one in decision.candidates if one.verdict == Worth.UNDECIDED]:
         evidence = [say("recommend.with_numbers", name=one.name, numbers=numbers(decision, one)) for one in undecided]
         yield NextStep(say("recommend.undecided", names=words.and_more(evidence)), _command(decide(decision)))
     if best and best.throughput and best.throughput.clock == ENGINE:
@@ -374,9 +374,9 @@ def _no_pair(selected: Selection) -> str:
 
 def _paging_advice(one: Candidate) -> str:
     """Writes ``page``, ``do not page`` or ``page, unless p95 ITL counts more than output tokens/s``."""
-    if one.worst is None or one.verdict not in (Verdict.RISK, Verdict.MIXED_P95):
+    if one.worst is None or one.verdict not in (Worth.RISK, Worth.MIXED_P95):
         return say("recommend.paging", one.verdict)
-    better = one.best if one.verdict == Verdict.RISK else one.best_p95
+    better = one.best if one.verdict == Worth.RISK else one.best_p95
     assert better is not None
     return say("recommend.unless", loss=figure(one.worst[1].metric).title, gain=figure(better.metric).title)
 

@@ -64,7 +64,7 @@ def _open(made: Recommendation, width: int) -> Iterator[str]:
 
 
 def _step(step: NextStep, width: int, first: str = "") -> list[str]:
-    """Its reason, and the command on a line of its own."""
+    """Makes the lines of a step: its reason, and the command on a line of its own."""
     if not step.command:
         return _wrapped(step.why, width, first)
     return [*_wrapped(f"{step.why}:", width, first), f"{' ' * len(first)}  {step.command}"]

@@ -32,7 +32,7 @@ class Agreement:
     by_tokens: bool  # all their token ids were compared; else, where a server did not tell them, the texts
 
     def __str__(self) -> str:
-        """47 of 48 equal in all tokens"""
+        """Writes `47 of 48 equal in all tokens`."""
         return say("samples.equal", self.by_tokens, equal=self.equal, both=self.both)
 
 
@@ -47,7 +47,7 @@ class OtherOutput:
 
 @dataclass(frozen=True)
 class SampledRequest:
-    """A request with the baseline's output and those of the others that served it; all texts are of the same place.
+    """A request with the baseline's output and those of the others that served it, all from the same place.
 
     Of each text at most MOST_CHARACTERS are shown, with "…" where something is left out.
     """

@@ -142,7 +142,7 @@ def _effect_rows(groups: Sequence[Group]) -> list[list[tuple[Value, ...]]]:
 
 
 def _effect_row(group: Group, side: CellSide, again: bool) -> tuple[Value, ...]:
-    """Makes the row of a side; with ``again`` its group names the cell once, since all sides are the same cell."""
+    """Makes the row of a side. With ``again`` its group names the cell once, since all sides are the same cell."""
     first, cell = group[0], side.cell
     by_metric, basis, title = {}, "", side.title
     if side is not first:

@@ -162,7 +162,7 @@ def log_axis(values: np.ndarray) -> dict[str, Any]:
 
 
 def label_above(figure: go.Figure, y: float, text: str, bold: bool = False) -> None:
-    """Writes a line of text from outside above the left end of the bar at ``y``, needing no room beside the plot."""
+    """Writes outside text above the left end of the bar at ``y``, where it needs no room beside the plot."""
     place = {"x": 0, "xref": "paper", "xanchor": "left", "y": y, "yanchor": "bottom", "yshift": 9, "align": "left"}
     look = {"text": safe(text), "font": {"size": 12}}
     if bold:
@@ -190,7 +190,7 @@ def legend_outside(figure: go.Figure, y: float, above: bool = True) -> None:
 
 
 def legend_below(figure: go.Figure, panels: float, titles: Sequence[str], margin: dict[str, int]) -> go.Figure:
-    """Puts the legend below axes that end at ``panels`` px, in as many lines as it needs, on a phone too."""
+    """Puts the legend below axes that end at ``panels`` px, in as many lines as a phone needs."""
 
     def layout(width: int) -> dict[str, Any]:
         columns = max(1, width // (45 + round(6.8 * max(map(len, titles), default=1))))

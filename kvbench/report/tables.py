@@ -1,4 +1,4 @@
-"""What a chapter of the report consists of: sentences, figures, and tables of columns, rows and entries."""
+"""The parts of a report's chapter: sentences, figures, and tables of columns, rows and entries."""
 
 from __future__ import annotations
 
@@ -138,16 +138,16 @@ def mark_of(call: Call) -> str:
 # --- Columns and tables ---
 
 
-def column(key: str, title: str, of: Callable[[MeasuredCell], Value], slo: str = "") -> Column:
+def column(key: str, title: str, value_of: Callable[[MeasuredCell], Value], slo: str = "") -> Column:
     """A column with the hint that the file of sentences has for its ``key``."""
-    return Column(key, title, say("tables.hint", key, slo=slo), of)
+    return Column(key, title, say("tables.hint", key, slo=slo), value_of)
 
 
-def number_column(key: str, title: str, of: Callable[[MeasuredCell], float | None], render: Render) -> Column:
+def number_column(key: str, title: str, value_of: Callable[[MeasuredCell], float | None], render: Render) -> Column:
     """A column of one number a cell."""
 
     def value(cell: MeasuredCell) -> Value:
-        number = of(cell)
+        number = value_of(cell)
         return Value(render(number), number)
 
     return column(key, title, value)
@@ -185,7 +185,7 @@ def cell_table(
             sorts = [number or None for number in sorts]
         if candidate.key in always or any(number is not None for number in sorts):
             shown.append(candidate)
-    rows = (Row(cell, tuple(each.of(cell) for each in shown), cell.load) for cell in cells)
+    rows = (Row(cell, tuple(column.of(cell) for column in shown), cell.load) for cell in cells)
     return ReportTable(tuple(shown), tuple(rows), numbers_from)
 
 

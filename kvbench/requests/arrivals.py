@@ -27,7 +27,7 @@ _MOST_ARRIVALS = 10_000_000  # a request is drawn and stored for each
 
 @dataclass(frozen=True)
 class Segment:
-    """A time of ``seconds`` (may be inf) in which the rate goes from ``start_rps`` to ``end_rps`` [requests/s].
+    """A span of ``seconds`` (may be inf) in which the rate goes from ``start_rps`` to ``end_rps`` [requests/s].
 
     ``linear``: at a constant slope in time. ``exponential``: by a constant factor a second.
     """
@@ -83,7 +83,7 @@ def ramp(
 
 
 def profile_of(load: LoadConfig, rate: float | None, count: int | None) -> tuple[Segment, ...]:
-    """The rate over time of a load that is no trace and of finite ``rate``; ``count``: its requests, where known."""
+    """The rate over time of a load without a trace, of finite ``rate``; ``count``: its requests, where known."""
     if load.arrivals == "step":
         return tuple(Segment(step.seconds, step.rate, step.rate) for step in load.steps or ())
     if load.arrivals == "ramp":

@@ -138,7 +138,7 @@ def _text(prompts: TextPrompts, count: int, context: DrawContext) -> tuple[list[
     encoded = [tuple(item.ids) for item in tokenizer.encode_batch([line + "\n" for line in lines])]
     if prompts.shared_prefix_lines >= len(lines):
         raise ValueError(
-            f"shared_prefix_lines {prompts.shared_prefix_lines} is more than {prompts.file} has to give; "
+            f"shared_prefix_lines {prompts.shared_prefix_lines} leaves no line of {prompts.file} for the prompts; "
             f"it has {len(lines)} lines, so choose fewer."
         )
     start = int(rng.integers(0, len(lines) - prompts.shared_prefix_lines))

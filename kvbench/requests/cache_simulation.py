@@ -59,12 +59,12 @@ class ServedRequest:
 
     @property
     def kept(self) -> Ids:
-        """The tokens that others may find once it has ended; the KV of the last one is never computed."""
+        """The tokens that others can reuse once it has ended; the KV of the last one is never computed."""
         return self.prompt + self.output[:-1]
 
 
 def shared_tokens(requests: Sequence[ServedRequest], primed: Sequence[Ids] = ()) -> list[int]:
-    """Leading tokens of each prompt that another request, or a primed prompt, has too. [requests]
+    """The leading tokens of each prompt that another request or a primed prompt shares. [requests]
 
     What a cache would hit that is endless and has seen the whole load before.
     """
@@ -149,7 +149,7 @@ class CacheReplay:
         return (len(request.prompt) - 1) // self._page_size
 
     def _uses(self) -> list[list[tuple[int, bool]]]:
-        """(number of an admission, whether it looks the page up or computes it anyway). [pages] of ascending numbers
+        """Lists (number of an admission, whether it looks the page up or computes it anyway). [pages], ascending
 
         The first admission has the number 1.
         """
@@ -162,7 +162,7 @@ class CacheReplay:
 
 
 def _events(requests: Sequence[ServedRequest], page_size: int | None = None) -> list[tuple[float, int, int, int]]:
-    """(time, what happens, index of the request, tokens computed), in order; of one time and kind that of the requests.
+    """Lists (time, kind of event, index of the request, tokens computed) in order, ties in the requests' order.
 
     With ``page_size``, also when each page of an output is taken: the output is taken to grow evenly.
     """
@@ -194,7 +194,7 @@ class _LeastRecentlyUsed(OrderedDict[int, None]):
 
 
 class _FurthestUse:
-    """The page whose next use is furthest away goes first; of several, the deepest in its prompt.
+    """Free pages, of which the one with the furthest next use goes first; of several, the deepest in its prompt.
 
     A page that is computed anyway before it is next looked up has no use until then, but cached pages that follow it
     may have one: they go before it. The next use of a free page changes only when it was computed anyway, since an
@@ -407,7 +407,7 @@ def _count(value: Any) -> int:
 
 @dataclass(frozen=True)
 class _Steps:
-    """The steps by number, from 1; 0 stands for the time before the load.
+    """Numbers the steps from 1; 0 stands for the time before the load.
 
     ``began`` [s]: when a step had begun: the first token of the one before arrived. [steps + 1]
 

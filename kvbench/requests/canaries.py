@@ -48,7 +48,7 @@ class Canary:
 
 @dataclass(frozen=True)
 class CanarySet:
-    """The canaries of one model, told by ``weights_fingerprints`` in each dtype (as in /server_info)."""
+    """The canaries of one model, identified by ``weights_fingerprints`` in each dtype (as in /server_info)."""
 
     model: str
     weights_fingerprints: tuple[str, ...]
@@ -108,8 +108,8 @@ def fitting(made: CanarySet, vocab_size: int, max_model_len: int) -> tuple[Canar
     largest = max(max(canary.prompt_token_ids + canary.answer_token_ids) for canary in made.canaries)
     if largest >= vocab_size:
         raise ValueError(
-            f"the canaries are of {made.model} and hold the token id {largest}, and the model that is served has "
-            f"{vocab_size} tokens, so it is another; name its own in load.canaries.file."
+            f"the canaries were made for {made.model} and hold the token id {largest}, but the served model has "
+            f"{vocab_size} tokens; name the canaries of the served model in load.canaries.file."
         )
     if not (canaries := made.that_fit(max_model_len)):
         shortest = min(len(canary.prompt_token_ids) + len(canary.answer_token_ids) for canary in made.canaries)
@@ -169,7 +169,7 @@ def mix(
 
 
 def _arrivals(requests: Sequence[RequestSpec]) -> list[float | None]:
-    """The arrival at each place: of the next request that has one, at the end the last; None in closed loop."""
+    """The arrival at each place: that of the next request with one, at the end the last one; None in closed loop."""
     arrivals = [max((r.arrival_s for r in requests if r.arrival_s is not None), default=None)]
     for request in reversed(requests):
         arrivals.append(arrivals[-1] if request.arrival_s is None else request.arrival_s)
@@ -178,7 +178,7 @@ def _arrivals(requests: Sequence[RequestSpec]) -> list[float | None]:
 
 @dataclass(frozen=True)
 class WrongAnswer:
-    """A difference of an answer: from which token or character on (``position``), and both sides from there."""
+    """A difference of an answer: the first differing token or character (``position``), and both sides from there."""
 
     position: int  # 0 is the first
     expected: str
@@ -187,7 +187,7 @@ class WrongAnswer:
 
     @property
     def words(self) -> str:
-        """from token 3 on: 17 4, not 12 9"""
+        """Writes `from token 3 on: 17 4, not 12 9`."""
         sides = [side.strip() or "nothing" for side in (self.got, self.expected)]
         return f"from {self.by.removesuffix('s')} {self.position} on: {sides[0]}, not {sides[1]}"
 
@@ -213,7 +213,7 @@ def first_difference(
 def answers_of(
     token_ids: Sequence[int], text: str, answers: int, length: int
 ) -> Iterable[tuple[Sequence[int] | None, str]]:
-    """The ``answers`` of one request apart; ids are None where not all of them are known.
+    """Splits the ``answers`` of one request; ids are None where not all of them are known.
 
     ``token_ids``: of all answers in turn, ``length`` tokens long; ``text``: theirs, a line break between two.
     """

@@ -141,7 +141,7 @@ def _about(prompts: TracePrompts, part: Trace, paths: Sequence[str], in_sessions
 
 @functools.lru_cache(maxsize=1)
 def _read(files: tuple[tuple[str, int], ...], name: str, page_size: int | None) -> Trace:
-    """Kept for the next repeat of a sweep. ``files``: paths and when they changed."""
+    """Reads a trace, and keeps it for the next repeat of a sweep. ``files``: paths and when they changed."""
     return read_trace([path for path, _ in files], name, page_size)
 
 
@@ -189,8 +189,8 @@ def _with_outputs(prompts: TracePrompts, trace: Trace, rng: np.random.Generator)
         return trace
     if prompts.output_tokens is None:
         raise ValueError(
-            f"the trace does not tell the output of {int(unknown.sum())} of {len(trace)} requests; say how long it is "
-            "with load.prompts.output_tokens."
+            f"the trace has no output length for {int(unknown.sum())} of {len(trace)} requests; set it with "
+            "load.prompts.output_tokens."
         )
     outputs = trace.output_tokens.copy()
     outputs[unknown] = draw_lengths(prompts.output_tokens, int(unknown.sum()), rng)
@@ -198,7 +198,7 @@ def _with_outputs(prompts: TracePrompts, trace: Trace, rng: np.random.Generator)
 
 
 def _of_lengths(prompts: TracePrompts, trace: Trace, context: DrawContext) -> tuple[Iterator[Ids], np.ndarray, Notes]:
-    """Random token ids of the trace's lengths, each drawn when it is asked for: nothing is shared."""
+    """Random token ids of the trace's lengths, drawn when they are needed; prompts share nothing."""
     longest = int((trace.prompt_tokens + trace.output_tokens).max())
     fixed = prompts.length_scale != "auto"
     scale = float(prompts.length_scale) if fixed else fit_scale(max(longest, 1), context.max_model_len)
@@ -215,7 +215,7 @@ def _of_texts(prompts: TracePrompts, trace: Trace, context: DrawContext) -> tupl
     """
     if prompts.length_scale not in ("auto", 1.0):
         raise ValueError(
-            f"length_scale {prompts.length_scale} would cut texts; remove it (what is too long is left out)."
+            f"length_scale {prompts.length_scale} would cut texts; remove it (texts that are too long are left out)."
         )
     vocab_size, max_model_len = context.vocab_size, context.max_model_len
     with_ids = tokenised(trace, load_tokenizer(prompts.tokenizer, vocab_size))
@@ -321,8 +321,8 @@ def _scaled_page(trace: Trace, length_scale: float | str, max_model_len: int) ->
         size = max(1, round(trace.page_size * float(length_scale)))
         if size < least:
             raise ValueError(
-                f"length_scale {float(length_scale):g} makes pages of {trace.page_size} tokens pages of 1, and some "
-                f"prompts fill their last page in part: choose at least {least / trace.page_size:g}, or auto."
+                f"length_scale {float(length_scale):g} shrinks pages of {trace.page_size} tokens to 1 token, but some "
+                f"prompts fill only a part of their last page: choose at least {least / trace.page_size:g}, or auto."
             )
         return size
     low, high = least - 1, trace.page_size  # the longest request grows with the page
@@ -348,8 +348,9 @@ class _Pages:
         self._digits = max(1, math.ceil(math.log(max(count, 2)) / math.log(max(self._base, 2)) - 1e-12))
         if self._digits > size:
             raise ValueError(
-                f"pages of {size} tokens are too short to tell {count} pages apart with {self._base} token ids: it "
-                f"takes {self._digits}; choose a larger length_scale or max_model_len, or a shorter part of the trace."
+                f"pages of {size} tokens are too short to tell {count} pages apart with {self._base} token ids: "
+                f"they need {self._digits} tokens; choose a larger length_scale or max_model_len, or a shorter part of "
+                "the trace."
             )
         self._space = self._base**self._digits
         space = range(salt % self._space or 1, 2 * self._space + 2)

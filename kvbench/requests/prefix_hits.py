@@ -147,7 +147,7 @@ def _lookups(request: RequestSpec, page_size: int) -> int:
 
 
 def _most_hits(requests: Iterable[RequestSpec], prefixes: Iterable[Ids], page_size: int) -> int:
-    """Pages that a cache without limit serves in the best order.
+    """Counts the pages that a cache without limit serves in the best order.
 
     Each node of the trie over full pages stands for one page after all the pages before it. If ``holders`` prompts and
     prefixes have the page and ``lookups`` of them look it up, min(lookups, holders - 1) find it: one computed it. A

@@ -68,7 +68,7 @@ class RequestSpec:
 
     @property
     def answers(self) -> dict[str, int]:
-        """The set ones of n, best_of and beam_width: {} for one answer, drawn once."""
+        """The fields n, best_of and beam_width that are set: {} for one answer, drawn once."""
         return {key: value for key in ANSWERS if (value := getattr(self, key)) != _OPTIONAL[key][0]}
 
     def to_row(self) -> dict[str, Any]:

@@ -152,11 +152,11 @@ def _notes(loads: Mapping[int, Path]) -> dict[str, Any]:
     """Reads how the requests were made, from load.json; where repeats differ, a list with a value for each."""
     files = [path / "load.json" for path in loads.values() if (path / "load.json").is_file()]
     every = [read_record(LoadOutcome, file, "measure that load again").notes for file in files]
-    found: dict[str, Any] = {}
+    merged: dict[str, Any] = {}
     for name in dict.fromkeys(name for notes in every for name in notes if name != _OF_ONE_LOAD):
         values = [notes[name] for notes in every if name in notes]
-        found[name] = values[0] if all(v == values[0] for v in values) else values
-    return found
+        merged[name] = values[0] if all(v == values[0] for v in values) else values
+    return merged
 
 
 def _mean_rate(requests: pd.DataFrame) -> float | None:
@@ -205,14 +205,14 @@ def _summary(
 
 def _repeat(repeat: int, result: LoadResult, counters: Mapping[str, Any]) -> RepeatSummary:
     values = {name: getattr(result, name) for name in _OF_A_REPEAT}
-    told = {k: v for k, v in values.items() if (v.model_fields_set if isinstance(v, Record) else v is not None)}
+    reported = {k: v for k, v in values.items() if (v.model_fields_set if isinstance(v, Record) else v is not None)}
     return RepeatSummary(
         repeat=repeat,
         started_at=result.started_at,
         requests_sha256=result.requests_sha256,
         metrics=result.metrics,
         server=counters,
-        **told,
+        **reported,
     )
 
 

@@ -1,4 +1,4 @@
-"""What a sweep's engines did in engine time: <run>/lockstep/effects.json, written by kvbench/lockstep/sitting.py.
+"""The comparison of a sweep's engines in engine time: <run>/lockstep/effects.json of kvbench/lockstep/sitting.py.
 
 An effect is the ratio of a configuration's value to the baseline's, measured by engines that took turns step by step.
 """

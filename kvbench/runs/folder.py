@@ -188,7 +188,7 @@ def move_numbered(path: Path, folder: Path) -> Path:
 
 
 def damaged_file(folder: Path) -> Path | None:
-    """Finds a JSON or Parquet file that a crash or a lost disk has cut short, or that holds something else."""
+    """Finds a JSON or Parquet file that a crash or a lost disk cut short, or that holds other data."""
     for path in sorted((*folder.glob("*.json"), *folder.glob("*.parquet"))):
         try:
             if path.suffix == ".json":

@@ -1,4 +1,4 @@
-"""What the KV budget was used for: every byte has exactly one use; means over the steady window.
+"""The ledger of the KV budget: every byte has exactly one use; means over the steady window.
 
 The server adds up, step by step, how many slots had each use (kv_slot_steps). The difference of two polls is the exact
 mean over the steps between them; these means are averaged over time, each weighted with its interval's share of the
@@ -78,7 +78,7 @@ def mean_slots(gauges: pd.DataFrame, start: float, end: float) -> dict[str, floa
 
 
 def _gauge_slots(polls: pd.DataFrame) -> pd.DataFrame:
-    """[polls, SLOT_USES] slots, from the gauges alone."""
+    """The slots of each use at each poll, from the gauges alone. [polls, SLOT_USES]"""
     names = ("reserved", "used", "cached", "pinned", "fragmented")
     gauges = polls.reindex(columns=[f"kv_slots_{name}" for name in names]).fillna(0.0)
     reserved, used, cached, pinned, fragmented = (gauges[name] for name in gauges)
@@ -107,7 +107,7 @@ def scale_bytes_per_slot(cell: MeasuredCell) -> float | None:
 
 
 def ledger(cell: MeasuredCell) -> Ledger | None:
-    """Adds up what the budget was used for; None where the server does not tell its slots, their size or its budget."""
+    """Adds up the uses of the budget; None where the server does not tell slots, their size or its budget."""
     slots = {use: cell.observed_mean(f"use_{use}") for use in SLOT_USES}
     size = bytes_per_slot(cell)
     budget = cell.observed_mean("kv_budget_bytes") or cell.capacity.kv_budget_bytes

@@ -59,7 +59,7 @@ class StoredManifest:
 
 def new_manifest(record: type[M], workload: Workload, blocks: Sequence[Block], **facts: Any) -> M:
     """Everything known before the first launch; ``with_server`` adds what the servers report."""
-    known = {
+    settled = {
         "status": INCOMPLETE,
         "workload": dict(workload.resolved),
         "workload_name": workload.resolved["name"],
@@ -78,7 +78,7 @@ def new_manifest(record: type[M], workload: Workload, blocks: Sequence[Block], *
         "plan": tuple(map(_planned, blocks)),
         "failures": (),
     }  # fmt: skip
-    return record(**known | facts)
+    return record(**settled | facts)
 
 
 def _planned(block: Block) -> PlannedBlock:
@@ -96,9 +96,9 @@ def with_server(manifest: Manifest, config_id: str, info: ServerInfo) -> Manifes
     """
     servers = {**manifest.servers, config_id: manifest.servers.get(config_id, info)}
     resolved = [server.resolved for server in servers.values()]
-    settled = {"device": [_device_name(manifest, each) for each in resolved]}
+    settled = {"device": [_device_name(manifest, server) for server in resolved]}
     for name in ("dtype", "kernel_backend", "num_threads"):
-        settled[name] = [getattr(each, name) for each in resolved]
+        settled[name] = [getattr(server, name) for server in resolved]
     update: dict[str, Any] = {"servers": servers}
     for name, values in settled.items():
         different = list(dict.fromkeys(value for value in values if value is not None))
@@ -156,7 +156,7 @@ def reopen(
         )
     entry = Resumed(at=utc_now(), forced=force, differences=tuple(differences), remarks=tuple(remarks), **now.fields())
     begun = begun.model_copy(update={"resumed": (*begun.resumed, entry)})
-    return begun, remarks + [f"--force: this run now mixes conditions: {each}" for each in differences]
+    return begun, remarks + [f"--force: this run now mixes conditions: {difference}" for difference in differences]
 
 
 def environment_differences(before: Environment, now: Environment) -> tuple[list[str], list[str]]:
@@ -172,7 +172,7 @@ def environment_differences(before: Environment, now: Environment) -> tuple[list
 
 def resumed_differences(manifest: Manifest) -> list[str]:
     """Lists what differed each time a run was resumed."""
-    return list(dict.fromkeys(each for entry in manifest.resumed for each in entry.differences))
+    return list(dict.fromkeys(difference for entry in manifest.resumed for difference in entry.differences))
 
 
 def _git_differences(before: GitState, now: GitState) -> tuple[list[str], list[str]]:
@@ -239,8 +239,8 @@ def accept_server(manifest: Manifest, config_id: str, info: ServerInfo, *, force
         return manifest
     if not force:
         raise UsageError(
-            f"the server of {config_id} is not what this run has measured so far: {'; '.join(differences)}. Serve the "
-            f"same again, start a new run without --resume, {_MIX}"
+            f"the server of {config_id} differs from the one that this run has measured so far: "
+            f"{'; '.join(differences)}. Serve that one again, start a new run without --resume, {_MIX}"
         )
     *earlier, last = manifest.resumed  # --force comes with --resume only
     facts = info.model_dump(include={"model", "resolved", "versions"}, exclude_unset=True)

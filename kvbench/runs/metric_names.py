@@ -31,7 +31,7 @@ class MetricValues:
 
 
 def check_name(name: str) -> None:
-    """Raises ValueError for a name without a dot that is none of ours; dotted ones are as the server has counters."""
+    """Raises ValueError for a name without a dot that is no metric of kvbench; servers name the dotted ones."""
     if "." not in name:
         figure(name)
 
@@ -48,22 +48,22 @@ def value_of(values: Mapping[str, float], name: str) -> float | None:
 
     A latency without ``steady_`` is of the whole run here; ``measured`` takes that of the steady window before it.
     """
-    known = find(name)
-    if known is None:
+    figure = find(name)
+    if figure is None:
         return values.get(name)
-    return known.metric.computed(values.get) if known.metric.computed else values.get(known.path)
+    return figure.metric.computed(values.get) if figure.metric.computed else values.get(figure.path)
 
 
 def window_of(name: str, *cells: MeasuredCell) -> str:
-    """The words "whole run" for a throughput or latency that is of it, whichever cell makes it so; else empty."""
-    known = find(name)
-    if known is None or known.steady:
+    """Returns "whole run" for a throughput or latency over the whole run in any of the cells; else empty."""
+    figure = find(name)
+    if figure is None or figure.steady:
         return ""
     if name == TOKENS_PER_S:
         return "" if all_steady(cells) else _WHOLE_RUN
-    if known.statistic:
+    if figure.statistic:
         return "" if "." not in name and all_steady_latency(cells) else _WHOLE_RUN
-    return _WHOLE_RUN if known.path.endswith("_throughput") else ""
+    return _WHOLE_RUN if figure.path.endswith("_throughput") else ""
 
 
 def measured(cell: MeasuredCell, name: str, *others: MeasuredCell) -> MetricValues:
@@ -74,16 +74,16 @@ def measured(cell: MeasuredCell, name: str, *others: MeasuredCell) -> MetricValu
     every = [cell, *others]
     if name == TOKENS_PER_S:
         return MetricValues(cell.throughput(all_steady(every)))
-    known = find(name)
-    if known and known.statistic and not known.steady and "." not in name and all_steady_latency(every):
-        known = known.of_steady(True)
-    path = known.path if known else name
+    figure = find(name)
+    if figure and figure.statistic and not figure.steady and "." not in name and all_steady_latency(every):
+        figure = figure.of_steady(True)
+    path = figure.path if figure else name
     section, _, rest = path.partition(".")
     if section in _PARTS_OF_A_CELL:
         part = getattr(cell, section)
         value = flatten(part.to_json()).get(rest)
         return MetricValues({} if value is None else {None: value}, _is_uncertain([part], rest))
-    sought = known.name if known else name
+    sought = figure.name if figure else name
     values = {r.repeat: value_of(values_of(r.metrics, r.server, r.prefix_cache), sought) for r in cell.repeats}
     present = {repeat: value for repeat, value in values.items() if value is not None}
     return MetricValues(present, _is_uncertain([repeat.metrics for repeat in cell.repeats], path))
@@ -97,8 +97,8 @@ def nearest(cell: MeasuredCell, name: str) -> str | None:
 
 def unit_of(name: str) -> str:
     """The unit: ``ms``, ``bytes``, ``share`` (0 to 1), ``tokens/s``, ``requests/s``, or empty for a count."""
-    if (known := find(name)) is not None:
-        return known.unit
+    if (figure := find(name)) is not None:
+        return figure.unit
     path = name.split(".")
     if any(part.endswith("_ms") for part in path):
         return "ms"

@@ -198,7 +198,7 @@ class MeasuredCell:
         return float(sum(values)) if values else None
 
     def latency_groups(self, kind: str) -> Mapping[str, GroupLatencies]:
-        """The pooled latencies that lead of each group of requests; ``kind``: "per_class" or "per_turn"."""
+        """The leading pooled latencies of each group of requests; ``kind``: "per_class" or "per_turn"."""
         return self.pooled.at(self._latencies(kind, self.has_steady_groups(kind))) or {}
 
     def has_steady_groups(self, kind: str) -> bool:
@@ -207,7 +207,7 @@ class MeasuredCell:
         return self.has_steady_latency and steady is not None and kind in steady.model_fields_set
 
     def percentile(self, metric: str, which: str, steady: bool | None = None) -> tuple[float | None, bool]:
-        """A latency percentile over the pooled raw samples, and whether it is of too few samples to be certain.
+        """A latency percentile over the pooled raw samples, and whether it has too few samples to be certain.
 
         ``steady``: over the requests due in the steady windows, or all; None: as ``has_steady_latency`` says.
         """
@@ -221,7 +221,7 @@ class MeasuredCell:
 
     @property
     def several_tokens_per_chunk(self) -> float | None:
-        """The mean number of tokens in a chunk, over the repeats; None where a chunk has one, or that is not known."""
+        """The mean number of tokens in a chunk, over the repeats; None where it is one or not known."""
         per_chunk = self.per_repeat("tokens_per_chunk").values()
         mean = math.fsum(per_chunk) / len(per_chunk) if per_chunk else 0.0
         return mean if mean >= SEVERAL_TOKENS else None
@@ -327,7 +327,7 @@ class Run:
 
     @property
     def is_built_in(self) -> bool:
-        """Tests whether the engine is the built-in one, whose defaults are known; a run that does not tell is of it."""
+        """Tests whether the engine is the built-in one, whose defaults are known; so are runs that do not tell."""
         return self.manifest.backend in (None, "kvbench") or bool(self.simulated)
 
     @property

@@ -30,7 +30,7 @@ class Predicted(Record):
 
     @property
     def error(self) -> float:
-        """Relative to what was measured: 0.05 is 5 % too much."""
+        """The relative error of the prediction: 0.05 is 5 % too much."""
         return self.predicted / self.measured - 1.0
 
 

@@ -50,7 +50,7 @@ class Bin(Record):
 
 
 class Greedy(_Measured):
-    """Whole answers that are equal; share with its interval; median position [tokens] where the others part."""
+    """The whole answers that are equal: share with its interval; median position [tokens] at which others differ."""
 
     answers: int = 0
     agree: int = 0
@@ -81,7 +81,7 @@ class CanariesRight(Record):
 
 
 class CanariesAtFullPool(Record):
-    """Answers to the canary file's, on top of those to the prompts; ``which``: names of the first wrong ones.
+    """The answers to the canary file, on top of those to the prompts; ``which``: names of the first wrong ones.
 
     wrong_with_room: how many of the distinct ones are wrong on an idle engine
     """
@@ -167,7 +167,7 @@ class ConfigurationFigures(PromptFigures):
 
 
 class QualityFacts(Record):
-    """The questions and their model. ``measurements``: configurations that answer otherwise than each other.
+    """The questions and their model. ``measurements``: configurations that differ in their answers.
 
     not_measured: what a server does not tell
     """
@@ -238,7 +238,7 @@ def limits_of(control: ConfigurationFigures) -> dict[str, float]:
 
 
 def is_beyond(name: str, value: float, limit: float) -> bool:
-    """Tests whether a figure breaks its limit, which is the least value of a share and the largest of all others."""
+    """Tests whether a figure breaks its limit: the least value for a share, the largest for all others."""
     return value < limit if MARGINS[name] < 0 else value > limit
 
 

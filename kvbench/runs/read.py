@@ -129,7 +129,7 @@ def _cell(where: Path, summary: CellSummary, names: Mapping[str, str], sessions:
 
 
 def _kv_full(polls: pd.DataFrame, metrics: LoadMetrics, cell: CellSummary) -> pd.Series | None:
-    """The polls at which requests waited, a seat in the batch was free, and the KV had no room for another request.
+    """The polls at which requests waited though the batch had room, because the KV had none for another request.
 
     One more request needs a reservation, or the mean request's tokens without cached ones. Reservations by length leave
     holes, so there the wait alone tells. None where that cannot be known.

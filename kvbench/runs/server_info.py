@@ -1,4 +1,4 @@
-"""What a server says of itself: /server_info, in the shape of the built-in one's, checked once.
+"""The server's description of itself: /server_info, in the shape of the built-in one's, checked once.
 
 A value that a server does not tell is None, and what it says besides is kept for the manifest.
 """

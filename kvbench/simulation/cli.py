@@ -94,8 +94,8 @@ def predict(request: PredictRequest) -> int:
     with as_usage_error():
         run = read_run(results)
     print_plain(console, f"predictions: {predict_run(run)}")
-    if known := read_predictions(results):
-        for sentence in prediction_sentences(known):
+    if predictions := read_predictions(results):
+        for sentence in prediction_sentences(predictions):
             print_plain(console, sentence)
     if not request.no_report:
         show_report(results, console)

@@ -21,7 +21,7 @@ from kvbench.workload.design import Block, Cell
 
 
 class Unanswered(NamedTuple):
-    """The reason why no request of a load succeeded. ``rejected``: all were answered with errors that blame them."""
+    """The reason why no request of a load succeeded. ``rejected``: all answers were errors that blame the request."""
 
     reason: str
     rejected: bool = False

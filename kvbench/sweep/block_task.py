@@ -192,8 +192,8 @@ class _Work:
         except OSError as error:
             if (problem := storage_sentence(error)) is None:
                 raise
-        known = self.run_folder.path / calibrate.FILE
-        rows = read_json(known) if known.is_file() else []
+        calibration = self.run_folder.path / calibrate.FILE
+        rows = read_json(calibration) if calibration.is_file() else []
         kept = [path for pattern in ("logs/*", "cells/*/loads/failed-*") for path in self.run_folder.path.glob(pattern)]
         files = pack(self.run_folder.path, kept)
         self.events.put(BlockEnded(started, tuple(keeps_cache), rows, files, refused, problem))

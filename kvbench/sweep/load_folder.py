@@ -123,7 +123,7 @@ def _resumed(path: Path, manifest: LoadManifest) -> LoadFolder:
     if not isinstance(data, dict) or data.get("kind") != "load":
         raise UsageError(f"{path} is not the folder of a load: give the one that --output-dir named")
     stored = read_record(LoadManifest, path / MANIFEST, "give a new --output-dir")
-    then, now = (as_stored(each.model_dump(include=_SAME)) for each in (stored, manifest))
+    then, now = (as_stored(record.model_dump(include=_SAME)) for record in (stored, manifest))
     if keys := differing_keys(then, now):
         raise UsageError(
             f"{path} was begun with another load; it differs in {and_more(keys)}: give the same command again, or a "

@@ -129,7 +129,7 @@ def _new_target(request: LoadRequest, form: RequestForm) -> Callable[[], Target]
 
 
 def _with_load_of(workload: Workload, instrument: HttpInstrument) -> Workload:
-    """The workload as it runs on the server, which may have no way to empty its cache or to ignore end tokens."""
+    """The workload as this server runs it, which may be unable to empty its cache or to ignore end tokens."""
     load = instrument.server.load
     if load is workload.load:
         return workload

@@ -1,4 +1,4 @@
-"""What a sweep measures next.
+"""Chooses what a sweep measures next.
 
 Loads that were not measured come first, as planned; then disturbed ones again, each on a fresh server. Under
 --max-minutes the first repeat of every cell is always measured. What time is left goes to one comparison with the
@@ -141,8 +141,8 @@ def _by_decision(design: Design, rest: Sequence[Block], measured: Measured) -> l
     First those that lead a configuration to ``FEWEST`` repeats, one configuration after the other; then the least
     decided, where each configuration's next unit comes before any configuration's second one.
     """
-    config_ids = [each.config_id for each in design.configurations]
-    base = next((each.config_id for each in design.configurations if each.is_baseline), None)
+    config_ids = [configuration.config_id for configuration in design.configurations]
+    base = next((c.config_id for c in design.configurations if c.is_baseline), None)
     compared = [config_id for config_id in config_ids if config_id != base] or config_ids
     ranked = []
     for place, config_id in enumerate(compared):
@@ -155,11 +155,11 @@ def _by_decision(design: Design, rest: Sequence[Block], measured: Measured) -> l
         for nth, key in enumerate(sorted(units)):
             rank = (0, place, nth) if pairs + nth < FEWEST else (1, nth, -undecided, place)
             ranked.append((rank, units[key]))
-    return [unit for _, unit in sorted(ranked, key=lambda each: each[0])]
+    return [unit for _, unit in sorted(ranked, key=lambda ranked_unit: ranked_unit[0])]
 
 
 def _undecided(config_id: str, base: str, cells: Sequence[Cell], measured: Measured) -> tuple[int, float]:
-    """The fewest valid repeats that a load has of both, and the widest interval of the log ratio to the baseline.
+    """The fewest valid repeats that both have at a load, and the widest interval of the log ratio.
 
     Over loads, of output throughput and p95 TTFT, among those without a verdict; 0 if all have one.
     """

@@ -1,4 +1,4 @@
-"""What a sweep will run, and what is known before a launch: what is refused, the KV of each configuration, the plan."""
+"""Plans a sweep before the first launch: what is refused, the KV of each configuration, the order and the time."""
 
 from __future__ import annotations
 
@@ -45,21 +45,21 @@ _OPTIONAL = ("scale_bytes_per_token", "swap_space_bytes", "swap_tokens")  # show
 
 def capacity_table(title: str, design: Design, capacity: Mapping[str, Capacity]) -> tuple[Table, tuple[str, ...]]:
     """The table, a row a configuration, and the notes beneath it. ``capacity``: config id -> check_configuration."""
-    sized = [known for known in capacity.values() if known.num_pages is not None]
-    columns = [c for c in _COLUMNS if c[1] not in _OPTIONAL or any(getattr(known, c[1]) for known in sized)]
+    sized = [limits for limits in capacity.values() if limits.num_pages is not None]
+    columns = [c for c in _COLUMNS if c[1] not in _OPTIONAL or any(getattr(limits, c[1]) for limits in sized)]
     heads = ["configuration", *(heading for heading, *_ in columns)]
     table = make_table(heads, title=f"{title}: what the KV budget holds")
     table.columns[0].no_wrap = True
     for configuration in design.configurations:
-        known = capacity[configuration.config_id]
+        limits = capacity[configuration.config_id]
         entries = ["at start"] * len(columns)  # the GPU's free memory decides
-        if known.num_pages is not None:
-            entries = [form.format(getattr(known, name) / unit) for _, name, unit, form in columns]
+        if limits.num_pages is not None:
+            entries = [form.format(getattr(limits, name) / unit) for _, name, unit, form in columns]
             if (kind := _reserved_by_length(configuration)) is not None:  # of any size, so of no number
                 by_name = {"page_size": kind, "num_pages": "–"}
                 entries = [by_name.get(c[1], entry) for c, entry in zip(columns, entries, strict=True)]
         table.add_row(configuration.config_id, *entries)
-    lengths = sorted({known.max_model_len for known in capacity.values()})
+    lengths = sorted({limits.max_model_len for limits in capacity.values()})
     return table, (_explanation(design, lengths),)
 
 
@@ -118,7 +118,7 @@ def memory_notes(design: Design, capacity: Mapping[str, Capacity], lengths: Mapp
     """
     sized = [c for c in design.configurations if capacity[c.config_id].num_pages is not None]
     loads = list(dict.fromkeys(cell.load for cell in design.cells))
-    windows = dict.fromkeys(note for known in capacity.values() if (note := known.window_note))
+    windows = dict.fromkeys(note for limits in capacity.values() if (note := limits.window_note))
     return [*(_memory_note(sized, capacity, load, lengths[load.load_id]) for load in loads if sized), *windows]
 
 
@@ -163,22 +163,22 @@ def _no_limits(sized: Sequence[Configuration], capacity: Mapping[str, Capacity])
     return f"{least.config_id} holds {tokens}: memory is not what limits this load{room}"
 
 
-def at_once(configuration: Configuration, known: Capacity, lengths: Lengths) -> tuple[float, Callable[[int], float]]:
-    """Counts requests of the mean size that fit at once, and the share of the KV that the ``n`` largest take.
+def at_once(configuration: Configuration, capacity: Capacity, lengths: Lengths) -> tuple[float, Callable[[int], float]]:
+    """Counts requests of mean size that fit at once, and the KV share that the ``n`` largest take.
 
     With prefix caching a shared prefix is there once.
     """
-    room, prompts, widths = float(known.capacity_tokens), lengths.prompts, lengths.widths
+    room, prompts, widths = float(capacity.capacity_tokens), lengths.prompts, lengths.widths
     sizes = widths * (prompts + lengths.outputs)
     if configuration.settings.get("layout") != "contiguous":
         if effective(configuration.settings, "enable_prefix_caching"):
             room, prompts = room - lengths.distinct, prompts - lengths.prefixes
-        pages = -(-(prompts + lengths.outputs) // known.page_size)
-        room, sizes = room // known.page_size, pages + (widths - 1) * (pages - prompts // known.page_size)
+        pages = -(-(prompts + lengths.outputs) // capacity.page_size)
+        room, sizes = room // capacity.page_size, pages + (widths - 1) * (pages - prompts // capacity.page_size)
     elif (kind := _reserved_by_length(configuration)) is None:
-        room, sizes = float(known.num_pages), widths * np.ones(len(sizes))
+        room, sizes = float(capacity.num_pages), widths * np.ones(len(sizes))
     elif kind == "pow2":
-        sizes = widths * np.minimum(prompts + 2 ** np.ceil(np.log2(lengths.outputs)), known.max_model_len)
+        sizes = widths * np.minimum(prompts + 2 ** np.ceil(np.log2(lengths.outputs)), capacity.max_model_len)
     room, largest = max(room, 1.0), np.sort(sizes)[::-1]
     return room / sizes.mean(), lambda n: float(largest[:n].sum()) / room
 
@@ -201,9 +201,9 @@ def preflight(
     lengths: dict[str, Lengths] = {}
     drawn: set[tuple[Any, ...]] = set()
     for cell in design.cells:
-        known = capacity[cell.configuration.config_id]
-        limit = int(known.max_model_len or cell.configuration.settings.get("max_model_len", _UNKNOWN))
-        vocab = known.vocab_size or _UNKNOWN
+        limits = capacity[cell.configuration.config_id]
+        limit = int(limits.max_model_len or cell.configuration.settings.get("max_model_len", _UNKNOWN))
+        vocab = limits.vocab_size or _UNKNOWN
         if (key := (cell.load.load_id, limit, vocab)) in drawn:
             continue
         drawn.add(key)

@@ -45,8 +45,8 @@ class Estimator:
 
     def observe_block(self, block: Block, wall_s: float) -> None:
         """Notes what a block took beyond start and loads (warm-up, the server's end)."""
-        known = statistics.median(self._starts or [0.0]) + sum(self.load_s(cell) for cell in block.cells)
-        self._rest.append(max(0.0, wall_s - known))
+        expected = statistics.median(self._starts or [0.0]) + sum(self.load_s(cell) for cell in block.cells)
+        self._rest.append(max(0.0, wall_s - expected))
 
     def load_s(self, cell: Cell) -> float:
         for key in (cell.cell_id, cell.load.load_id):
@@ -84,7 +84,7 @@ class LiveServer:
 
     def take(self, sample: MetricsSample) -> None:
         """Adds the next reading of the same server."""
-        self._samples = (*(each for each in self._samples if sample.at - each.at <= WINDOW_S), sample)
+        self._samples = (*(earlier for earlier in self._samples if sample.at - earlier.at <= WINDOW_S), sample)
 
     def rows(self, width: int) -> Sequence[str]:
         """Writes ``412 tok/s, 18 running, 14 waiting, KV 93 %`` as far as the server tells that."""

@@ -101,19 +101,19 @@ class RunLength:
 
 
 def patience_s(conditions: Sequence[Condition], slo: Slo | None) -> float:
-    """The seconds T after which an overload of 100 % breaks the SLO; an overload of a share x needs T / x.
+    """The seconds T until an overload of 100 % breaks the SLO; one of a share x needs T / x.
 
     After T seconds the last requests wait T, so the quantile q of a latency that includes the wait is q * T: it
     reaches its limit at T = limit / q. Infinite where no latency of the SLO includes the wait.
     """
-    found = [math.inf]
+    seconds = [math.inf]
     for condition in conditions:
         if condition.metric in _INCLUDE_THE_WAIT:
-            found.append(condition.limit / 1000.0 / _REACHED.get(condition.stat, 0.5))
+            seconds.append(condition.limit / 1000.0 / _REACHED.get(condition.stat, 0.5))
         elif condition.metric == "goodput" and slo is not None:
             limits = [limit for name in _INCLUDE_THE_WAIT if (limit := getattr(slo, name)) is not None]
-            found += [limit / 1000.0 / condition.limit for limit in limits]
-    return min(found)
+            seconds += [limit / 1000.0 / condition.limit for limit in limits]
+    return min(seconds)
 
 
 @dataclass(frozen=True)

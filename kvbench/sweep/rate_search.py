@@ -120,9 +120,9 @@ def _condition(part: str) -> Condition:
         if share > 1:
             raise ValueError(f"{part!r}: a share of the requests is at most 1 or 100%; write for example goodput>=95%.")
         return Condition(part, "goodput", "", share)
-    for what, known in (("stat", STATISTICS), ("metric", LATENCIES)):
-        if match[what] not in known:
-            raise ValueError(f"{part!r}: {match[what]!r} is not known; use one of {', '.join(known)}.")
+    for what, allowed in (("stat", STATISTICS), ("metric", LATENCIES)):
+        if match[what] not in allowed:
+            raise ValueError(f"{part!r}: {match[what]!r} is not known; use one of {', '.join(allowed)}.")
     limit = value * (1000.0 if match["unit"] == "s" else 1.0)
     return Condition(part, f"{match['metric']}_ms", STATISTICS[match["stat"]], limit)
 
@@ -355,7 +355,7 @@ def _narrow(threshold: RateInterval, bounds: Bounds, highest: float) -> bool:
 def _next_rate(
     met: Sequence[float], missed: Sequence[float], likely: Posterior, bounds: Bounds, highest: float
 ) -> float:
-    """A rate that tells much; at most twice one that met the SLO, as a higher one would only pile up a queue."""
+    """The next rate to try: at most twice one that met the SLO, as a higher one would only pile up a queue."""
     if not met:
         rate = bounds.start if not missed else min(missed) / 2
     elif not missed:

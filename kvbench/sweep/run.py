@@ -163,8 +163,8 @@ class Sweep:
             self._note(f"then the answers of {configurations} are measured, in 10 "
                        "to 15 s each with kvbench-tiny on 2 cores (--no-quality)")  # fmt: skip
         if self.max_minutes is not None:
-            self._note(f"within --max-minutes {self.max_minutes:g}, as far as it can be guessed; which repeats "
-                       "follow the first depends on what they decide")  # fmt: skip
+            self._note(f"within --max-minutes {self.max_minutes:g}, by the estimate; the first repeats decide "
+                       "which others follow")  # fmt: skip
         return EXIT_OK
 
     def execute(self) -> int:
@@ -282,7 +282,7 @@ class Sweep:
         """Measures all configurations in engine time (``kvbench/lockstep``)."""
         self.engine_time = None
         if begin_anew(self.run):
-            self._note("engine time begins anew: launches of an earlier hour cannot be joined with those of now")
+            self._note("engine time starts again: its earlier launches cannot be combined with new ones")
         sitting = Sitting(
             self.run, self.workload, self.design, job.capacity, 60 * self.lockstep_minutes, self.open_limit_s,
             job.listener.status, job.check,
@@ -444,11 +444,11 @@ class Sweep:
         config_id = block.configuration.config_id
         accepted = accept_server(self.stored.manifest, config_id, info, force=self.force)
         manifest = self.stored.manifest = with_server(accepted, config_id, info)
-        capacity, told = dict(manifest.capacity), info.capacity.to_json()
-        if told:  # what the server has made of the budget wins over the arithmetic
+        capacity, reported = dict(manifest.capacity), info.capacity.to_json()
+        if reported:  # what the server has made of the budget wins over the arithmetic
             before = capacity.get(config_id, Capacity())
-            told["kv_budget_bytes"] = told.get("budget_bytes", before.kv_budget_bytes)
-            capacity[config_id] = before.model_copy(update=told)
+            reported["kv_budget_bytes"] = reported.get("budget_bytes", before.kv_budget_bytes)
+            capacity[config_id] = before.model_copy(update=reported)
             self.known.capacity[config_id] = capacity[config_id]  # which the next server of it is held against
         new = [note for note in dict.fromkeys(info.server.notes) if note not in manifest.notes]
         for note in new:

@@ -1,4 +1,4 @@
-"""What is said of one load: its line in a sweep, its table and sentences, and metrics.json."""
+"""Shows one load: its line in a sweep, its table and sentences, and metrics.json."""
 
 from __future__ import annotations
 

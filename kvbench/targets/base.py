@@ -388,7 +388,7 @@ class Target:
         return whole
 
     def _request(self, prompt: Any, max_tokens: int) -> RequestSpec:
-        """A request for a text or token ids, with as many tokens as every server of its API takes at least."""
+        """A request for a text or token ids, with a number of tokens that every server of its API takes."""
         if isinstance(prompt, list) and not self.dialect.token_id_prompts:
             prompt = self._make_text(prompt)
         ids, text = (None, prompt) if isinstance(prompt, str) else (tuple(prompt), None)

@@ -34,7 +34,7 @@ def cores_for(threads: int | None) -> list[int]:
 
 
 def bound_cores(pid: int) -> list[int]:
-    """The cores that threads of a process or its descendants are bound to; empty if each may run where it likes.
+    """The cores that a process's and its descendants' threads are bound to; empty if none is bound.
 
     A thread is bound if it may run on fewer cores than this process.
     """

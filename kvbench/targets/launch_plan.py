@@ -299,7 +299,7 @@ def _failure_of(*command: str, needs: Sequence[str] = ()) -> str | None:
 
 
 def _python_with(module: str) -> str | None:
-    """This Python where it has the module, else the one beside the server's own script."""
+    """Returns this Python where it has the module, else the one beside the server's own script."""
     if importlib.util.find_spec(module) is not None:
         return sys.executable
     script = shutil.which(module)

@@ -403,7 +403,7 @@ _TOO_SHORT = f"its pages have at least {_LEAST_PAGE} tokens"
 
 
 def _transformers_batch_refusal(value: Any, context: Context) -> str | None:
-    """It has no such limit, and needs none where the load never reaches it."""
+    """Refuses a batch limit, which `transformers serve` does not have, unless the load never reaches it."""
     if context.max_in_flight is not None and context.max_in_flight <= int(value):
         return None
     return "it has no such limit, and this load may have more requests in flight"

@@ -131,7 +131,7 @@ def parse_metrics(text: str, at: float, kinds: Sequence[MetricNames] = (OURS,)) 
 
 
 def counter_changes(before: MetricsSample | None, after: MetricsSample | None) -> dict[str, float]:
-    """After minus before, of every counter. One that is new started from 0."""
+    """Returns after minus before of every counter. A new one started from 0."""
     if before is None or after is None:
         return {}
     return {name: value - before.counters.get(name, 0.0) for name, value in sorted(after.counters.items())}

@@ -62,8 +62,8 @@ def read_page_ids(paths: Paths, format: str = "auto", page_size: int | None = No
     trace, source = _read(paths, format, page_size)
     if trace.page_ids is None:
         raise ValueError(
-            f"{source.path} (format {trace.format}) has no page ids (hash_ids), which say what prompts begin "
-            f"alike. {PAGE_ID_SOURCES}; give one of them"
+            f"{source.path} (format {trace.format}) has no page ids (hash_ids), which tell the prompts that "
+            f"begin alike. {PAGE_ID_SOURCES}; give one of them"
         )
     return trace
 

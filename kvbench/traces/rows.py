@@ -222,7 +222,7 @@ class PageSize:
         self.low, self.high = (self.given, self.given) if self.given else (1, MOST_TOKENS)
 
     def add(self, pages: int, tokens: int) -> None:
-        """Leaves out the sizes that do not fit this request. Raises ValueError when none is left."""
+        """Drops the page sizes that do not fit this request. Raises ValueError when none is left."""
         low = max(self.low, tokens // (pages + 1) + 1)
         high = min(self.high, tokens // (pages - 1)) if pages > 1 else self.high
         if low <= high:
@@ -235,7 +235,7 @@ class PageSize:
                 f"{-(-tokens // self.given)}: {way_out}"
             )
         raise ValueError(
-            f"{pages} page ids for {tokens} tokens, which fits no page size that fits the requests before it "
+            f"{pages} page ids for {tokens} tokens contradict the page size of the requests before it "
             f"({self._span()} tokens): mend or remove the request"
         )
 
@@ -254,7 +254,7 @@ class PageSize:
         if len(powers) == 1:
             return powers[0], f"guessed: the only power of two among the {self._span()} tokens that the lengths fit"
         raise ValueError(
-            f"the page size of {path} cannot be told from its lengths, which {self._span()} tokens would fit: give it "
+            f"the page size of {path} cannot be told from its lengths: {self._span()} tokens would fit them. Give it "
             f"with {_OPTION} (in a workload: load.prompts.page_size)"
         )
 

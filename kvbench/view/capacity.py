@@ -100,10 +100,10 @@ def _answer(values: Mapping[str, str], fields: tuple[Field, ...]) -> tuple[str, 
         "page_size": page_size,
     }
     configurations = tuple(Configuration(name, name, settings | {"layout": name}, {}, False) for name in _LAYOUTS)
-    capacity = {each.config_id: check_configuration(each.settings) for each in configurations}
+    capacity = {c.config_id: check_configuration(c.settings) for c in configurations}
     load = LoadPoint(f"{users} at once", "closed", users, None, users)
     sizes = Lengths(np.full(users, prompt), np.full(users, output), np.zeros(users, dtype=int), 0)
-    design = Design(configurations, tuple(Cell(each.config_id, each, load) for each in configurations))
+    design = Design(configurations, tuple(Cell(c.config_id, c, load) for c in configurations))
     lines = (
         ("KV budget", "kv_budget_bytes", words.data_size),
         ("bytes a token", "bytes_per_token", words.count),
@@ -113,7 +113,7 @@ def _answer(values: Mapping[str, str], fields: tuple[Field, ...]) -> tuple[str, 
         (f"sequences of {words.count(length)} tokens at once", "max_concurrency_at_max_len", words.count),
     )
     rows = [(title, *(write(getattr(capacity[layout], key)) for layout in _LAYOUTS)) for title, key, write in lines]
-    fits = (words.count(int(at_once(each, capacity[each.config_id], sizes)[0])) for each in configurations)
+    fits = (words.count(int(at_once(c, capacity[c.config_id], sizes)[0])) for c in configurations)
     rows.append((f"requests of {words.count(prompt + output)} tokens at once", *fits))
     (sentence,) = memory_notes(design, capacity, {load.load_id: sizes})
     return f"{words.upper_first(sentence)}.", tuple(rows)

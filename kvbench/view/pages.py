@@ -89,7 +89,7 @@ def runs(
 
 
 def _counted(rows: Sequence[RunRow], total: int) -> str:
-    """12 runs: 10 valid, 1 invalid and 1 damaged."""
+    """Writes `12 runs: 10 valid, 1 invalid and 1 damaged`."""
     if not total:
         return "There is no run here yet: `kvbench sweep` makes one"
     states = [f"{count} {_STATE_WORDS.get(s, s)}" for s in STATES if (count := sum(row.state == s for row in rows))]
@@ -171,7 +171,7 @@ def packed(page: str, script: str) -> str:
 
 def _narrowed(node: Any) -> Any:
     if isinstance(node, list):
-        return [_narrowed(each) for each in node]
+        return [_narrowed(part) for part in node]
     if not isinstance(node, dict):
         return node
     if node.get("dtype") == "f8" and "bdata" in node:

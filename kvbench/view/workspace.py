@@ -149,7 +149,7 @@ class Workspace:
                     progress(len(rows), len(folders))
                 first = f"{slug(folder.parent.name)}-{slug(folder.name)}"[:_LONGEST_SLUG]  # a good file name
                 numbered = itertools.chain([first], (f"{first}-{number}" for number in itertools.count(2)))
-                name = next(each for each in numbered if each not in slugs)
+                name = next(candidate for candidate in numbered if candidate not in slugs)
                 slugs.add(name)
                 row, stamp = self._rows.get(folder), _stamp(folder)
                 same = row is not None and (row.slug, row.stamp) == (name, stamp)
@@ -158,7 +158,7 @@ class Workspace:
             return list(rows.values())
 
     def _look(self, folder: Path, name: str, stamp: Stamp) -> RunRow:
-        """Whatever is wrong with a folder becomes its row: one damaged run must not take the others away."""
+        """Makes the row of a folder, also of a damaged one: it must not take the others away."""
         modified = max((modified for _, modified, _ in stamp), default=0)
         when = datetime.fromtimestamp(modified / 1e9, UTC).strftime(_TIME)
         try:

@@ -254,7 +254,7 @@ def load_workload(
     seed: int | None = None,
     repeats: int | None = None,
 ) -> Workload:
-    """Read, merge and check a workload file. Raises UsageError with one sentence.
+    """Reads, merges and checks a workload file. Raises UsageError with one sentence.
 
     ``text``: what the file would hold; then ``path`` is only its name in messages.
     ``profile``: ``cpu`` or ``gpu`` (None: gpu when this machine has one, else cpu). ``overrides``: ``key=value`` with
@@ -333,7 +333,7 @@ def runs_on_cpu(device: str) -> bool:
 
 
 def differing_keys(a: Data, b: Data, prefix: str = "") -> list[str]:
-    """Dotted names of the keys at which two resolved workloads differ."""
+    """Lists the dotted keys at which two resolved workloads differ."""
     different = []
     for key in sorted(set(a) | set(b), key=str):
         left, right = parsing.json_at(a, key), parsing.json_at(b, key)

@@ -138,7 +138,7 @@ class Canaries(StrictModel):
 
 
 class LoadConfig(StrictModel):
-    """What is sent: users or requests a second, prompts, repeats."""
+    """The load that is sent: users or requests a second, prompts, repeats."""
 
     mode: Literal["closed", "open"] = "closed"
     """closed: each user waits for an answer before sending the next request; open: requests arrive at set times,
@@ -219,8 +219,8 @@ class LoadConfig(StrictModel):
         """A sentence for each thing that contradicts another, is missing or makes no load."""
         if self.endpoint not in (None, "completions") and self.canaries is not None:
             yield (
-                f"canaries are prompts of completions, and endpoint {self.endpoint} puts a chat template around them, "
-                "so that their answers are not known; remove canaries, or endpoint."
+                f"canaries need the completions API, and endpoint {self.endpoint} has a chat template that changes the "
+                "prompts; remove canaries, or endpoint."
             )
         if self.mode == "closed" and self.arrivals not in ("poisson", "constant"):  # older files have one of these
             yield f"arrivals: {self.arrivals} has no meaning with mode: closed; set mode: open."

@@ -1,4 +1,4 @@
-"""The keys of a workload file, as a JSON schema for editors and as a page for people, made from the models."""
+"""Writes the keys of a workload file as a JSON schema for editors and as a page for people."""
 
 from __future__ import annotations
 

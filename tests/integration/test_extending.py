@@ -119,7 +119,7 @@ def test_a_claim_is_listed_and_judged(package, tmp_path):
     (stored,) = tmp_path.glob("claims/*/claims.json")
     (claim,) = json.loads(stored.read_text())["claims"]
     assert (claim["name"], claim["verdict"]) == ("pages-waste-less", "held")
-    assert claim["rule"] == "Held if pages waste fewer slots than reservations do."
+    assert claim["rule"] == "Holds if pages waste fewer slots than reservations do."
 
 
 def test_an_instrument_runs_the_loads_of_a_sweep(package, workload, run, tmp_path):

@@ -74,7 +74,7 @@ def test_an_interrupted_sitting_begins_anew_with_a_resume(bench, monkeypatch):
     assert again.returncode == 0 and len(finished(run)) == 2, again.stdout + again.stderr
     shutil.rmtree(run / "cells" / "paged-p8-c2" / "loads" / "1")
     assert "1 server launch, 1 load," in planned() and "engine time" not in planned()  # it is finished
-    assert "begins anew" in again.stdout
+    assert "starts again" in again.stdout
     second = effects(run)
     assert second["finished"] and second["order_seed"] != first["order_seed"]
     assert second["limit_s"] == first["limit_s"]  # as the run was begun

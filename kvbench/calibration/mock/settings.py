@@ -79,7 +79,7 @@ class AnswerPlan:
         self.moments = sum(-(-count // per_chunk) - (-held // per_chunk) for _, count, held in self.runs)
 
     def deltas(self) -> Iterator[tuple[str, str, int, int, int] | None]:
-        """One a moment of the schedule; None where no chunk is sent.
+        """Yields one delta for each moment of the schedule; None where no chunk is sent.
 
         Kind, text, the first token and the one after the last, and the place in its run (from 0).
         """

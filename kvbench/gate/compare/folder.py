@@ -221,7 +221,7 @@ class CompareFolder:
         return shlex.join(["kvbench", *TYPED[subcommand].split(), "--resume", os.path.relpath(self.path)])
 
     def locked(self) -> AbstractContextManager[None]:
-        """Only one process may work in a folder."""
+        """Locks the folder for the block: only one process may work in it."""
         return RunFolder(self.path).locked()
 
     def run(self, side: str, workload: str) -> RunFolder:

@@ -484,7 +484,7 @@ def measured_design(run: RunFolder, workload: Workload) -> Design:
     for block in run.manifest().plan:
         planned.setdefault(block.configuration, set()).update(block.cells)
     cells: list[Cell] = []
-    for config_id in sorted(planned, key=lambda each: ids.index(each) if each in ids else len(ids)):
+    for config_id in sorted(planned, key=lambda name: ids.index(name) if name in ids else len(ids)):
         path = run.cell(min(planned[config_id])) / "summary.json"
         stored = read_record(CellSummary, path, "measure the run again") if path.is_file() else CellSummary()
         label = stored.label or config_id

@@ -355,8 +355,8 @@ def accept(workload: CounterWorkload, runs: Mapping[str, Replayed], path: Path, 
     return [line for line in lines if line]
 
 
-def _changed(known: CounterLock | None, workload: CounterWorkload, verdict: Verdict) -> str:
-    if known is None:
+def _changed(lock: CounterLock | None, workload: CounterWorkload, verdict: Verdict) -> str:
+    if lock is None:
         return say("counters.first_lock", n=len(workload.scenarios))
     if not (failed := [finding.id.partition("/")[2] for finding in verdict.of(FAIL)]):
         return say("counters.no_counter")

@@ -137,7 +137,7 @@ def publish(verdict: Verdict, folder: Path | None, environ: Mapping[str, str] = 
 
 
 def annotations(verdict: Verdict, folder: Path | None) -> list[str]:
-    """At most five workflow commands: the verdict, then the worst findings."""
+    """Makes at most five workflow commands: the verdict, then the worst findings."""
     title = f"kvbench {verdict.kind}: {wording.LABELS[verdict.outcome]}"
     ends = f" (see {folder})" if folder and verdict.outcome != PASS else ""
     commands = [_command(verdict.outcome, title, verdict.sentence, ends)]

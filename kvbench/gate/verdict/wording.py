@@ -178,15 +178,15 @@ def worst_first(findings: Iterable[Finding]) -> list[Finding]:
     return sorted(findings, key=key)
 
 
-def explained(findings: Sequence[Finding], most: int, said: str) -> list[tuple[str, Finding]]:
+def explained(findings: Sequence[Finding], most: int, sentence: str) -> list[tuple[str, Finding]]:
     """The sentences to print below a table of ``findings``, with their findings.
 
-    Sentences that ``said`` (the verdict's) contains are left out, and those of failures after the first, whose rows say
-    the same. A finding with details is always included, by its title if its sentence is left out.
+    Sentences that the verdict's ``sentence`` contains are left out, and those of failures after the first, whose rows
+    say the same. A finding with details is always included, by its title if its sentence is left out.
     """
     sentences = []
     for i, finding in enumerate(findings):
-        is_said = line(finding.sentence) in line(said)
+        is_said = line(finding.sentence) in line(sentence)
         if finding.details or (not is_said and (i == 0 or finding.change is None or finding.outcome != FAIL)):
             sentences.append(((finding.title or finding.id) if is_said else finding.sentence, finding))
     return sentences[:most]

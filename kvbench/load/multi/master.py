@@ -77,7 +77,7 @@ class GuardedMaster(MasterRunner):
         super().__init__(environment, host, port)
 
     def client_listener(self) -> NoReturn:
-        """Locust's, which would end at bytes that are no message, such as a port scanner's."""
+        """Receives as Locust does, but goes on at bytes that are no message, such as a port scanner's."""
         while True:
             try:
                 super().client_listener()
@@ -346,7 +346,7 @@ class SharedLoad:
         return node is None or node.heartbeat < HEARTBEAT_LIVENESS - limit_s  # Locust counts down once a second
 
     def _find_lost(self, silent_s: float) -> None:
-        """A worker is lost when its process has ended (local), or its heartbeats have for ``silent_s``."""
+        """Marks workers as lost whose local process ended, or that sent no heartbeat for ``silent_s``."""
         ended = {child.pid: child.returncode for child in self._children if child.poll() is not None}
         for member in self.members:
             if member.pid in ended:
@@ -361,7 +361,7 @@ class SharedLoad:
         return next((member.lost for member in self.members if member.lost is not None), None)
 
     def _collect(self) -> list[Member]:
-        """Fetches what every worker that still answers has measured; those workers."""
+        """Fetches the measurements of every worker that still answers; returns those workers."""
         self._ask(messages.SAMPLES, limit_s=math.inf, needed=False)  # a worker parses what is left first
         by_index = {r.index: r for r in self.requests}
         for member in self.members:

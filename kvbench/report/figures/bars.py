@@ -18,7 +18,7 @@ COLUMNS = ("bar", "label", "head", "part", "start", "length", "text", "hover")
 
 @dataclass(frozen=True)
 class BarPart:
-    """How one part of all bars is drawn: its ``title`` in the legend, its colour and pattern."""
+    """The look of one part of all bars: its ``title`` in the legend, its colour and pattern."""
 
     title: str
     colour: str

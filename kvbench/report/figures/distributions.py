@@ -1,4 +1,4 @@
-"""How latencies are distributed: ECDFs of TTFT, TPOT, ITL and E2EL, of all requests and of each class of them."""
+"""The distributions of latencies: ECDFs of TTFT, TPOT, ITL and E2EL, of all requests and of each class of them."""
 
 from __future__ import annotations
 

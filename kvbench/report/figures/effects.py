@@ -1,4 +1,4 @@
-"""What settings or compared cells change: an interval plot a metric, a row a comparison."""
+"""The effects of settings or of compared cells: an interval plot a metric, a row a comparison."""
 
 from __future__ import annotations
 

@@ -102,6 +102,6 @@ def _figure(bars: pd.DataFrame, look: Mapping[str, LineStyle]) -> go.Figure:
 
 
 def _text(kind: str, change: float) -> str:
-    """24 %; −1.1 % and +0.4 % for a gap."""
+    """Writes a share as `24 %`, a gap as `−1.1 %` or `+0.4 %`."""
     text = signed_percent(change)
     return text.removeprefix("+") if kind == "level" else text

@@ -197,7 +197,7 @@ def _lines(name: str) -> list[str]:
 
 
 def _areas(figure: go.Figure, rows: pd.DataFrame, column: int, in_legend: dict[str, str]) -> None:
-    """The uses on top of one another; one area for a server that says no more than how full its KV is."""
+    """Draws the uses on top of one another; one area where the server only tells how full its KV is."""
     areas = {"usage": "in use"}
     if rows[list(SLOT_USES)].notna().to_numpy().any():
         areas = {use: USES[use] for use in USES if use in SLOT_USES and (rows[use] > 0.05).any()}

@@ -1,4 +1,4 @@
-"""What answers cost beside what speed gains: KLD over the change of throughput, a point a configuration."""
+"""The price of speed in answers: KLD over the change of throughput, a point a configuration."""
 
 from __future__ import annotations
 

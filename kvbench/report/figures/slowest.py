@@ -60,9 +60,9 @@ def slowest(requests: pd.DataFrame) -> pd.DataFrame:
 
 
 def _parts(request: pd.Series, limit: float) -> list[tuple[str, float, float]]:
-    """(part, start, length) [ms] in order, neighbours of the same part as one; ``limit`` [ms]: longer gaps are GAP.
+    """Lists (part, start, length) [ms] in order, neighbours of the same part as one; gaps over ``limit`` are GAP.
 
-    Of several sequences, those of the one that ended last.
+    limit: [ms]. Of several sequences, the parts are those of the one that ended last.
     """
     times = (times_to_end(request) - request["t0"]) * MS  # [chunks]
     times = times if len(times) else np.array([(request["last"] - request["t0"]) * MS])

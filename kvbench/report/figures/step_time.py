@@ -1,4 +1,4 @@
-"""What the engine's steps took: scheduling, preparing, moving KV, executing, sampling, output; simulated ones too."""
+"""The parts of the engine's steps, also of simulated ones: schedule, prepare, move KV, execute, sample, output."""
 
 from __future__ import annotations
 

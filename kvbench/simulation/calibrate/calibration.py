@@ -180,7 +180,7 @@ def logged_work(prompt: int, decodes: int, kv_slots: int) -> StepWork:
 
 
 def fit_steps(log: LoggedSteps, machine: Machine, settings: SettingsByName, names: Sequence[str]) -> CostCalibration:
-    """Fits a calibration to a step log; its provenance has the errors on the last third, to which nothing is fitted.
+    """Fits a calibration to a step log. Its provenance has the errors on the last third, which the fit leaves out.
 
     names: of LOG_NAMES. A step takes its kernels times ``kernels``, plus ``host_s``, plus in steps with prompts
     ``prompt_layer_s`` a layer: non-negative least squares, in which disturbed steps count less (Huber's weights).

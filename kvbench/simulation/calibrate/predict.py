@@ -98,7 +98,7 @@ def replay(
 
 
 def works_of(load: ReplayedLoad) -> tuple[list[StepWork], list[float], list[EndedRequest]]:
-    """Returns the work of each step of a load that repeats its steps; of a replay each step's end, and the requests."""
+    """Returns the work of each step of a load with repeated steps; of a replay also step ends and requests."""
     works: list[StepWork] = []
     ends: list[float] = []
 
@@ -140,7 +140,7 @@ class _ReplayableLoad:
 
 
 def predict_after_sweep(folder: Path, console: Console) -> None:
-    """Predicts the cells of a measured sweep of the built-in engine; what goes wrong is a note, and costs no report."""
+    """Predicts the cells of a measured sweep of the built-in engine; a failure is noted and costs no report."""
     run = read_run(folder)
     if not run.is_built_in or run.simulated:
         return

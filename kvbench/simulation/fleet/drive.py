@@ -134,7 +134,7 @@ class EndedRequest:
 
     @property
     def end(self) -> float:
-        """When its last chunk came, or it was refused [s]."""
+        """The time at which its last chunk came, or it was refused [s]."""
         return self.times[-1] if self.times else self.sent
 
     @property

@@ -299,7 +299,7 @@ class TierValue:
 
 @dataclass(frozen=True)
 class TieredSimulation:
-    """A trace without a cache, and with each of ``tiers`` added to those above it; the fields are those of ``--json``.
+    """A trace without a cache, then with each of ``tiers`` added to those above it. The fields are those of ``--json``.
 
     pages: of the requests that count; no_cache: mean_ttft_s and p95_ttft_s
     """

@@ -115,7 +115,7 @@ def _lmcache(rows: Rows, row: TraceRow, where: Any) -> None:
 
 
 def _turn(rows: Rows, row: Any, session: Any, before: tuple[str, ...] = ()) -> tuple[str, ...]:
-    """Adds a turn of AIPerf and returns all texts so far; earlier replies are not in the file, nor in the prompt."""
+    """Adds a turn of AIPerf and returns all texts so far, without earlier replies, which the file lacks."""
     if not isinstance(row, dict):
         raise ValueError(f"{short(row)} is not a turn: mend or remove it")
     for key in _MEDIA:

@@ -38,7 +38,7 @@ def fits(name: str) -> Callable[[Source], bool]:
 def read(name: str, sources: list[Source], page_size: int | None) -> Trace:
     """Reads one file of the format ``name``. Raises ValueError."""
     if len(sources) > 1:
-        raise ValueError(f"{len(sources)} files of a format of which one is read at a time: give one")
+        raise ValueError(f"{len(sources)} files are given, and this format is read one file at a time: give one")
     source = sources[0]
     time, *lengths = _COLUMNS[name]
     timed = name != "vidur" or time in source.columns

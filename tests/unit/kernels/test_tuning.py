@@ -129,7 +129,7 @@ def test_arithmetic_never_says_more_than_the_compiler():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda t: "{", "is no table"),
+        (lambda t: "{", "is not a table"),
         (lambda t: json.dumps(t | {"colour": 1}), "colour"),
         (lambda t: json.dumps({k: v for k, v in t.items() if k != "driver"}), "driver"),
         (lambda t: json.dumps(t | {"entries": [t["entries"][0] | {"block_n": 31}]}), "block_n 31"),

@@ -14,7 +14,7 @@ from kvbench.metrics.definitions import ENGINE
 from kvbench.metrics.model import CanaryCounts
 from kvbench.report.answers import ReportAnswer, count_words, report_answers
 from kvbench.report.comparisons import THROUGHPUT, TTFT
-from kvbench.report.decision import Decision, Verdict
+from kvbench.report.decision import Decision, Worth
 from kvbench.report.headline import MOST_WORDS
 from kvbench.report.headline import headline as headline_of
 from kvbench.runs.model import MeasuredCell, Run
@@ -43,18 +43,18 @@ FP8: dict[str, Any] = {"kv_cache_dtype": "fp8_e4m3"}
 @pytest.mark.parametrize(
     ("figures", "verdict"),
     [
-        ({"throughput": FAST}, Verdict.PAYS),
-        ({"throughput": FAST, "ttft": LATE}, Verdict.RISK),
-        ({"throughput": FAST, "tpot": (30.0, 30.1, 30.2)}, Verdict.RISK),  # the cells' p95 ITL is their TPOT
-        ({"throughput": SLOW}, Verdict.COSTS),
-        ({"throughput": SLOW, "ttft": (100.0, 101.0, 102.0)}, Verdict.COSTS),
-        ({}, Verdict.NO_CHANGE),
-        ({"ttft": LATE}, Verdict.WORSE_P95),
-        ({"ttft": (100.0, 101.0, 102.0)}, Verdict.BETTER_P95),
-        ({"throughput": WIDE}, Verdict.UNDECIDED),
-        ({"throughput": WIDE, "ttft": (100.0, 101.0, 102.0)}, Verdict.UNDECIDED),  # closed loop: it may be slower
-        ({"throughput": WIDE, "ttft": LATE}, Verdict.WORSE_P95),
-        ({"throughput": (150.0,)}, Verdict.UNDECIDED),
+        ({"throughput": FAST}, Worth.PAYS),
+        ({"throughput": FAST, "ttft": LATE}, Worth.RISK),
+        ({"throughput": FAST, "tpot": (30.0, 30.1, 30.2)}, Worth.RISK),  # the cells' p95 ITL is their TPOT
+        ({"throughput": SLOW}, Worth.COSTS),
+        ({"throughput": SLOW, "ttft": (100.0, 101.0, 102.0)}, Worth.COSTS),
+        ({}, Worth.NO_CHANGE),
+        ({"ttft": LATE}, Worth.WORSE_P95),
+        ({"ttft": (100.0, 101.0, 102.0)}, Worth.BETTER_P95),
+        ({"throughput": WIDE}, Worth.UNDECIDED),
+        ({"throughput": WIDE, "ttft": (100.0, 101.0, 102.0)}, Worth.UNDECIDED),  # closed loop: it may be slower
+        ({"throughput": WIDE, "ttft": LATE}, Worth.WORSE_P95),
+        ({"throughput": (150.0,)}, Worth.UNDECIDED),
     ],
 )
 def test_the_verdict_weighs_throughput_and_both_p95s(figures: dict[str, Any], verdict: str) -> None:

@@ -16,7 +16,7 @@ from kvbench.effects.comparison import Call
 from kvbench.metrics.definitions import ENGINE
 from kvbench.metrics.model import CanaryCounts
 from kvbench.report.comparisons import JUDGED, THROUGHPUT, Comparisons
-from kvbench.report.decision import Decision, Verdict
+from kvbench.report.decision import Decision, Worth
 from kvbench.report.headline import headline
 from kvbench.report.recommend import Recommendation, recommend
 from kvbench.report.recommend_lines import lines
@@ -168,7 +168,7 @@ def test_no_recommendation_loses_anywhere_or_is_of_doubtful_quality(measured: Ru
     figures = measured.quality.configurations.get(chosen.config_id) if measured.quality else None
     assert said.settings == ({} if figures and figures.outside else chosen.settings)  # of a baseline outside, none
     if not chosen.is_baseline:
-        assert candidate(measured, chosen).verdict in (Verdict.PAYS, Verdict.BETTER_P95)
+        assert candidate(measured, chosen).verdict in (Worth.PAYS, Worth.BETTER_P95)
         everywhere = [one for one in measured.cells if one.name == chosen.name]
         calls = {found.call for one in everywhere for metric in JUDGED if (found := change(measured, one, metric))}
         assert WORSE not in calls and BETTER in calls

@@ -126,7 +126,7 @@ def test_outputs_that_nobody_said_are_the_workloads(tmp_path):
     requests = build(tmp_path / "t", text, load=CLOSED, output_tokens=33)
     assert [r.max_tokens for r in requests] == [9, 33] and requests[1].prompt_token_ids == (700, 701)
     assert requests[0].session is None
-    with pytest.raises(ValueError, match=r"output of 1 of 2 requests; .* load\.prompts\.output_tokens"):
+    with pytest.raises(ValueError, match=r"output length for 1 of 2 requests; .* load\.prompts\.output_tokens"):
         build(tmp_path / "t", load=CLOSED)
     with pytest.raises(ValueError, match="token id 9000, but the model's vocabulary ends before 8192"):
         build(tmp_path / "t", lines({"prompt": [9000]}), load=CLOSED, output_tokens=3)
@@ -328,7 +328,7 @@ def test_a_partly_filled_page_never_becomes_a_full_one(tmp_path):
     assert lengths(requests) == [11, 11] and [r.prefix_tokens for r in requests] == [10, 10]
     with pytest.raises(ValueError, match=r"even with pages of 2 tokens it would need 13 tokens, more than .* 12"):
         made(12)
-    with pytest.raises(ValueError, match=r"length_scale 0.25 makes pages of 4 tokens pages of 1.* at least 0.5, or"):
+    with pytest.raises(ValueError, match=r"length_scale 0.25 shrinks pages of 4 tokens to 1 token.* at least 0.5, or"):
         made(64, length_scale=0.25)
     rows[0]["input_length"], rows[1]["input_length"] = 24, 24
     assert lengths(made(8)) == lengths(made(64, length_scale=0.25)) == [6, 6]  # whole pages may shrink to a token
