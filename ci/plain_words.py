@@ -5,7 +5,8 @@ Four rules, each decided by the text alone:
 - ``beginning``: a docstring's first sentence begins with a verb, an article or a noun. Refused are the words of
   ``NO_BEGINNING`` (prepositions, question words, pronouns, conjunctions, a few participles), a sign, a bracket or a
   digit (an example belongs inside a sentence), and a lower-case word that names nothing. A literal in backquotes, and a
-  lower-case word with a capital, a digit, a dot, an underscore or an apostrophe in it (``float32``) are names.
+  lower-case word with a capital, a digit, a dot, an underscore or an apostrophe in it (``float32``) are names. A
+  literal alone (a parameter and its colon) begins the docstring of a module only, as the name of a command does.
 - ``length``: that sentence has at most 20 words. It ends at a full stop, a colon, ``?`` or ``!`` before a space, or at
   the first empty line; a semicolon does not end it. A literal in backquotes is one word; signs without a letter
   or a digit are none.
@@ -69,11 +70,13 @@ def first_sentence(docstring: str) -> str:
     return literals[: end.start()] if end else literals
 
 
-def check_docstring(docstring: str) -> Iterator[tuple[str, str]]:
+def check_docstring(docstring: str, of_module: bool = False) -> Iterator[tuple[str, str]]:
     """Yields the rule and the text of each breach in a docstring."""
     sentence = first_sentence(docstring)
     words = [word for word in sentence.split() if re.search(r"\w", word)]
     first = re.sub(r"[,;:]+$", "", sentence.split()[0]) if sentence.split() else ""
+    if first == sentence and first.startswith("`") and not of_module:
+        yield "beginning", f"{sentence} alone is no sentence: say what the function or class is for, then its fields"
     if not _can_begin(first):
         yield "beginning", f'"{_shortened(sentence)}" begins with "{first}": begin with a verb or an article'
     if len(words) > MOST_WORDS:
@@ -98,7 +101,7 @@ def check_file(path: Path, nodes: Sequence[ast.AST]) -> Iterator[Breach]:
     fields = {field for node in nodes if isinstance(node, ast.ClassDef) for field in _fields(node)}
     for node in nodes:
         if isinstance(node, _DOCUMENTED) and (docstring := ast.get_docstring(node)) is not None:
-            for rule, text in check_docstring(docstring):
+            for rule, text in check_docstring(docstring, isinstance(node, ast.Module)):
                 yield Breach(path, getattr(node, "lineno", 1), rule, text)
         name = _variable(node)
         if name in EMPTY_NAMES and node not in fields:

@@ -130,7 +130,7 @@ def answer(
 
 
 def sentences(plan: MemoryPlan) -> list[str]:
-    """Writes first whether it fits, then what there is to know about it."""
+    """Lists first whether it fits, then what else there is to know."""
     if (memory := plan.memory) is None:
         return [_without_gpus(plan)]
     lines, gpu = [_on_gpus(plan, memory)], memory.gpu

@@ -49,13 +49,14 @@ class SectionedGroup(click.Group):
         name = args[0]
         typed = {moved: f"{self.moved.name} {moved}" for moved in self.moved.commands}
         typed |= {command: command for command in self.commands}
-        if name not in self.commands and name in typed:
-            say(f"`kvbench {name}` is now `kvbench {typed[name]}`")
         try:
-            return super().resolve_command(ctx, args)
+            _, command, rest = super().resolve_command(ctx, args)
         except click.exceptions.NoSuchCommand as error:
             error.possibilities = [typed[near] for near in nearest(name, typed, most=3)]  # type: ignore[misc]
             raise
+        if name not in self.commands:
+            say(f"`kvbench {name}` is now `kvbench {typed[name]}`")
+        return typed[name], command, rest
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         limit = formatter.width - 6 - max(map(len, self.commands))

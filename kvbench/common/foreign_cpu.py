@@ -186,7 +186,7 @@ class ForeignWatch:
         return reading and dataclasses.replace(reading, own_s=0.0)
 
     def report(self) -> dict[str, Any]:
-        """``foreign_cpu_cores``: cores that others used on average; ``disturbed``: too many to trust the timing.
+        """Returns the cores that others used on average (``foreign_cpu_cores``), and whether too many (``disturbed``).
 
         Empty where the system does not tell.
         """
@@ -241,7 +241,7 @@ def _program(name: str, command: Sequence[str]) -> str:
 def _busiest(
     before: Mapping[Any, tuple[str, float]], after: Mapping[Any, tuple[str, float]], wall: float, foreign: float
 ) -> str:
-    """``0.52 of a core: firefox 0.31, python3 train.py 0.20``: the three programs that used most CPU over ``wall`` [s].
+    """Names the three programs that used most CPU over ``wall`` [s]: `0.52 of a core: firefox 0.31, train.py 0.20`.
 
     ``foreign``: cores in all; processes that ended meanwhile are in it, and have no name.
     """

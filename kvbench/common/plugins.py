@@ -42,7 +42,7 @@ def load_plugin(entry: EntryPoint, fits: type | Callable[[object], bool]) -> Any
     """Imports a plug-in. ``fits``: its type, or a test of it. Raises UsageError with the package and the reason."""
     try:
         plugin = entry.load()
-    except Exception as error:  # whatever a foreign module raises when it is imported
+    except (Exception, SystemExit) as error:  # whatever a foreign module raises when it is imported
         raise UsageError(
             _problem(entry, f"{entry.value} cannot be imported ({type(error).__name__}: {error})")
         ) from error

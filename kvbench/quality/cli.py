@@ -115,7 +115,7 @@ def measure_run(folder: Path, console: Console, *, model: str | None = None, out
 
 
 def _measure(workload: Workload, only: Sequence[str], console: Console, model: str | None, output: Path | None) -> None:
-    """``only``: globs of cells; ``output``: None for none."""
+    """Measures the configurations of a workload. ``only``: globs of cells; ``output``: None for none."""
     from engine.startup import set_spin_count
     from kvbench.common.console import print_plain, status_line
     from kvbench.common.text import plural
@@ -135,7 +135,7 @@ def _measure(workload: Workload, only: Sequence[str], console: Console, model: s
 def _measure_server(
     url: str, console: Console, model: str | None, output: Path | None, options: dict[str, Any]
 ) -> None:
-    """``options``: those about the server that were given."""
+    """Measures a running server. ``options``: those about the server that were given."""
     from engine.startup import set_spin_count
     from kvbench.common.console import status_line
     from kvbench.targets.base import Access

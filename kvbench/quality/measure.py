@@ -367,7 +367,7 @@ def engine_with_room(config: EngineConfig, loaded: LoadedModel, material: Materi
 
 
 def _key(config: EngineConfig, without: Sequence[str] = _WITHOUT_EFFECT) -> tuple[Any, ...]:
-    """Equal for configurations that differ only in settings ``without`` effect."""
+    """A key that is equal for configurations that differ only in settings ``without`` effect."""
     settings = dataclasses.asdict(config)
     if config.layout == "contiguous":
         settings["page_size"] = None

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from kvbench.common import text as words
 from kvbench.effects.comparison import Call, Comparison
 from kvbench.metrics.definitions import ENGINE, figure
-from kvbench.report.comparisons import THROUGHPUT, TTFT, amount, interval, median, served
+from kvbench.report.comparisons import THROUGHPUT, TTFT, interval, median, served
 from kvbench.report.decision import Candidate, Decision, Question, SettingAnswer, Worth, wins
 from kvbench.report.provenance import server_facts
 from kvbench.report.quality import is_quantised, outlier_words, saturation_words
@@ -74,8 +74,8 @@ def size(comparison: Comparison) -> str:
 
 
 def _effect(comparison: Comparison, bounds: str) -> str:
-    title, change = figure(comparison.metric).title, amount(comparison.ratio)
-    return say("answers.effect", comparison.metric, title=title, amount=change, interval=bounds).rstrip()
+    title = figure(comparison.metric).title
+    return say("answers.effect", comparison.metric, title=title, ratio=comparison.ratio, interval=bounds)
 
 
 def gain(one: Candidate, comparison: Comparison, load: MeasuredLoad | None = None) -> str:
@@ -104,7 +104,7 @@ def ttft_words(one: Candidate) -> str:
         return ""
     other = one.throughput is not None and one.throughput.clock != comparison.clock
     clock = say("answers.clock", other, clock=comparison.clock)
-    return say("answers.ttft", comparison.call, amount=amount(comparison.ratio)) + clock
+    return say("answers.ttft", comparison.call, ratio=comparison.ratio) + clock
 
 
 def throughput_words(one: Candidate) -> str:
@@ -114,19 +114,18 @@ def throughput_words(one: Candidate) -> str:
 
 def room_words(one: Candidate) -> str:
     """Writes ``4.0x the tokens``, which fit into the same bytes; empty below a tenth more."""
-    return say("answers.room", one.room is not None, times=words.significant(one.room, 2))
+    return say("answers.room", one.room is not None, times=one.room)
 
 
 def numbers(decision: Decision, one: Candidate) -> str:
     """The change of throughput, and the p95s that are decided."""
     if one.throughput is None:
-        doubt = one.cell.doubt or one.base.doubt
-        return say("answers.no_ratio", bool(doubt), doubt=doubt)
+        return say("answers.no_ratio", doubt=one.cell.doubt or one.base.doubt)
     decided = [p95 for p95 in one.p95.values() if p95.call in (Call.BETTER, Call.WORSE)]
     texts = [_number(decision, comparison) for comparison in (one.throughput, *decided)]
-    as_served = served(one.cell, one.base, THROUGHPUT) if one.throughput.clock == ENGINE else None
-    if as_served and as_served.low is not None:  # of fewer repeats the ratio says nothing
-        texts.insert(1, say("answers.as_served", as_served.call, amount=amount(as_served.ratio)))
+    as_served = served(one.cell, one.base, THROUGHPUT)
+    if one.throughput.clock == ENGINE and as_served and as_served.low is not None:  # else the ratio says nothing
+        texts.insert(1, say("answers.as_served", as_served.call, ratio=as_served.ratio))
     undecided = words.listing([figure(metric).title for metric, p95 in one.p95.items() if not p95.decided])
     is_named = bool(undecided) and one.verdict in (Worth.PAYS, Worth.NO_CHANGE)
     texts.append(say("answers.undecided", is_named, names=undecided))
@@ -173,7 +172,7 @@ def _other_facts(decision: Decision, one: Candidate) -> Iterator[str]:
     if measured and not decision.run.simulated and (quantised or quality.outside):
         yield str(quality)
     if cell.hit_rate is not None and effective(cell.settings, "enable_prefix_caching"):
-        yield say("answers.hit_rate", share=words.percent(cell.hit_rate), clock=cell.clock)
+        yield say("answers.hit_rate", cell=cell)
     if quantised:
         yield outlier_words(cell, server_facts(decision.run, cell).kv_outliers)
     yield saturation_words(cell)

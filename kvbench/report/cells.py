@@ -11,28 +11,9 @@ from kvbench.measure.words import PLATEAU_HEADS, plateau_row
 from kvbench.metrics.definitions import Figure, compared, figure, latencies
 from kvbench.metrics.latency import LONG_OPEN, SAMPLES_NEEDED
 from kvbench.metrics.model import failure_words
+from kvbench.report import tables
 from kvbench.report.comparisons import RATIO_MARKS, WHOLE_RUN, Comparisons, median, spread
-from kvbench.report.tables import (
-    MEDIANS,
-    NO_TABLE,
-    NONE,
-    UNCERTAIN,
-    Column,
-    Render,
-    ReportTable,
-    Row,
-    Section,
-    Value,
-    cell_table,
-    column,
-    entry,
-    identity_columns,
-    listed_table,
-    number_column,
-    ratio_value,
-    recomputed_column,
-    texts,
-)
+from kvbench.report.tables import MEDIANS, NO_TABLE, NONE, UNCERTAIN, Column, Render, ReportTable, Row, Section, Value
 from kvbench.report.wording import say
 from kvbench.runs.kv_ledger import accounting
 from kvbench.runs.model import MeasuredCell
@@ -55,31 +36,31 @@ def main_table(comparisons: Comparisons, slo: str = "", cache_state: str = "") -
     """
 
     def gauge(key: str, title: str, name: str, render: Render) -> Column:
-        return number_column(key, title, lambda cell: median(cell.observed(name)), render)
+        return tables.number_column(key, title, lambda cell: median(cell.observed(name)), render)
 
     def preempted(cell: MeasuredCell) -> float | None:
         return cell.counter("num_preemptions_total")
 
     hits = say("cells.hits_head", bool(cache_state), state=cache_state)
     columns = [
-        column("configuration", "configuration", _configuration),
-        identity_columns()[1],
-        column("output_tokens_per_s", "output tok/s", _throughput),
-        column("non_reasoning_tokens_per_s", "tok/s without reasoning", _without_reasoning),
+        tables.column("configuration", "configuration", _configuration),
+        tables.identity_columns()[1],
+        tables.column("output_tokens_per_s", "output tok/s", _throughput),
+        tables.column("non_reasoning_tokens_per_s", "tok/s without reasoning", _without_reasoning),
         *_ratio_columns(comparisons),
         *map(_latency_column, _LATENCIES),
-        column("goodput", "goodput", _goodput, slo or "every SLO"),
+        tables.column("goodput", "goodput", _goodput, slo or "every SLO"),
         gauge("running_mean", "running", "running_mean", words.decimal),
         gauge("kv_usage_peak", "peak KV", "usage_max", words.percent),
         gauge("waste_share", "waste", "waste_share", words.percent),
-        number_column("preemptions", "pre\u00adempted", preempted, words.count),
-        recomputed_column(),
-        column("prefix_hit_rate", hits, _hits),
-        column("open_after_last_ms", "open after last chunk ms", _open_after_last),
-        column("failed", "failed", _failed),
-        column("canaries_wrong", "canaries wrong", _canaries),
+        tables.number_column("preemptions", "pre\u00adempted", preempted, words.count),
+        tables.recomputed_column(),
+        tables.column("prefix_hit_rate", hits, _hits),
+        tables.column("open_after_last_ms", "open after last chunk ms", _open_after_last),
+        tables.column("failed", "failed", _failed),
+        tables.column("canaries_wrong", "canaries wrong", _canaries),
     ]
-    return cell_table(columns, comparisons.by_load, _ALWAYS)
+    return tables.cell_table(columns, comparisons.by_load, _ALWAYS)
 
 
 def _configuration(cell: MeasuredCell) -> Value:
@@ -97,7 +78,7 @@ def _ratio_columns(comparisons: Comparisons) -> list[Column]:
         reference = comparisons.references[cell.load]
         if cell is reference:
             return Value("1", 1.0) if cell.valid else NONE
-        return ratio_value(comparisons.to_reference[cell.cell_id], cell, reference) if reference else NONE
+        return tables.ratio_value(comparisons.to_reference[cell.cell_id], cell, reference)
 
     title = f"ratio to {named.name if named else 'baseline'}"
     return [Column("ratio", title, say("cells.ratio_hint", marks=RATIO_MARKS), ratio)]
@@ -108,9 +89,9 @@ def _throughput(cell: MeasuredCell) -> Value:
     if rates is None:
         return NONE
     low, high = words.tokens_per_s(rates.low), words.tokens_per_s(rates.high)
-    beside = say("cells.whole", cell.has_steady and whole is not None, value=words.tokens_per_s(whole))
+    beside = say("cells.whole", cell.has_steady and whole is not None, value=whole)
     notes = (say("tables.repeats", n=rates.n, low=low, high=high), beside, WHOLE_RUN * (not cell.has_steady))
-    return entry(rates.median, words.tokens_per_s(rates.median), *notes)
+    return tables.entry(rates.median, words.tokens_per_s(rates.median), *notes)
 
 
 def _without_reasoning(cell: MeasuredCell) -> Value:
@@ -121,7 +102,7 @@ def _without_reasoning(cell: MeasuredCell) -> Value:
         notes.append(words.percent(sum(reasoning.values()) / total))
     if silent := cell.count("without_output"):
         notes.append(say("cells.without_output", count=silent))
-    return entry(rate, words.tokens_per_s(rate), *notes)
+    return tables.entry(rate, words.tokens_per_s(rate), *notes)
 
 
 def _latency_column(shown: Figure) -> Column:
@@ -140,7 +121,7 @@ def _latency_column(shown: Figure) -> Column:
             notes.append(say("cells.other_window", steady, value=beside) * (other is not None))
         if metric.name == "itl" and (per_chunk := cell.several_tokens_per_chunk):
             notes.append(f"{per_chunk:.1f} {_TOKENS_A_CHUNK}")
-        return entry(number, text + UNCERTAIN * few, *notes)
+        return tables.entry(number, text + UNCERTAIN * few, *notes)
 
     short = {"client_queue": "client queue"}.get(metric.name, metric.short)
     return Column(_key(shown), f"{short} {which} ms", say("cells.latency_hint", metric.name), value)
@@ -154,8 +135,8 @@ def _key(shown: Figure) -> str:
 def _goodput(cell: MeasuredCell) -> Value:
     rate, steady = median(cell.per_repeat("goodput")), median(cell.per_repeat("steady_goodput"))
     share = words.percent(cell.share_within_slo) * bool(cell.share_within_slo)
-    beside = say("cells.steady", steady is not None, value=words.significant(steady))
-    return entry(rate, words.significant(rate), share, beside)
+    beside = say("cells.steady", steady is not None, value=steady)
+    return tables.entry(rate, words.significant(rate), share, beside)
 
 
 def _open_after_last(cell: MeasuredCell) -> Value:
@@ -163,7 +144,7 @@ def _open_after_last(cell: MeasuredCell) -> Value:
     share, open_ms = (median(cell.per_repeat(f"open_after_last_{what}")) for what in ("share", "p50_ms"))
     if share is None or share <= LONG_OPEN:
         return NONE
-    return entry(open_ms, words.milliseconds(open_ms), words.percent(share))
+    return tables.entry(open_ms, words.milliseconds(open_ms), words.percent(share))
 
 
 def _hits(cell: MeasuredCell) -> Value:
@@ -173,7 +154,7 @@ def _hits(cell: MeasuredCell) -> Value:
         notes.append(say("cells.possible_hits", low=low[:-2], high=high))
     if any(repeat.prefix_cache.unverified for repeat in cell.repeats):
         notes.append("not verified")
-    return entry(cell.hit_rate, words.percent(cell.hit_rate), *notes)
+    return tables.entry(cell.hit_rate, words.percent(cell.hit_rate), *notes)
 
 
 def _canaries(cell: MeasuredCell) -> Value:
@@ -181,7 +162,7 @@ def _canaries(cell: MeasuredCell) -> Value:
     if not counts.sent:
         return NONE
     text = say("cells.of", part=counts.wrong, whole=counts.answered)
-    return entry(counts.wrong, text, counts.first_wrong or "", mark="worse" * bool(counts.wrong))
+    return tables.entry(counts.wrong, text, counts.first_wrong or "", mark="worse" * bool(counts.wrong))
 
 
 def _failed(cell: MeasuredCell) -> Value:
@@ -283,12 +264,14 @@ def uncertain_note() -> str:
 
 def _failure_table(cells: Sequence[MeasuredCell], problems: Sequence[str]) -> ReportTable:
     """Failed requests by cell and kind, with the most frequent message; loads that failed as a whole first."""
-    rows = [Row(None, (*texts(text), *(NONE,) * 3)) for text in problems]
+    rows = [Row(None, (*tables.texts(text), *(NONE,) * 3)) for text in problems]
     for cell in cells:
         for kind, failure in cell.failure_messages.items():
             count = say("cells.of", part=failure.requests, whole=cell.sent)
-            rows.append(Row(cell, texts(cell.name, cell.load.short, f"{kind}: {failure.message}", count), cell.load))
-    return listed_table(("configuration", "load", "failure", "requests"), rows, numbers_from=3)
+            rows.append(
+                Row(cell, tables.texts(cell.name, cell.load.short, f"{kind}: {failure.message}", count), cell.load)
+            )
+    return tables.listed_table(("configuration", "load", "failure", "requests"), rows, numbers_from=3)
 
 
 def served_words(cell: MeasuredCell) -> str:
@@ -321,10 +304,10 @@ def effect_table(comparisons: Comparisons) -> ReportTable:
     rows = []
     for e in effects:
         change = " → ".join(value_words(e.setting, value) for value in (e.baseline_value, e.value))
-        ratios = (ratio_value(comparisons.as_served(e.cell, metric), e.cell, e.base) for metric in compared())
-        head = texts(setting_title(e.setting), change, e.cell.load.short)
+        ratios = (tables.ratio_value(comparisons.as_served(e.cell, metric), e.cell, e.base) for metric in compared())
+        head = tables.texts(setting_title(e.setting), change, e.cell.load.short)
         rows.append(Row(e.cell if e.base.valid else e.base, (*head, *ratios), change))
-    return listed_table(("setting", "change", "load", *compared_heads()), rows, numbers_from=3)
+    return tables.listed_table(("setting", "change", "load", *compared_heads()), rows, numbers_from=3)
 
 
 def _effects_note(comparisons: Comparisons) -> str:
@@ -353,8 +336,10 @@ def plateau_table(cells: Sequence[MeasuredCell]) -> ReportTable:
     for cell in cells:
         steps = [repeat.metrics.plateaus for repeat in cell.repeats]
         if len(set(map(len, steps))) == 1:
-            rows += [Row(cell, texts(cell.name, *plateau_row(step)), cell.name) for step in zip(*steps, strict=True)]
-    return listed_table(("configuration", *PLATEAU_HEADS), rows, numbers_from=1)
+            rows += [
+                Row(cell, tables.texts(cell.name, *plateau_row(step)), cell.name) for step in zip(*steps, strict=True)
+            ]
+    return tables.listed_table(("configuration", *PLATEAU_HEADS), rows, numbers_from=1)
 
 
 def group_parts(cells: Sequence[MeasuredCell]) -> tuple[Section, ...]:
@@ -388,11 +373,11 @@ def _group_table(cells: Sequence[MeasuredCell], head: str, titles: Mapping[str, 
     for cell, name, summary in groups:
         title = say("cells.priority", name=name, priority=urgency[name]) if urgent else name
         load = Value(cell.load.short, cell.load.value, WHOLE_RUN * (not cell.has_steady_groups(f"per_{head}")))
-        shown = [*texts(title), load, *texts(cell.name), Value(str(summary.n), summary.n)]
+        shown = [*tables.texts(title), load, *tables.texts(cell.name), Value(str(summary.n), summary.n)]
         for of_group in _OF_GROUPS:
             number = summary.value(of_group.path)
             few = of_group.statistic in summary.distribution(of_group.metric.path).uncertain
             shown.append(Value(words.ms(number) + UNCERTAIN * few, number))
         rows.append(Row(cell, tuple(shown), name))
     heads = (f"{of_group.metric.short} {of_group.statistic}" for of_group in _OF_GROUPS)
-    return listed_table((head, "load", "configuration", "requests", *heads), rows, numbers_from=3)
+    return tables.listed_table((head, "load", "configuration", "requests", *heads), rows, numbers_from=3)

@@ -5,19 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from kvbench.common import text as words
-from kvbench.report.tables import (
-    NO_TABLE,
-    Column,
-    Render,
-    ReportTable,
-    Section,
-    Value,
-    cell_table,
-    column,
-    entry,
-    identity_columns,
-    number_column,
-)
+from kvbench.report import tables
+from kvbench.report.tables import NO_TABLE, Column, Render, ReportTable, Section, Value
 from kvbench.report.wording import say
 from kvbench.runs.model import MeasuredCell, Run, number
 
@@ -48,22 +37,22 @@ def quality_table(cells: Sequence[MeasuredCell]) -> ReportTable:
     """One row a cell; configuration, load and validity always, the rest where there are numbers for it."""
 
     def client(key: str, title: str, render: Render) -> Column:
-        return number_column(f"client_{key}", title, lambda cell: _worst(cell.client(key)), render)
+        return tables.number_column(f"client_{key}", title, lambda cell: _worst(cell.client(key)), render)
 
     def machine(key: str, title: str, render: Render) -> Column:
-        return number_column(f"machine_{key}", title, lambda cell: _of_machine(cell, key), render)
+        return tables.number_column(f"machine_{key}", title, lambda cell: _of_machine(cell, key), render)
 
     columns = [
-        *identity_columns(),
-        column("valid", "valid", _valid),
-        column("client_lag_p99_ms", "lag p99 ms", _lag),
+        *tables.identity_columns(),
+        tables.column("valid", "valid", _valid),
+        tables.column("client_lag_p99_ms", "lag p99 ms", _lag),
         client("schedule_slip_p99_ms", "slip p99 ms", words.milliseconds),
         client("coalesced_share", "coalesced", _fine_percent),
-        column("client_cpu", "client CPU", _client_cpu),
-        column("client_processes", "load processes", _processes),
+        tables.column("client_cpu", "client CPU", _client_cpu),
+        tables.column("client_processes", "load processes", _processes),
         *(machine(*row) for row in _MACHINE),
     ]
-    return cell_table(columns, cells, ("configuration", "load", "valid"), numbers_from=3)
+    return tables.cell_table(columns, cells, ("configuration", "load", "valid"), numbers_from=3)
 
 
 def _fine_percent(value: float | None) -> str:
@@ -78,13 +67,12 @@ def _valid(cell: MeasuredCell) -> Value:
 
 def _client_cpu(cell: MeasuredCell) -> Value:
     worst, cost = (_worst(cell.client(name)) for name in ("cpu_fraction", "cpu_s_per_1000_output_tokens"))
-    note = say("client_quality.cpu_cost", cost is not None, seconds=words.significant(cost))
-    return entry(worst, words.percent(worst), note)
+    return tables.entry(worst, words.percent(worst), say("client_quality.cpu_cost", cost is not None, seconds=cost))
 
 
 def _processes(cell: MeasuredCell) -> Value:
     most = max((len(processes) for processes in cell.client("processes")), default=0)
-    return entry(most or None, str(most))
+    return tables.entry(most or None, str(most))
 
 
 def _lag(cell: MeasuredCell) -> Value:
@@ -94,7 +82,7 @@ def _lag(cell: MeasuredCell) -> Value:
         worst, sources = _worst(cell.client("loop_lag_p99_ms")), ["of the loop; kernel stamps"]
     elif False in cell.client("lag_judged"):
         sources.append("not judged: too few chunks")
-    return entry(worst, words.milliseconds(worst), words.listing(sources))
+    return tables.entry(worst, words.milliseconds(worst), words.listing(sources))
 
 
 def _of_machine(cell: MeasuredCell, key: str) -> float | None:
@@ -126,7 +114,6 @@ def calibrations(run: Run) -> list[str]:
     for measured in stored.get("measured") or ():
         if "figures" in measured:
             reasons = " ".join(measured.get("reasons") or ())
-            over = say("client_quality.over", bool(reasons), reasons=reasons)
             what = words.calibration_words(measured["settings"], measured["figures"])
-            sentences.append(say("client_quality.calibrated", measured=what, over=over))
+            sentences.append(say("client_quality.calibrated", measured=what, reasons=reasons))
     return sentences

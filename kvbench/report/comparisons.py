@@ -130,12 +130,12 @@ def values(metric: str, cell: MeasuredCell, steady: bool) -> dict[int, float]:
     return cell.per_repeat(figure(metric).of_steady(steady).path)
 
 
-def served(cell: MeasuredCell, other: MeasuredCell, metric: str) -> Comparison | None:
-    """A configuration against another as served, paired by repeat; None where a cell is in doubt or has no figure.
+def served(cell: MeasuredCell, other: MeasuredCell | None, metric: str) -> Comparison | None:
+    """A configuration against another as served, by repeat; None where a cell is missing, in doubt or has no figure.
 
     ``basis`` says where it is of the whole run.
     """
-    if not (cell.valid and other.valid):
+    if other is None or not (cell.valid and other.valid):
         return None
     steady = is_steady(metric, cell, other)
     ratio = paired(metric, cell.clock, values(metric, cell, steady), values(metric, other, steady))
@@ -164,7 +164,7 @@ def leaders(cells: Sequence[MeasuredCell]) -> dict[str, dict[str, Call]]:
 
 
 def _leaders(metric: str, shown: Sequence[tuple[MeasuredCell, float | None, bool]]) -> dict[str, Call]:
-    """``shown``: what tables have of each cell, and whether it is of too few samples."""
+    """Finds the best cells and those level with it. ``shown``: cell, value in tables, whether of too few samples."""
     entries = [entry for entry in shown if entry[1] is not None]
     pick = max if figure(metric).higher_is_better else min
     top, _, few = pick(entries, key=lambda entry: entry[1], default=(None, None, True))
@@ -210,7 +210,7 @@ class Comparisons:
     cells: tuple[MeasuredCell, ...]
     loads: tuple[MeasuredLoad, ...]
     load: MeasuredLoad | None
-    baselines: Mapping[MeasuredLoad, MeasuredCell | None]
+    baselines: Mapping[MeasuredLoad | None, MeasuredCell | None]
     references: Mapping[MeasuredLoad, MeasuredCell | None]
     names: Mapping[str, str]
     pair: tuple[str, str] | None
@@ -233,15 +233,14 @@ class Comparisons:
             decisive[cell.cell_id] = _decisive(in_turns, as_served)
         load, pair = _decided_load(run, decisive), paging_pair(run)
         pairs = {at: (run.cell(pair[0], at), run.cell(pair[1], at)) for at in run.loads} if pair else {}
-        base = baselines[load] if load else None
+        base = baselines.get(load)
         references = baselines | {at: contiguous for at, (_, contiguous) in pairs.items() if contiguous}
-        to_reference = {}
-        for cell in run.cells:
-            reference = references[cell.load]
-            to_reference[cell.cell_id] = served(cell, reference, THROUGHPUT) if reference else None
+        to_reference = {cell.cell_id: served(cell, references[cell.load], THROUGHPUT) for cell in run.cells}
         names = {cell.cell_id: short_name(cell, baselines[cell.load]) for cell in run.cells}
         both_there = {at: both for at, both in pairs.items() if None not in both}
-        not_varied = _not_varied(run, base) if base else ()
+        varied = {name for cell in run.at(load) for name in differing(cell, base or cell)}
+        asked = [name for name in _ASKED if name not in varied and base]
+        not_varied = tuple(setting_title(name) for name in asked if run.is_built_in or name in base.settings)
         return cls(
             clock=run.clock, cells=run.cells, loads=tuple(run.loads), load=load, baselines=baselines,
             references=references, names=names, pair=pair, pairs=both_there, not_varied=not_varied,
@@ -251,12 +250,12 @@ class Comparisons:
     @property
     def base(self) -> MeasuredCell | None:
         """The baseline at the load that the report speaks of."""
-        return self.baselines[self.load] if self.load else None
+        return self.baselines.get(self.load)
 
     @property
     def reported(self) -> list[MeasuredCell]:
         """The cells at that load."""
-        return self.at(self.load) if self.load else []
+        return self.at(self.load)
 
     @property
     def by_load(self) -> list[MeasuredCell]:
@@ -285,7 +284,7 @@ class Comparisons:
                 effects.append(SettingEffect(setting, *both, cell, base))
         return effects
 
-    def at(self, load: MeasuredLoad) -> list[MeasuredCell]:
+    def at(self, load: MeasuredLoad | None) -> list[MeasuredCell]:
         return [cell for cell in self.cells if cell.load == load]
 
     def cell(self, name: str, load: MeasuredLoad) -> MeasuredCell | None:
@@ -348,13 +347,7 @@ def _decided_load(run: Run, decisive: Mapping[str, Mapping[str, Comparison]]) ->
         ratios = [decisive[cell.cell_id] for cell in run.at(load)]
         if any(by_metric[metric].decided for by_metric in ratios for metric in metrics if metric in by_metric):
             return load
-    return run.loads[-1] if run.loads else None
-
-
-def _not_varied(run: Run, base: MeasuredCell) -> tuple[str, ...]:
-    varied = {name for cell in run.at(base.load) for name in differing(cell, base)}
-    asked = [name for name in _ASKED if name not in varied and (run.is_built_in or name in base.settings)]
-    return tuple(map(setting_title, asked))
+    return next(reversed(run.loads), None)
 
 
 # --- In words ---
@@ -364,6 +357,11 @@ def marked(comparison: Comparison) -> str:
     """Writes `1.65x`, `≈1.02x` when level, `1.65x?` when not told apart from 1, as ``RATIO_MARKS`` explains."""
     level, undecided = (comparison.call == call for call in (Call.LEVEL, Call.UNDECIDED))
     return "≈" * level + words.ratio(comparison.ratio) + "?" * undecided
+
+
+def percent_change(ratio: float | None) -> float | None:
+    """Returns 16.0 for 1.16; None stays."""
+    return None if ratio is None else 100 * (ratio - 1)
 
 
 def amount(ratio: float) -> str:

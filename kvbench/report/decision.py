@@ -89,6 +89,12 @@ class Candidate:
         return self.throughput or self.best_p95
 
     @property
+    def won_by(self) -> Comparison:
+        """The same of a configuration that is known to be ahead."""
+        assert self.best is not None, self.name
+        return self.best
+
+    @property
     def verdict(self) -> Worth:
         """The verdict by the rule in this module's docstring; a gain is not graded."""
         call, better, worse = self.throughput_call, self.best_p95 is not None, self.worst is not None
@@ -142,11 +148,6 @@ class Candidate:
 def _times_worse(loss: Comparison) -> float:
     """Returns how many times worse a decided loss is, whichever direction its metric has."""
     return 1 / loss.ratio if figure(loss.metric).higher_is_better else loss.ratio
-
-
-def _rate(one: Candidate) -> float:
-    """The throughput as a ratio to the baseline's; 0 where there is none."""
-    return one.throughput.ratio if one.throughput else 0.0
 
 
 def _candidate(cell: MeasuredCell, base: MeasuredCell, comparisons: Comparisons, quality: Quality) -> Candidate:
@@ -257,20 +258,20 @@ class Decision:
     qualities: Mapping[str, Quality]
     limits: tuple[CellLimit, ...]
     breaks: tuple[Break, ...]
-    by_load: Mapping[MeasuredLoad, tuple[Candidate, ...]]
+    by_load: Mapping[MeasuredLoad | None, tuple[Candidate, ...]]
 
     @classmethod
     def of(cls, run: Run) -> Decision:
         """The decision on a run."""
         comparisons, by_id = Comparisons.of(run), qualities(run)
-        cell_limits = tuple(limits(comparisons))
+        seen = tuple(limits(comparisons))
         by_load = {}
         for load, base in comparisons.baselines.items():
             others = [cell for cell in comparisons.at(load) if base and cell is not base]
             candidates = [_candidate(cell, base, comparisons, by_id[cell.config_id]) for cell in others]
-            by_load[load] = tuple(sorted(candidates, key=_rate, reverse=True))
-        breaking = tuple(breaks(comparisons, cell_limits))
-        return cls(run, comparisons, validity(run), by_id, cell_limits, breaking, by_load)
+            candidates.sort(key=lambda one: getattr(one.throughput, "ratio", 0.0), reverse=True)
+            by_load[load] = tuple(candidates)
+        return cls(run, comparisons, validity(run), by_id, seen, tuple(breaks(comparisons, seen)), by_load)
 
     @property
     def load(self) -> MeasuredLoad | None:
@@ -285,7 +286,7 @@ class Decision:
     @property
     def candidates(self) -> tuple[Candidate, ...]:
         """The configurations beside the baseline at that load."""
-        return self.by_load[self.load] if self.load else ()
+        return self.by_load.get(self.load, ())
 
     @property
     def pair(self) -> tuple[str, str] | None:

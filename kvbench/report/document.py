@@ -85,7 +85,7 @@ def document(run: Run, price_per_hour: float | None = None) -> Document:
     decision = Decision.of(run)
     comparisons = decision.comparisons
     state = decision.validity
-    device = provenance.on_what(run) if run.simulated else None
+    device = provenance.on_what(run)
     banner = say("document.banner", state.status)
     outputs = None if run.simulated else samples.output_samples(comparisons, provenance.random_weights(run))
     slo = words.slo_words(run.load_section.get("slo"))
@@ -167,8 +167,7 @@ def best_few(decision: Decision) -> list[str]:
     names = list(dict.fromkeys(cell.name for cell in decision.comparisons.cells))
     if len(names) <= _MOST_COLOURED:
         return names
-    advised = [decision.conclusion.candidate] if decision.conclusion.candidate else []
-    candidates = (*advised, *wins(decision.candidates), *decision.candidates)
+    candidates = filter(None, (decision.conclusion.candidate, *wins(decision.candidates), *decision.candidates))
     bases = [cell.name for cell in decision.comparisons.cells if cell.is_baseline]
     first = dict.fromkeys((*bases, *(decision.pair or ()), *(one.cell.name for one in candidates), *names))
     return list(first)[:_MOST_COLOURED]
@@ -196,12 +195,8 @@ def _counted(run: Run) -> str:
     repeats = [len(cell.repeats) for cell in run.cells]
     low, high = min(repeats), max(repeats)
     repeats_words = say("document.repeats", low == high, low=low, high=words.plural(high, "repeat"))
-    valid, cells, cores = (
-        sum(cell.valid for cell in run.cells),
-        len(run.cells) + len(run.missing),
-        run.manifest.cpu.cores,
-    )
-    counted = say("document.counted", valid=valid, cells=cells, repeats=repeats_words)
+    valid, cells = sum(cell.valid for cell in run.cells), len(run.cells) + len(run.missing)
+    counted, cores = say("document.counted", valid=valid, cells=cells, repeats=repeats_words), run.manifest.cpu.cores
     parts = [
         counted + say("document.too_few", high < FEWEST, clock=run.clock, fewest=FEWEST),
         say("document.failed", n=sum(cell.count("failed") for cell in run.cells)),
@@ -210,9 +205,9 @@ def _counted(run: Run) -> str:
     return "; ".join(filter(None, parts))
 
 
-def _marked(drawing: Drawing, device: str | None) -> Drawing:
+def _marked(drawing: Drawing, device: str) -> Drawing:
     """The figure; of a run that is simulated on a ``device`` its caption says so."""
-    if device is None:
+    if not device:
         return drawing
     caption = words.upper_first(re.sub(r"^Simulated[.;] ", "", drawing.caption))
     return replace(drawing, caption=say("document.simulated_on", device=device, caption=caption))

@@ -6,19 +6,9 @@ from collections.abc import Iterable
 
 from kvbench.effects.comparison import Call, Comparison
 from kvbench.metrics.definitions import figure
+from kvbench.report import tables
 from kvbench.report.comparisons import CALLS, ITL, JUDGED, THROUGHPUT, TTFT, Comparisons, signed_interval
-from kvbench.report.tables import (
-    NONE,
-    ReportTable,
-    Row,
-    Section,
-    Value,
-    entry,
-    listed_table,
-    mark_of,
-    ratio_value,
-    texts,
-)
+from kvbench.report.tables import NONE, ReportTable, Row, Section, Value
 from kvbench.report.wording import say
 from kvbench.runs.engine_time import EngineTime
 
@@ -41,24 +31,26 @@ def engine_time_table(comparisons: Comparisons, measured: EngineTime | None) -> 
         effects = [measured.of(cell_id, metric) for metric in JUDGED]
         if not any(effects):
             continue
-        values = [_value(effect) if effect else NONE for effect in effects]
+        values = list(map(_value, effects))
         cell = cells.get(cell_id)
         if cell is None:
-            rows.append(Row(None, (*texts(cell_id), NONE, *values, NONE), "not served"))
+            rows.append(Row(None, (*tables.texts(cell_id), NONE, *values, NONE), "not served"))
             continue
         base = comparisons.baselines[cell.load]
-        ratio = ratio_value(comparisons.as_served(cell, THROUGHPUT), cell, base) if base else NONE
+        ratio = tables.ratio_value(comparisons.as_served(cell, THROUGHPUT), cell, base)
         load = Value(cell.load.short, cell.load.value)
-        rows.append(Row(cell, (*texts(cell.name), load, *values, ratio), cell.load))
-    return listed_table(("configuration", "load", *_HEADS), rows)
+        rows.append(Row(cell, (*tables.texts(cell.name), load, *values, ratio), cell.load))
+    return tables.listed_table(("configuration", "load", *_HEADS), rows)
 
 
-def _value(effect: Comparison) -> Value:
+def _value(effect: Comparison | None) -> Value:
+    if effect is None:
+        return NONE
     call = CALLS[effect.call]
     if effect.call == Call.UNDECIDED and effect.smallest is not None:
         call += say("engine_time.would_show", size=100 * effect.smallest)
     change = f"{100 * (effect.ratio - 1):+.1f} %"
-    return entry(effect.ratio, change, signed_interval(effect), call, mark=mark_of(effect.call))
+    return tables.entry(effect.ratio, change, signed_interval(effect), call, mark=tables.mark_of(effect.call))
 
 
 def engine_time_note(measured: EngineTime) -> str:

@@ -51,7 +51,7 @@ def brief_name(one: Candidate) -> str:
 def _not_served(decision: Decision) -> list[str]:
     """Says what engine time knows where no load was finished over HTTP."""
     run = decision.run
-    effects = run.engine_time.effects if run.engine_time else ()
+    effects = getattr(run.engine_time, "effects", ())
     ahead = [one for one in effects if one.metric == THROUGHPUT and one.call == Call.BETTER]
     if not ahead:
         return [say("headline.no_load")]
@@ -66,20 +66,13 @@ def _alone(decision: Decision) -> list[str]:
     rates = spread(cell.throughput())
     if cell.doubt or rates is None:
         return _doubt(decision, cell)
-    rate, low, high = map(words.tokens_per_s, (rates.median, rates.low, rates.high))
-    bounds = say("headline.bounds", rates.n > 1, low=low, high=high)
+    bounds = say("headline.bounds", rates.n > 1, rates=rates)
     (ttft, few), whole = cell.percentile("ttft_ms", "p95"), say("headline.whole_run", not cell.has_steady_latency)
-    name, place = words.upper_first(cell.name), {"clock": cell.clock, "where": cell.load.where}
     return [
-        say("headline.alone", name=name, rate=rate, bounds=bounds, **place),
-        say("headline.alone_ttft", bool(ttft), ttft=words.ms(ttft), mark=UNCERTAIN * few + whole),
+        say("headline.alone", cell=cell, rates=rates, bounds=bounds),
+        say("headline.alone_ttft", bool(ttft), ttft=ttft, mark=UNCERTAIN * few + whole),
         say("headline.nothing_to_compare"),
     ]
-
-
-def _no_baseline(decision: Decision) -> list[str]:
-    assert decision.load is not None
-    return [say("headline.no_baseline", where=decision.load.where)]
 
 
 def _not_told(decision: Decision) -> list[str]:
@@ -90,23 +83,21 @@ def _not_told(decision: Decision) -> list[str]:
     if base.doubt or len(doubtful) > len(candidates) / 2:
         return _doubt(decision, doubtful[0])
     names = say("headline.changed", n=len(candidates), name=brief_name(candidates[0]))
-    first = say("headline.cannot_tell", names=names, base=base.name, where=base.load.where)
+    first = say("headline.cannot_tell", names=names, base=base)
     smallest = [one.throughput.smallest for one in candidates if one.throughput and one.throughput.smallest]
     if not smallest:
         return [first, say("headline.no_interval", fewest=FEWEST)]
-    return [first, say("headline.smallest", change=words.percent(max(smallest)))]
+    return [first, say("headline.smallest", change=max(smallest))]
 
 
 def _doubt(decision: Decision, cell: MeasuredCell) -> list[str]:
     """Says in a few words why a cell cannot be compared."""
-    place = {"name": cell.name, "where": cell.load.where}
     if cell.doubt == "refused":
-        return [say("headline.refused", failed=cell.count("failed"), sent=cell.sent, **place)]
+        return [say("headline.refused", cell=cell, failed=cell.count("failed"))]
     if cell.doubt == WRONG:
-        counts = cell.canaries
-        return [say("headline.wrong", name=cell.name, wrong=counts.wrong, answered=counts.answered)]
+        return [say("headline.wrong", cell=cell)]
     if not cell.doubt:
-        return [say("headline.no_throughput", **place)]
+        return [say("headline.no_throughput", cell=cell)]
     why = re.sub(r"^repeat \d+: ", "", (cell.invalid_reasons or ("no reason recorded",))[0])
     short = " ".join(re.split(r"[;:,(]| while ", why)[0].split()[:9]).rstrip(".")
     cells = decision.comparisons.cells
@@ -117,8 +108,7 @@ def _doubt(decision: Decision, cell: MeasuredCell) -> list[str]:
 def _best(decision: Decision) -> list[str]:
     """The best configuration: to ship it, or what is known against it."""
     advice, best = decision.conclusion.advice, decision.conclusion.advised
-    assert best.best is not None  # it won by that
-    quality, change = best.quality, gain(best, best.best)
+    quality, change = best.quality, gain(best, best.won_by)
     first = say("headline.best", advice, name=brief_name(best), size=change, doubt=quality.doubt)
     beside = ttft_words(best) if best.verdict == Worth.PAYS else throughput_words(best)
     others = {
@@ -144,10 +134,9 @@ def _paging(decision: Decision) -> list[str]:
     if decision.conclusion.advice == Advice.PAGING_RISK:
         assert kept.best_p95 is not None
         return [say("headline.paging_risk", gain=gain(kept, kept.best_p95), loss=loss(kept, kept.best_p95), **names)]
-    assert kept.best is not None
-    first = say("headline.keep_paging", gain=gain(kept, kept.best), **names)
+    first = say("headline.keep_paging", gain=gain(kept, kept.won_by), **names)
     if kept.worst:
-        return [first, say("answers.but", loss=loss(kept, kept.best))]
+        return [first, say("answers.but", loss=loss(kept, kept.won_by))]
     return [first, _not_ahead([one for one in decision.candidates if one.cell is not kept.base])]
 
 
@@ -174,7 +163,7 @@ def _only(decision: Decision) -> list[str]:
 def _keep(decision: Decision) -> list[str]:
     base = decision.base
     assert base is not None
-    return [say("headline.keep", name=base.name, where=base.load.where, others=_not_ahead(decision.candidates))]
+    return [say("headline.keep", base=base, others=_not_ahead(decision.candidates))]
 
 
 def _not_ahead(candidates: Sequence[Candidate]) -> str:
@@ -187,7 +176,7 @@ def _not_ahead(candidates: Sequence[Candidate]) -> str:
 _CLAUSES: Mapping[Advice, Callable[[Decision], list[str]]] = {
     Advice.NOT_SERVED: _not_served,
     Advice.ALONE: _alone,
-    Advice.NO_BASELINE: _no_baseline,
+    Advice.NO_BASELINE: lambda decision: [say("headline.no_baseline", load=decision.load)],
     Advice.NOT_TOLD: _not_told,
     Advice.RISK: _risk,
     Advice.PAGING: _paging,

@@ -12,18 +12,8 @@ import pandas as pd
 import pyarrow.parquet as pq
 
 from kvbench.common import text as words
-from kvbench.report.tables import (
-    NONE,
-    Column,
-    Part,
-    ReportTable,
-    Section,
-    Value,
-    cell_table,
-    column,
-    entry,
-    identity_columns,
-)
+from kvbench.report import tables
+from kvbench.report.tables import NONE, Column, Part, ReportTable, Section, Value
 from kvbench.report.wording import say
 from kvbench.requests.cache_simulation import COLUMNS, CacheReplay, endless_hits, served_requests, shared_tokens
 from kvbench.requests.request import distinct_prefixes, read_requests
@@ -155,7 +145,7 @@ def hit_table(listed: Sequence[HitLedger]) -> ReportTable:
 
     def prompt_tokens(cell: MeasuredCell) -> Value:
         ledger = ledgers[cell.cell_id]
-        return entry(ledger.prompt_tokens, words.count(ledger.prompt_tokens), ledger.reason)
+        return tables.entry(ledger.prompt_tokens, words.count(ledger.prompt_tokens), ledger.reason)
 
     def step_column(key: str, title: str, steps: Sequence[str], gaps: Sequence[str]) -> Column:
         def value(cell: MeasuredCell) -> Value:
@@ -164,16 +154,16 @@ def hit_table(listed: Sequence[HitLedger]) -> ReportTable:
             if tokens is None:
                 return NONE
             lost = (ledger.signed(gap) for gap in ledger.gaps if gap.name in gaps)
-            return entry(ledger.share(tokens), ledger.percent(tokens), *lost)
+            return tables.entry(ledger.share(tokens), ledger.percent(tokens), *lost)
 
-        return column(key, title, value)
+        return tables.column(key, title, value)
 
     columns = [
-        *identity_columns(),
-        column("prompt_tokens", "prompt tokens", prompt_tokens),
+        *tables.identity_columns(),
+        tables.column("prompt_tokens", "prompt tokens", prompt_tokens),
         *(step_column(*row) for row in _COLUMNS),
     ]
-    return cell_table(columns, [ledger.cell for ledger in listed], ("configuration", "load", "prompt_tokens"))
+    return tables.cell_table(columns, [ledger.cell for ledger in listed], ("configuration", "load", "prompt_tokens"))
 
 
 # --- From the stored files to the ledger ---

@@ -5,22 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from kvbench.common import text as words
+from kvbench.report import tables
 from kvbench.report.comparisons import Comparisons, best
 from kvbench.report.quality import times
-from kvbench.report.tables import (
-    NONE,
-    Column,
-    Part,
-    ReportTable,
-    Section,
-    Value,
-    cell_table,
-    column,
-    entry,
-    identity_columns,
-    number_column,
-    recomputed_column,
-)
+from kvbench.report.tables import NONE, Column, Part, ReportTable, Section, Value
 from kvbench.report.wording import say
 from kvbench.runs.kv_ledger import Ledger, bytes_per_slot, ledger, scale_bytes_per_slot, swapped_bytes
 from kvbench.runs.model import DOUBTS, MeasuredCell, number
@@ -65,21 +53,21 @@ def ledger_table(cells: Sequence[MeasuredCell], ledgers: Ledgers) -> ReportTable
         def value(cell: MeasuredCell) -> Value:
             uses = ledgers[cell.cell_id]
             size, share = uses.parts[use], uses.share(use)
-            scales = uses.scales if use == "tokens" else 0.0
-            note = say("kv.with_scales", size=words.data_size(size), scales=words.data_size(scales))
-            return entry(share, words.percent(share), *[note if scales else words.data_size(size)] * bool(size))
+            scales = uses.scales * (use == "tokens") or None
+            note = say("kv.with_scales", bool(size), size=size, scales=scales)
+            return tables.entry(share, words.percent(share), note)
 
-        return column(f"kv_{use}", USES[use], value)
+        return tables.column(f"kv_{use}", USES[use], value)
 
     columns = [
-        *identity_columns(),
+        *tables.identity_columns(),
         *(use_column(use) for use in USES if any(uses.parts[use] > 0 for uses in ledgers.values())),
-        number_column("kv_budget", "budget", lambda cell: ledgers[cell.cell_id].budget, _size),
-        number_column("kv_saved", "saved by sharing", lambda cell: ledgers[cell.cell_id].saved, _size),
-        column("swapped", "swapped out", _swapped),
-        recomputed_column(),
+        tables.number_column("kv_budget", "budget", lambda cell: ledgers[cell.cell_id].budget, _size),
+        tables.number_column("kv_saved", "saved by sharing", lambda cell: ledgers[cell.cell_id].saved, _size),
+        tables.column("swapped", "swapped out", _swapped),
+        tables.recomputed_column(),
     ]
-    return cell_table(columns, [cell for cell in cells if cell.cell_id in ledgers], not_zero=_BESIDE)
+    return tables.cell_table(columns, [cell for cell in cells if cell.cell_id in ledgers], not_zero=_BESIDE)
 
 
 def memory_table(measured: Sequence[MeasuredCell], manifest: Manifest) -> ReportTable:
@@ -93,20 +81,22 @@ def memory_table(measured: Sequence[MeasuredCell], manifest: Manifest) -> Report
         facts = manifest.server_of(cell.config_id).kv_outliers
         if facts.k is None or facts.v is None:
             return NONE
-        return entry(facts.k, times(facts.k), say("kv.of_v", ratio=times(facts.v)))
+        return tables.entry(facts.k, times(facts.k), say("kv.of_v", ratio=times(facts.v)))
 
     def capacity(cell: MeasuredCell) -> float | None:
         return number(cell.capacity.capacity_tokens)
 
     columns = [
-        identity_columns()[0],
-        number_column("kv_token", "a token", bytes_per_slot, _size),
-        number_column("kv_token_scales", "of it scales", scale_bytes_per_slot, _size),
-        number_column("kv_capacity", "capacity, tokens", capacity, words.count),
-        column("kv_page_table", "page table", _page_table),
-        column("kv_outliers", "largest channel", outliers),
+        tables.identity_columns()[0],
+        tables.number_column("kv_token", "a token", bytes_per_slot, _size),
+        tables.number_column("kv_token_scales", "of it scales", scale_bytes_per_slot, _size),
+        tables.number_column("kv_capacity", "capacity, tokens", capacity, words.count),
+        tables.column("kv_page_table", "page table", _page_table),
+        tables.column("kv_outliers", "largest channel", outliers),
     ]
-    return cell_table(columns, [cell for cell in last.values() if bytes_per_slot(cell) is not None], numbers_from=1)
+    return tables.cell_table(
+        columns, [cell for cell in last.values() if bytes_per_slot(cell) is not None], numbers_from=1
+    )
 
 
 def _size(value: float | None) -> str:
@@ -116,17 +106,16 @@ def _size(value: float | None) -> str:
 def _page_table(cell: MeasuredCell) -> Value:
     size = max(cell.observed("page_table_bytes").values(), default=number(cell.capacity.page_table_bytes))
     budget = cell.capacity.kv_budget_bytes
-    return entry(size, _size(size), f"{size / budget * 100:.2g} %" if size and budget else "")
+    return tables.entry(size, _size(size), f"{size / budget * 100:.2g} %" if size and budget else "")
 
 
 def _swapped(cell: MeasuredCell) -> Value:
     out, back = swapped_bytes(cell), swapped_bytes(cell, "in")
     if not out:
-        return entry(out, "0")
+        return tables.entry(out, "0")
     lost = cell.counter("swap_lost_slots_total") or 0.0
-    notes = [say("kv.back", size=words.data_size(back))]
-    notes += [say("kv.lost", tokens=words.plural(lost, "token"))] * bool(lost)
-    return entry(out, words.data_size(out), ", ".join(notes))
+    lost_words = words.plural(lost, "token") * bool(lost)
+    return tables.entry(out, words.data_size(out), say("kv.back", size=back, lost=lost_words))
 
 
 # --- Sentences ---
@@ -139,9 +128,8 @@ def reservation(contiguous: MeasuredCell) -> str:
     if effective(contiguous.settings, "reservation") != "max" or not slots or requests.empty:
         return ""
     tokens = requests["prompt_tokens"] + requests["output_tokens"]
-    longest, mean = words.plural(int(tokens.max()), "token"), words.count(float(tokens.mean()))
-    name = words.upper_first(contiguous.name)
-    return say("kv.reservation", name=name, slots=words.count(slots), longest=longest, mean=mean)
+    longest = words.plural(int(tokens.max()), "token")
+    return say("kv.reservation", name=contiguous.name, slots=slots, longest=longest, mean=float(tokens.mean()))
 
 
 def ledger_sentence(comparisons: Comparisons, ledgers: Ledgers) -> str:
@@ -162,8 +150,7 @@ def ledger_sentence(comparisons: Comparisons, ledgers: Ledgers) -> str:
 
 def _filled(cell: MeasuredCell, uses: Ledger, whole: str = "") -> str:
     """Writes `contiguous held tokens in 12 % of the KV budget and wasted 76 % on reserved, empty slots (12 % free)`."""
-    shares = {use: words.percent(uses.share(use)) for use in _SAID if uses.share(use) >= 0.01}
-    more = [say("kv.named", use, share=share, use=use) for use, share in shares.items()]
-    tokens, waste = (words.percent(uses.share(use)) for use in ("tokens", "waste"))
-    text = say("kv.filled", name=cell.name, tokens=tokens + whole, waste=waste)
-    return f"{text} ({', '.join(more)})" if more else text
+    named = [use for use in _SAID if uses.share(use) >= 0.01]
+    more = ", ".join(say("kv.named", use, share=uses.share(use), use=use) for use in named)
+    shares = {use: uses.share(use) for use in ("tokens", "waste")}
+    return say("kv.filled", name=cell.name, whole=whole, more=more, **shares)

@@ -109,20 +109,11 @@ class Rule:
 
     def evidence(self, facts: LoadFacts) -> str:
         """Says what it saw in ``facts``, for which it holds."""
-        asked = say("limits.asked", bool(facts.asked), asked=facts.asked)
-        running = words.decimal(facts.running)
-        ran = say("limits.ran", facts.running is not None, running=running, asked=asked)
-        busy = say("limits.busy", facts.busy is not None, busy=words.percent(facts.busy))
-        more, rate = words.ratio(facts.running_growth), words.ratio(facts.rate_growth)
-        scaled = say("limits.scaled", facts.scaling is not None, more=more, below=facts.below, rate=rate)
-        peak = say("limits.peak", facts.kv_peak is not None, peak=words.percent(facts.kv_peak))
-        return say(
-            "limits.rule", self.name, ran=ran, compute=", ".join(filter(None, (busy, scaled))), peak=peak,
-            kv_wait=words.percent(facts.kv_wait), preemptions=words.significant(facts.preemptions, 2),
-            headroom=words.ratio(facts.headroom), clock=facts.headroom_in, running=running,
-            seats=words.count(facts.seats), grown=words.decimal(facts.grown), client=words.percent(facts.client_cpu),
-            queued=words.percent(facts.queued), stall=words.significant(facts.stall, 2),
-        )  # fmt: skip
+        ran = say("limits.ran", facts.running is not None, facts=facts)
+        busy = say("limits.busy", facts.busy is not None, facts=facts)
+        scaled = say("limits.scaled", facts.scaling is not None, facts=facts)
+        compute = ", ".join(filter(None, (busy, scaled)))
+        return say("limits.rule", self.name, facts=facts, ran=ran, compute=compute)
 
 
 def _batch_is_full(facts: LoadFacts) -> bool:
@@ -161,11 +152,11 @@ class CellLimit:
 def judge(facts: LoadFacts) -> tuple[str, tuple[str, ...]]:
     """The limit, and the evidence of every rule that holds; "nothing was full" speaks only where no limit is named."""
     seen = [(rule.limit, rule.evidence(facts)) for rule in RULES if rule.holds(facts)]
-    named = next((limit for limit, _ in seen if limit not in ("", NOTHING)), None)
+    named = [limit for limit, _ in seen if limit not in ("", NOTHING)]
     if named:
-        return named, tuple(text for limit, text in seen if limit != NOTHING)
-    nothing = [text for limit, text in seen if limit == NOTHING]
-    return NOTHING if nothing else UNKNOWN, tuple(nothing + [text for limit, text in seen if not limit])
+        return named[0], tuple(text for limit, text in seen if limit != NOTHING)
+    seen.sort(key=lambda pair: pair[0] != NOTHING)
+    return next((limit for limit, _ in seen if limit), UNKNOWN), tuple(text for _, text in seen)
 
 
 def limits(comparisons: Comparisons) -> list[CellLimit]:
@@ -357,7 +348,7 @@ def growth_parts(every: Sequence[Break], loads: Sequence[MeasuredLoad]) -> Itera
     rows = []
     for one in every:
         at = {cell.load: cell for cell in one.cells}
-        entries = [_p95(at[load], one.steady) if load in at else NONE for load in loads]
+        entries = [_p95(at.get(load), one.steady) for load in loads]
         entries.append(Value(one.words, one.at.load.value if one.at else None, "", "worse" * bool(one.at)))
         rows.append(Row(one.cells[-1], (*texts(one.name), *entries)))
     table = listed_table(("configuration", *(load.short for load in loads), "breaks"), rows, numbers_from=1)
@@ -374,6 +365,8 @@ def growth_brief(every: Sequence[Break]) -> str:
     return ", ".join([say("limits.first_broken", name=first.name, where=load.where), *base])
 
 
-def _p95(cell: MeasuredCell, steady: bool) -> Value:
+def _p95(cell: MeasuredCell | None, steady: bool) -> Value:
+    if cell is None:
+        return NONE
     value, few = cell.percentile("ttft_ms", "p95", steady)
     return Value(words.ms(value) + UNCERTAIN * few, value)

@@ -48,19 +48,14 @@ def meaning(decision: Decision, price_per_hour: float | None) -> ReportAnswer | 
         return ReportAnswer(title, money, against, say("meaning.cost_numbers", best=best.place, other=other.place))
     gpus = len(decision.run.manifest.gpus)
     hardware = {0: "machine", 1: "gpu"}.get(gpus, "gpus")
-    numbers = say(
-        "meaning.slo_numbers",
-        slo=slo,
-        hardware=say("meaning.hardware", hardware, n=gpus),
-        best=say("meaning.side", rate=words.significant(best.rate), place=best.place, share=_share(best)),
-        other=say("meaning.side", rate=words.significant(other.rate), place=other.place, share=_share(other)),
-    )
-    answer = say("meaning.served", rate=words.significant(best.rate, 2))
+    measured_on = say("meaning.hardware", hardware, n=gpus)
+    numbers = say("meaning.slo_numbers", slo=slo, hardware=measured_on, best=best, other=other)
+    answer = say("meaning.served", best=best)
     if not other.rate:
         return ReportAnswer(title, answer, say("meaning.none", other=name), numbers)
     if price_per_hour:
         numbers += say("meaning.slo_cost", best=best.cost(price_per_hour), cost=other.cost(price_per_hour))
-    needed = say("meaning.needed", hardware, n=words.significant(max(1, gpus) * best.rate / other.rate, 2))
+    needed = say("meaning.needed", hardware, n=max(1, gpus) * best.rate / other.rate)
     return ReportAnswer(title, answer, say("meaning.needs", other=name, needed=needed), numbers)
 
 
@@ -72,7 +67,3 @@ def _most_served(decision: Decision, name: str, with_slo: bool) -> MostServed | 
         if cell.name == name and cell.valid and rate is not None:
             served.append(MostServed(cell, rate))
     return max(served, key=lambda one: one.rate, default=None)
-
-
-def _share(served: MostServed) -> str:
-    return words.percent(served.cell.share_within_slo)

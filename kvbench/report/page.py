@@ -18,10 +18,8 @@ from kvbench.common.errors import UsageError
 from kvbench.common.files import write_text
 from kvbench.report.cells import flat_rows
 from kvbench.report.document import Document
-from kvbench.report.next_steps import NextStep
-from kvbench.report.samples import OutputSamples
 from kvbench.report.style import Drawing
-from kvbench.report.tables import Section, Value
+from kvbench.report.tables import ReportTable, Value
 from kvbench.report.wording import say
 
 # The npm package plotly.js-cartesian-dist-min in the version that the pinned Python plotly has: a third of the whole
@@ -60,12 +58,11 @@ def page(report: Document) -> str:
 
 def render(template: str, drawn: Sequence[Drawing], **values: Any) -> str:
     """A template of this package with its style, its script and the figures of ``drawn``. All values are escaped."""
-    loader = PackageLoader("kvbench.report")
-    made = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     figures_json = "[" + ",".join(drawing.figure.to_json() for drawing in drawn) + "]"
     for character, code in (("<", "\\u003c"), (">", "\\u003e"), ("&", "\\u0026")):  # safe inside a script element
         figures_json = figures_json.replace(character, code)
-    return made.get_template(template).render(
+    made = _environment(autoescape=True).get_template(template)
+    return made.render(
         figures_json=Markup(figures_json),
         figure_numbers={drawing.key: i for i, drawing in enumerate(drawn)},
         css=Markup(template_file("page.css")),
@@ -73,6 +70,19 @@ def render(template: str, drawn: Sequence[Drawing], **values: Any) -> str:
         plotly_js=Markup(template_file(PLOTLY_JS)) if drawn else "",
         **values,
     )
+
+
+@cache
+def _environment(autoescape: bool) -> Environment:
+    """The templates of this package, with what those of Markdown call."""
+    loader = PackageLoader("kvbench.report")
+    made = Environment(
+        loader=loader, autoescape=autoescape, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+        keep_trailing_newline=not autoescape,
+    )  # fmt: skip
+    made.filters |= {"md": escape, "capital": words.upper_first, "one_line": _one_line}
+    made.globals |= {"table": _table, "section_table": _section_table}
+    return made
 
 
 @cache
@@ -86,84 +96,34 @@ def template_file(name: str) -> str:
 
 def markdown(report: Document) -> str:
     """The whole report as text and tables."""
-    state = ": ".join(filter(None, (report.banner, escape(report.counted))))
-    lines = [f"# {escape(report.title)}", "", f"**{escape(report.verdict)}**", "", f"{state}.", ""]
-    lines += _folded(say("page.why_valid"), [f"- {escape(text)}" for text in report.details])
-    if report.answers:
-        lines += ["## Answers", "", escape(say("page.against", baseline=report.baseline)), ""]
-        lines += [*_table(("what", "answer"), [(answer.subject, answer.text) for answer in report.answers]), ""]
-        numbers = [(answer.subject, answer.numbers) for answer in report.answers]
-        lines += _folded(say("page.numbers"), _table(("what", "numbers"), numbers))
-    if report.limits:
-        lines += [f"## {say('page.limits')}", ""]
-        rows = [(line.load, line.limit, line.names) for line in report.limits]
-        lines += [*_table(("load", "limit", "where"), rows), ""]
-        seen = [(line.load, line.limit, line.evidence) for line in report.limits if line.evidence]
-        lines += _folded(say("page.evidence"), _table(("load", "limit", "seen"), seen)) if seen else []
-    for chapter in report.chapters:
-        lines += [f"## {escape(chapter.title)}", "", *_paragraphs(chapter.sentences)]
-        for section in chapter.sections:
-            lines += _section(section, chapter.title)
-        if report.samples and any(section.key == "outputs" for section in chapter.sections):
-            lines += _samples(report.samples)
-    if report.skipped:
-        lines += [f"## {say('page.not_run')}", "", *(f"- {escape(note)}" for note in report.skipped), ""]
-    lines += [f"## {say('page.next')}", ""]
-    for step in (*report.next_steps, NextStep(say("page.again"), report.command)):
-        lines += _step(step)
-    lines += _folded("Environment", _table(("what", "value"), report.environment))
-    return "\n".join([*lines, *_folded("Manifest", ["```json", report.manifest.replace("```", "'''"), "```"])])
+    return render_markdown("report.md.j2", report=report)
 
 
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """A table of texts from outside."""
-    return words.markdown_table(heads, [[escape(text) for text in row] for row in rows], len(heads))
+def render_markdown(template: str, **values: Any) -> str:
+    """A template of this package for Markdown, whose filter ``md`` escapes."""
+    return _environment(autoescape=False).get_template(template).render(**values)
 
 
-def _step(step: NextStep) -> list[str]:
-    """Writes what a step would decide, and its command as a block."""
-    why = escape(words.upper_first(step.why))
-    if not step.command:
-        return [f"- {why}", ""]
-    fence = "```" + "`" * step.command.count("`")  # longer than any in the command
-    return [f"- {why}:", "", f"{fence}sh", step.command, fence, ""]
+def _table(heads: Sequence[str], items: Iterable[Any], *names: str) -> str:
+    """A table of texts from outside: the attributes ``names`` of ``items``; without names the items are the rows."""
+    rows = [[getattr(item, name) for name in names] or item for item in items]
+    return "\n".join(words.markdown_table(heads, [list(map(escape, row)) for row in rows], len(heads)))
 
 
-def _folded(title: str, lines: Sequence[str]) -> list[str]:
-    """A block that its reader opens; nothing without lines."""
-    return [f"<details><summary>{title}</summary>", "", *lines, "", "</details>", ""] if lines else []
-
-
-def _paragraphs(sentences: Sequence[str]) -> list[str]:
-    return [line for text in sentences if text for line in (escape(text), "")]
-
-
-def _section(section: Section, chapter: str) -> list[str]:
-    """A table with its title, where that is not the chapter's, and what is said above and below it."""
-    heads = [escape(column.title) for column in section.table.columns]
-    body = [[_entry(value) for value in row.values] for row in section.table.rows]
-    title = [] if section.title == chapter else [f"### {escape(section.title)}", ""]
-    table = [*words.markdown_table(heads, body, section.table.numbers_from), ""]
-    return [*title, *_paragraphs(section.sentences), *table, *_paragraphs([section.note])]
+def _section_table(table: ReportTable) -> str:
+    """The table of a section, each entry with its small lines in brackets."""
+    rows = [[_entry(value) for value in row.values] for row in table.rows]
+    return "\n".join(words.markdown_table([escape(column.title) for column in table.columns], rows, table.numbers_from))
 
 
 def _entry(value: Value) -> str:
-    """The entry of a table with its small lines in brackets."""
     note = value.note.replace("\n", ", ")
-    return escape(f"{value.text} ({note})" if note else value.text)
+    return escape(value.text + f" ({note})" * bool(note))
 
 
-def _samples(samples: OutputSamples) -> list[str]:
-    """The sampled requests, folded: the baseline's text and those that differ, as blocks that nothing interprets."""
-    lines = []
-    for one in samples.requests:
-        others = [other for other in one.variants if other.differs_at]
-        texts = [say("page.sample", name=samples.baseline, text=one.text)]
-        texts += [say("page.variant", name=v.configuration, at=v.differs_at, text=v.text) for v in others]
-        flat = [" ".join(text.split()).replace("```", "'''") for text in texts]
-        title = say("page.request", index=one.index, repeat=one.repeat, group=escape(one.group))
-        lines += [title, "", "```text", *flat, "```", ""]
-    return _folded(say("page.some"), lines[:-1])
+def _one_line(text: str) -> str:
+    """An output in one line of a block that nothing interprets."""
+    return " ".join(text.split()).replace("```", "'''")
 
 
 def escape(text: Any) -> str:

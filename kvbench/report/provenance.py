@@ -163,8 +163,8 @@ def code_paths(run: Run) -> list[str]:
 
 def repeats_are(run: Run) -> str:
     """Says what one repeat is: a freshly launched server, or the one that ran throughout."""
-    form = "simulated" if run.simulated else "running" if "://" in str(run.manifest.target) else "launched"
-    return say("provenance.repeat", form)
+    kinds = {"simulated": run.simulated, "running": "://" in str(run.manifest.target), "launched": True}
+    return say("provenance.repeat", next(kind for kind, holds in kinds.items() if holds))
 
 
 # --- Where it came from ---
@@ -177,7 +177,7 @@ def reproduce(run: Run) -> str:
 
 def title(run: Run) -> str:
     """Returns the workload, marked where the run is simulated."""
-    return f"{run.workload} (simulated)" if run.simulated else run.workload
+    return run.workload + " (simulated)" * bool(run.simulated)
 
 
 def brief(run: Run) -> list[str]:

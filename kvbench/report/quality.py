@@ -61,7 +61,8 @@ class Quality:
     @property
     def verdict(self) -> str:
         """The words after the verdict on its speed; empty where it is safe."""
-        return "" if self.safe else say("quality.verdict", "outside" if self.outside else "open")
+        states = {"safe": self.safe, "outside": self.outside, "open": True}
+        return say("quality.verdict", next(state for state, holds in states.items() if holds))
 
     @property
     def brief(self) -> str:
@@ -130,8 +131,10 @@ def saturation_words(cell: MeasuredCell) -> str:
 def qualities(run: Run) -> dict[str, Quality]:
     """Returns the quality of each configuration's answers, by its id."""
     result, by_id, doubt = run.quality, {}, ""
-    if result and (result.random_weights or result.differs_from(run.manifest)):
-        doubt = "random weights" if result.random_weights else "other code or weights"
+    if result and result.random_weights:
+        doubt = "random weights"
+    elif result and result.differs_from(run.manifest):
+        doubt = "other code or weights"
     for config_id in dict.fromkeys(cell.config_id for cell in run.cells):
         cells = [cell for cell in run.cells if cell.config_id == config_id]
         wrong = tuple(why for cell in cells for why in cell.wrong_answers)
@@ -249,7 +252,7 @@ def _share(figures: ConfigurationFigures | None, name: str, agreeing: str, whole
 
 def _full_pool(figures: ConfigurationFigures | None) -> Value:
     """Wrong passkeys of all, other answers that are not equal, and what the pool went through."""
-    pool = figures.full_pool if figures else None
+    pool = getattr(figures, "full_pool", None)
     if pool is None:
         return NONE
     notes, canaries, wrong = [], pool.canaries, pool.passkey_asked - pool.passkey_right

@@ -123,7 +123,7 @@ def _doubts(decision: Decision) -> Iterator[NextStep]:
     run, state = decision.run, decision.validity
     if state.reasons or state.status != "valid":
         why = words.and_more(state.reasons, 2, "; ") or say("recommend.no_load")
-        status = say("recommend.status", state.status != "valid", status=words.upper_first(state.status))
+        status = say("recommend.status", state.status != "valid", status=state.status)
         yield NextStep(status + why, _command(again(decision)))
     if disturbed := say("recommend.disturbed", n=sum(len(cell.invalid_repeats) for cell in run.cells)):
         yield NextStep(disturbed, "")
@@ -225,16 +225,13 @@ def _answers(quality: Quality) -> str:
     """Writes ``its answers: KLD 0.0009, passkeys 98 %, within the limits; measured with kvbench-tiny``."""
     if not quality.figures:
         return say("recommend.answers", quality=quality.brief)
-    verdict = quality.verdict or say("recommend.within")
-    measured = say("recommend.measured_with", bool(quality.model), model=quality.model)
-    return say("recommend.answers", quality=f"{quality}, {verdict}{measured}")
+    return say("recommend.measured_answers", quality=quality, verdict=quality.verdict or say("recommend.within"))
 
 
 def _briefly(one: Candidate) -> str:
     """Writes ``INT8 KV: +13 % tokens/s (13 to 14), quality not measured``."""
-    assert one.best is not None  # it won by that
     unsafe = is_quantised(one.cell) or not one.quality.safe
-    return say("recommend.setting", name=one.name, value=joined(gain(one, one.best), one.quality.brief * unsafe))
+    return say("recommend.setting", name=one.name, value=joined(gain(one, one.won_by), one.quality.brief * unsafe))
 
 
 # --- The fallback ---
@@ -254,7 +251,7 @@ def _fallback(selected: Selection) -> Iterator[str]:
         place = {"name": back.name, "where": back.load.where}
         yield say("recommend.signs", signs=signs, command=_load_command(run, back), **place)
     if best.cell.hit_rate and effective(best.cell.settings, "enable_prefix_caching"):
-        yield say("recommend.hits_fall", share=words.percent(best.cell.hit_rate))
+        yield say("recommend.hits_fall", cell=best.cell)
     if is_quantised(best.cell):
         yield say("recommend.own_quality")
     if contiguous:
@@ -277,11 +274,11 @@ def _signs(cell: MeasuredCell) -> str:
     rate = median(cell.throughput())
     if cell.doubt or rate is None:
         return ""
-    signs = [say("recommend.rate_falls", rate=words.tokens_per_s(rate))]
+    signs = [say("recommend.rate_falls", rate=rate)]
     for metric, title in _P95S:
         value, few = cell.percentile(metric, "p95")
         if value:
-            signs.append(say("recommend.p95_exceeds", few, title=title, value=words.ms(value)))
+            signs.append(say("recommend.p95_exceeds", few, title=title, value=value))
     return " or ".join(filter(None, [", ".join(signs[:-1]), signs[-1]]))
 
 
@@ -315,7 +312,7 @@ def _unmeasured(selected: Selection) -> Iterator[NextStep]:
         as_served = served(best.cell, selected.base, THROUGHPUT)
         if not (as_served and as_served.decided):
             yield NextStep(say("recommend.as_served"), "")
-    for note in run.engine_time.notes if run.engine_time else ():
+    for note in getattr(run.engine_time, "notes", ()):
         yield NextStep(str(note), "")
     fewest = min(len(cell.repeats) for cell in run.at(selected.base.load))
     no_gpus = "gpus" in run.manifest.model_fields_set and not run.manifest.gpus
@@ -381,7 +378,7 @@ def _paging_advice(one: Candidate) -> str:
     return say("recommend.unless", loss=figure(one.worst[1].metric).title, gain=figure(better.metric).title)
 
 
-def _latency(one: Candidate) -> Mapping[str, str]:
+def _latency(one: Candidate) -> Mapping[str, Any]:
     """The p95 that is most behind and both sides as served: p95 ITL, 119 ms, 7.4 ms; empty without one."""
     worse = [p95 for p95 in one.p95.values() if p95.call == Call.WORSE]
     if not worse:
@@ -391,7 +388,7 @@ def _latency(one: Candidate) -> Mapping[str, str]:
     here, there = (cell.percentile(shown.metric.path, shown.statistic, steady)[0] for cell in cells)
     if not here or not there:
         return {}
-    return {"title": shown.title, "here": words.ms(here), "there": words.ms(there)}
+    return {"title": shown.title, "here": here, "there": there}
 
 
 def as_yaml(value: Any) -> str:

@@ -157,7 +157,7 @@ def facts(side: CellSide, settings: Iterable[str] = ()) -> dict[str, str]:
         "KV budget": words.data_size(cell.capacity.kv_budget_bytes),
         "KV capacity": kv_capacity(cell.capacity),
     }
-    return run_facts(run, server) | _known(own | by_title)
+    return run_facts(run, server) | _stated(own | by_title)
 
 
 def run_facts(run: Run, server: ServerInfo | None = None) -> dict[str, str]:
@@ -167,7 +167,6 @@ def run_facts(run: Run, server: ServerInfo | None = None) -> dict[str, str]:
     versions = {**manifest.versions, **(server.versions if server else {})}
     processor = say("side_by_side.cores", n=cpu.cores, model=cpu.model) if cpu.cores else cpu.model
     commit = say("side_by_side.commit", bool(git.dirty), sha=git.short_sha)
-    times = say("side_by_side.times", clock=run.clock, model=run.simulated.cost_model) if run.simulated else run.clock
     machine = {
         "processor": processor,
         "memory": words.data_size(manifest.memory_bytes),
@@ -175,10 +174,10 @@ def run_facts(run: Run, server: ServerInfo | None = None) -> dict[str, str]:
         "GPU driver": ", ".join(sorted({str(gpu.driver_version) for gpu in manifest.gpus})),
         "operating system": manifest.os,
     }
-    return _known({
+    return _stated({
         "workload": run.workload,
         "target": _engine(run),
-        "times": times,
+        "times": say("side_by_side.times", clock=run.clock, model=getattr(run.simulated, "cost_model", "")),
         "model": model_of(model or run.spec.get("model") or {}),
         "weights": model.get("weights_fingerprint"),
         "device": manifest.device,
@@ -189,7 +188,7 @@ def run_facts(run: Run, server: ServerInfo | None = None) -> dict[str, str]:
     })  # fmt: skip
 
 
-def _known(named_values: Mapping[str, Any]) -> dict[str, str]:
+def _stated(named_values: Mapping[str, Any]) -> dict[str, str]:
     """The values as text, without what is not known."""
     return {name: str(value) for name, value in named_values.items() if value not in (None, "", "–")}
 
@@ -282,7 +281,8 @@ def not_compared(groups: Sequence[Group]) -> list[str]:
     kinds: dict[str, list[tuple[str, str]]] = {}
     pairs = list(pairs_of(groups))
     for group, side in pairs:
-        form = {FEWEST_SIDES: "two_sides"}.get(len(group), "more_sides") if len(groups) > 1 else "one_group"
+        several = {FEWEST_SIDES: "two_sides"}.get(len(group), "more_sides")
+        form = {1: "one_group"}.get(len(groups), several)
         pair = say("side_by_side.pair", form, letter=side.letter, title=side.title, first=group[0].letter)
         for reason in obstacles(group[0], side):
             kinds.setdefault(re.sub(r"\d[\d.,]*", "#", reason), []).append((reason, pair))

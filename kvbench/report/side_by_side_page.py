@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -16,7 +17,7 @@ from kvbench.report.answers import joined
 from kvbench.report.cells import uncertain_note
 from kvbench.report.comparisons import JUDGED, THROUGHPUT, against, is_steady, marked, median, sized
 from kvbench.report.figures import distributions, effects, kv
-from kvbench.report.page import escape, render
+from kvbench.report.page import escape, render, render_markdown
 from kvbench.report.provenance import brief
 from kvbench.report.side_by_side import (
     MOST_SIDES,
@@ -34,7 +35,6 @@ from kvbench.report.wording import say
 from kvbench.runs.model import MeasuredCell
 
 _MOST_DRAWN = 3  # groups whose latencies and KV are drawn
-_SIDE_HEADS = ("", "run", "cell", "measured")
 
 
 # --- The sentences ---
@@ -80,13 +80,13 @@ def _throughput(first: CellSide, side: CellSide) -> Comparison | None:
 def _ratio_words(ratio: Comparison) -> str:
     if ratio.low is None:
         return words.ratio(ratio.ratio)
-    return say("side_by_side.ratio", ratio.call, ratio=words.ratio(ratio.ratio), bounds=_bounds(ratio))
+    return say("side_by_side.ratio", ratio.call, ratio=ratio.ratio, bounds=_ends(ratio))
 
 
-def _bounds(ratio: Comparison) -> str:
-    """Writes ``1.52–1.80``, or why there is no interval."""
+def _ends(ratio: Comparison) -> str:
+    """Writes ``1.52–1.80``; empty without an interval."""
     if ratio.low is None or ratio.high is None:
-        return ratio.basis
+        return ""
     return f"{words.ratio(ratio.low)[:-1]}–{words.ratio(ratio.high)[:-1]}"
 
 
@@ -136,11 +136,6 @@ def _effect_heads() -> tuple[str, ...]:
     return ("cell", "", *(say("side_by_side.head", one.unit or "other", title=one.title) for one in shown), "interval")
 
 
-def _effect_rows(groups: Sequence[Group]) -> list[list[tuple[Value, ...]]]:
-    """A list of rows a group: the cell's values and, below each, its ratio to the first cell's."""
-    return [[_effect_row(group, side, again=len(groups) > 1) for side in group] for group in groups]
-
-
 def _effect_row(group: Group, side: CellSide, again: bool) -> tuple[Value, ...]:
     """Makes the row of a side. With ``again`` its group names the cell once, since all sides are the same cell."""
     first, cell = group[0], side.cell
@@ -148,7 +143,8 @@ def _effect_row(group: Group, side: CellSide, again: bool) -> tuple[Value, ...]:
     if side is not first:
         by_metric = {ratio.metric: ratio for ratio in ratios(first, side)}
         basis = next((ratio.basis for ratio in by_metric.values()), say("side_by_side.without"))
-        title = "" if again else title
+        if again:
+            title = ""
     entries = [_effect(metric, cell, first.cell, by_metric.get(metric)) for metric in compared()]
     name = Value(title, None, cell.doubt, "worse" * bool(cell.doubt))
     return (name, Value(named(side, group)), *entries, Value(basis))
@@ -162,7 +158,7 @@ def _effect(metric: str, cell: MeasuredCell, first: MeasuredCell, ratio: Compari
         text += say("side_by_side.whole_run")
     if ratio is None:
         return Value(text, value)
-    note = marked(ratio) + say("side_by_side.bounds", ratio.low is not None, bounds=_bounds(ratio))
+    note = marked(ratio) + say("side_by_side.bounds", bounds=_ends(ratio))
     if value and other and contradicts(ratio.ratio, value / other):
         note += f"; {MEDIANS} {words.ratio(value / other)}"
     return Value(text, value, note, mark_of(ratio.call))
@@ -235,54 +231,35 @@ def _without(cells: Sequence[MeasuredCell], shown: pd.DataFrame) -> str:
 def page(groups: Sequence[Group]) -> str:
     """The whole page."""
     drawn = drawings(groups)
-    return render(
-        "side_by_side.html.j2",
-        drawn,
-        title=", ".join(dict.fromkeys(side.run.workload for side in groups[0])),
-        headline=headline(groups),
-        side_heads=_SIDE_HEADS,
-        side_rows=_side_rows(groups),
-        difference_heads=_difference_heads(groups),
-        difference_rows=[(name, *row) for name, row in differences(groups)],
-        limits=[*not_compared(groups), *_not_shared(groups)],
-        engine_time=engine_time(groups),
-        effect_heads=_effect_heads(),
-        effect_rows=_effect_rows(groups),
-        ratio_note=_ratio_note(),
-        more_figures=len(groups) > MOST_SIDES,
-        drawings=drawn,
-    )
-
-
-def _difference_heads(groups: Sequence[Group]) -> tuple[str, ...]:
-    return ("what differs", *(side.letter for side in groups[0]))
-
-
-def _ratio_note() -> str:
-    return say("side_by_side.ratio_note", uncertain=uncertain_note())
+    title = ", ".join(dict.fromkeys(side.run.workload for side in groups[0]))
+    more = len(groups) > MOST_SIDES
+    return render("side_by_side.html.j2", drawn, title=title, drawings=drawn, more_figures=more, **_facts(groups))
 
 
 def markdown(groups: Sequence[Group]) -> str:
     """The same facts as the page, without its figures."""
-    heads = _difference_heads(groups)
-    sides = [[escape(text) for text in row] for row in _side_rows(groups)]
-    different = [[escape(text) for text in (name, *row)] for name, row in differences(groups)]
-    rated = [[_entry(value) for value in row] for rows in _effect_rows(groups) for row in rows]
-    differing = words.markdown_table(heads, different, len(heads)) if different else [say("side_by_side.no_difference")]
-    parts = {
-        "What differs": differing,
-        "What cannot be compared": [f"- {escape(text)}" for text in (*not_compared(groups), *_not_shared(groups))],
-        "Engine time": [f"- {escape(text)}" for text in engine_time(groups)],
-        "Effects": [*words.markdown_table(_effect_heads(), rated, 2), "", _ratio_note()],
+    return render_markdown("side_by_side.md.j2", effects_table=_effects_markdown, **_facts(groups))
+
+
+def _facts(groups: Sequence[Group]) -> dict[str, Any]:
+    """The facts that both templates show."""
+    return {
+        "headline": headline(groups),
+        "side_heads": ("", "run", "cell", "measured"),
+        "side_rows": _side_rows(groups),
+        "difference_heads": ("what differs", *(side.letter for side in groups[0])),
+        "difference_rows": [(name, *row) for name, row in differences(groups)],
+        "limits": [*not_compared(groups), *_not_shared(groups)],
+        "engine_time": engine_time(groups),
+        "effect_heads": _effect_heads(),
+        "effect_rows": [[_effect_row(group, side, again=len(groups) > 1) for side in group] for group in groups],
+        "ratio_note": say("side_by_side.ratio_note", uncertain=uncertain_note()),
     }
-    lines = [f"# {escape(headline(groups))}", "", *words.markdown_table(_SIDE_HEADS, sides, 4), ""]
-    for title, part in parts.items():
-        lines += [f"## {title}", "", *part, ""] if part else []
-    return "\n".join(lines)
 
 
-def _entry(value: Value) -> str:
-    return escape(" ".join(filter(None, (value.text, value.note))))
+def _effects_markdown(heads: Sequence[str], groups: Sequence[Sequence[tuple[Value, ...]]]) -> str:
+    rows = [[escape(f"{value.text} {value.note}") for value in row] for rows in groups for row in rows]
+    return "\n".join(words.markdown_table(heads, rows, 2))
 
 
 def write_side_by_side(groups: Sequence[Group], folder: Path) -> list[Path]:

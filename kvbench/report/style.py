@@ -183,12 +183,6 @@ def under(load: MeasuredLoad) -> str:
     return f"at {load.short}" if 0 < load.value < math.inf else f"under {load.label}"
 
 
-def legend_outside(figure: go.Figure, y: float, above: bool = True) -> None:
-    """Puts the legend above (or below) the panels at ``y`` of their height; a legend of more lines shrinks them."""
-    place = {"y": y, "yref": "paper", "yanchor": "bottom" if above else "top", "traceorder": "normal"}
-    figure.update_layout(legend=place)
-
-
 def legend_below(figure: go.Figure, panels: float, titles: Sequence[str], margin: dict[str, int]) -> go.Figure:
     """Puts the legend below axes that end at ``panels`` px, in as many lines as a phone needs."""
 

@@ -112,13 +112,13 @@ def entry(number: float | None, text: str, *notes: str, mark: str = "") -> Value
     return NONE if number is None else Value(text, number, "\n".join(filter(None, notes)), mark)
 
 
-def ratio_value(ratio: Comparison | None, cell: MeasuredCell, other: MeasuredCell) -> Value:
+def ratio_value(ratio: Comparison | None, cell: MeasuredCell, other: MeasuredCell | None) -> Value:
     """Makes the entry of a ratio of two cells with its spread, marked where it is better or worse.
 
     Small: the smallest effect that its repeats could have shown, where it is not told apart from 1; that it is of the
     whole run; and the ratio of the medians shown, where that is visibly another one.
     """
-    if ratio is None:
+    if ratio is None or other is None:
         return NONE
     low, high = (words.ratio(end)[:-1] for end in ratio.spread)
     notes = [say("tables.repeats", n=ratio.n, low=low, high=high)]
@@ -132,7 +132,7 @@ def ratio_value(ratio: Comparison | None, cell: MeasuredCell, other: MeasuredCel
 
 def mark_of(call: Call) -> str:
     """Returns the mark of an entry with this call: better, worse or none."""
-    return str(call) if call in (Call.BETTER, Call.WORSE) else ""
+    return {Call.BETTER: "better", Call.WORSE: "worse"}.get(call, "")
 
 
 # --- Columns and tables ---

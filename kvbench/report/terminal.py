@@ -43,7 +43,7 @@ def console_table(report: Document) -> Table:
     table, run, by_load = report.cells, report.decision.run, report.decision.comparisons.by_load
     shown = [(i, column.key) for i, column in enumerate(table.columns) if column.key in _HEADS]
     heads = [_HEADS[key] for _, key in shown]
-    device = say("terminal.simulated", bool(run.simulated), device=on_what(run) if run.simulated else "")
+    device = say("terminal.simulated", bool(run.simulated), device=on_what(run))
     title = say("terminal.title", workload=run.workload, device=device, run=run.folder.name)
     made = make_table(heads, title=title, tight=True)
     for column, head in zip(made.columns, heads, strict=True):

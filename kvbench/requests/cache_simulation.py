@@ -97,7 +97,7 @@ class CacheReplay:
     """The requests of one load and their pages, to be replayed through caches of several sizes and policies."""
 
     def __init__(self, requests: Sequence[ServedRequest], page_size: int, primed: Sequence[Ids] = ()) -> None:
-        """``primed``: prompts that the server computed before the load, one after another."""
+        """Puts ``primed`` in front: prompts that the server computed before the load, one after another."""
         start = min((r.admitted for r in requests), default=0.0) - len(primed)
         before = [ServedRequest(p, start + i, start + i + 0.5, start + i + 0.5) for i, p in enumerate(primed)]
         self._num_primed = len(before)

@@ -35,7 +35,7 @@ class Predicted(Record):
 
 
 class Predictions(Record):
-    """``cells``: cell id -> name of a metric -> figure; ``unit_costs_s``: unit costs fitted to all cells [s]."""
+    """The predictions of a run. ``cells``: by cell id and metric; ``unit_costs_s`` [s]: fitted to all cells."""
 
     FORMAT: ClassVar[str] = "kvbench-predictions/1"
 

@@ -219,7 +219,7 @@ Measure = Callable[[float, int, int], StoredLoad]
 
 
 class OutOfTimeError(Exception):
-    """The search has had its time while a run was going on."""
+    """The end of a search whose time is over during a run."""
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import numpy as np
 
 from kvbench.common import text as words
 from kvbench.common.errors import UsageError
+from kvbench.report.wording import say
 from kvbench.sweep.plan import Lengths, at_once, memory_notes
 from kvbench.targets.builtin import check_configuration, kv_dtypes, shipped_models
 from kvbench.workload.design import Cell, Configuration, Design, LoadPoint
@@ -77,19 +78,16 @@ def _answer(values: Mapping[str, str], fields: tuple[Field, ...]) -> tuple[str, 
         text, digits = values[field.name], values[field.name].replace(",", "")
         if field.choices and text not in dict(field.choices):
             allowed = ", ".join(value for value, _ in field.choices)
-            raise UsageError(f"{field.title} {text!r} is not one of {allowed}: choose one of these")
+            raise UsageError(say("view.not_a_choice", title=field.title, text=text, allowed=allowed))
         if field.is_number:
             if not (digits.isdecimal() and len(digits) <= _MOST_DIGITS and int(digits) > 0):
-                raise UsageError(f"{field.title} {text!r} is not a whole number of at least 1: give one such as 16")
+                raise UsageError(say("view.no_number", title=field.title, text=text))
             numbers.append(int(digits))
     page_size, length, users, prompt, output = numbers
     if users > _MOST_CONCURRENT:
-        raise UsageError(f"concurrency {users} is more than {_MOST_CONCURRENT:,}: give a smaller one")
+        raise UsageError(say("view.too_many", users=users, most=_MOST_CONCURRENT))
     if prompt + output > length:
-        raise UsageError(
-            f"input length {prompt} + output length {output} is {prompt + output} tokens, more than max_model_len "
-            f"{length}: raise max_model_len or shorten the requests"
-        )
+        raise UsageError(say("view.too_long", prompt=prompt, output=output, sum=prompt + output, length=length))
     settings = {
         **{name: values[name] for name in ("model", "dtype", "kv_budget", "kv_cache_dtype")},
         "load_format": "dummy",
@@ -110,10 +108,10 @@ def _answer(values: Mapping[str, str], fields: tuple[Field, ...]) -> tuple[str, 
         ("of it scales", "scale_bytes_per_token", words.count),
         ("page table", "page_table_bytes", words.data_size),
         ("tokens held", "capacity_tokens", words.count),
-        (f"sequences of {words.count(length)} tokens at once", "max_concurrency_at_max_len", words.count),
+        (say("view.sequences", tokens=length), "max_concurrency_at_max_len", words.count),
     )
     rows = [(title, *(write(getattr(capacity[layout], key)) for layout in _LAYOUTS)) for title, key, write in lines]
     fits = (words.count(int(at_once(c, capacity[c.config_id], sizes)[0])) for c in configurations)
-    rows.append((f"requests of {words.count(prompt + output)} tokens at once", *fits))
+    rows.append((say("view.requests", tokens=prompt + output), *fits))
     (sentence,) = memory_notes(design, capacity, {load.load_id: sizes})
     return f"{words.upper_first(sentence)}.", tuple(rows)

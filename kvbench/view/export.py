@@ -15,6 +15,7 @@ from kvbench.common.errors import UsageError
 from kvbench.common.files import check_output_dir, write_json, write_text
 from kvbench.report.page import PAGE_JS, PLOTLY_JS, template_file
 from kvbench.report.side_by_side import groups_of
+from kvbench.report.wording import say
 from kvbench.view import pages
 from kvbench.view.workspace import DAMAGED, Workspace
 
@@ -24,11 +25,11 @@ LISTING = "kvbench-view.json"
 def check_export_dir(folder: Path) -> None:
     """Raises UsageError unless ``folder`` is new, empty, or holds an earlier export and can be written."""
     if folder.exists() and not folder.is_dir():
-        raise UsageError(f"--export {folder} is a file: give a folder")
+        raise UsageError(say("view.export_file", folder=folder))
     check_output_dir(folder, "--export")
     there = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     if there and LISTING not in there:
-        raise UsageError(f"--export {folder} holds other files ({there[0]}): give an empty or a new folder")
+        raise UsageError(say("view.export_other", folder=folder, file=there[0]))
 
 
 def export(workspace: Workspace, folder: Path, progress: Callable[[str], None] = lambda text: None) -> list[Path]:

@@ -21,6 +21,7 @@ from kvbench.report import side_by_side_page
 from kvbench.report.document import document
 from kvbench.report.page import PAGE_JS, PLOTLY_JS, render, template_file
 from kvbench.report.side_by_side import Group
+from kvbench.report.wording import say
 from kvbench.runs.model import Run
 from kvbench.view.capacity import Form
 from kvbench.view.workspace import DAMAGED, STATES, Filter, RunRow, Workspace
@@ -91,10 +92,10 @@ def runs(
 def _counted(rows: Sequence[RunRow], total: int) -> str:
     """Writes `12 runs: 10 valid, 1 invalid and 1 damaged`."""
     if not total:
-        return "There is no run here yet: `kvbench sweep` makes one"
+        return say("view.no_run")
     states = [f"{count} {_STATE_WORDS.get(s, s)}" for s in STATES if (count := sum(row.state == s for row in rows))]
-    counted = words.plural(total, "run") if len(rows) == total else f"{len(rows)} of {words.plural(total, 'run')}"
-    return f"{counted}: {words.listing(states)}" if states else counted
+    part = "" if len(rows) == total else len(rows)
+    return say("view.counted", part=part, runs=words.plural(total, "run"), states=words.listing(states))
 
 
 def runs_before(rows: Sequence[RunRow]) -> dict[str, RunRow]:
@@ -121,7 +122,7 @@ def history(workspace: Workspace, links: Links) -> str:
     readable = [row.folder for row in workspace.rows() if row.state != DAMAGED]  # links that lead out are damaged
     trends = view(readable, SeriesSelection())
     if not trends.groups:
-        return message("There is no history yet", "No finished run of `kvbench sweep` can be read here.", links)
+        return message(say("view.no_history"), say("view.no_finished_run"), links)
     return framed(history_page.page(trends), links)
 
 
@@ -136,8 +137,8 @@ def message(headline: str, text: str, links: Links) -> str:
 
 def defect(error: Exception, links: Links) -> str:
     """A page in place of one that could not be made, mostly because a file of a run is damaged."""
-    text = f"{type(error).__name__}: {error}. A file of a run may be damaged; `kvbench report RUN` says more."
-    return message("This page could not be made", text, links)
+    text = say("view.defect", kind=type(error).__name__, error=error)
+    return message(say("view.not_made"), text, links)
 
 
 def framed(page: str, links: Links) -> str:

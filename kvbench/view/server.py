@@ -22,6 +22,7 @@ from kvbench.common.ports import free_port
 from kvbench.common.text import upper_first
 from kvbench.report.page import PLOTLY_JS, template_file
 from kvbench.report.side_by_side import groups_of, one_group
+from kvbench.report.wording import say
 from kvbench.view import pages
 from kvbench.view.capacity import form
 from kvbench.view.workspace import DAMAGED, Filter, Stamp, Workspace
@@ -54,7 +55,7 @@ def make_app(workspace: Workspace) -> FastAPI:
     @lru_cache(_KEPT_PAGES)
     def run_page(slug: str, stamp: Stamp) -> str:
         """The report of a run while its files are those of ``stamp``."""
-        return pages.run(_found(lambda: workspace.run(workspace.row(slug))), LINKS)
+        return pages.run(_or_404(lambda: workspace.run(workspace.row(slug))), LINKS)
 
     @lru_cache(1)
     def history_page(stamps: tuple[tuple[str, Stamp], ...]) -> str:
@@ -66,9 +67,9 @@ def make_app(workspace: Workspace) -> FastAPI:
 
     @app.get("/runs/{slug}", response_class=HTMLResponse)
     def run(slug: str) -> str:
-        row = _found(lambda: workspace.row(slug))
+        row = _or_404(lambda: workspace.row(slug))
         if row.state == DAMAGED:
-            raise HTTPException(404, f"{row.workload} {row.name} is damaged: {row.sentence}")
+            raise HTTPException(404, say("view.damaged", row=row))
         return run_page(slug, row.stamp)
 
     @app.get("/compare")
@@ -119,7 +120,7 @@ def _runs_page(workspace: Workspace, request: Request, error: str = "") -> str:
     return pages.runs(workspace, LINKS, query.getlist("cell"), shown, error)
 
 
-def _found(find: Callable):
+def _or_404(find: Callable):
     """Returns what ``find`` does; its UsageError becomes an answer with status 404."""
     try:
         return find()
@@ -129,8 +130,7 @@ def _found(find: Callable):
 
 async def _answer_error(request: Request, error: Exception) -> HTMLResponse:
     assert isinstance(error, HTTPException)
-    headlines = {404: "There is no such page here", 405: "This workspace only shows: nothing can be sent to it"}
-    headline = headlines.get(error.status_code, "This cannot be shown")
+    headline = say("view.status", str(error.status_code))
     text = "" if error.detail in ("Not Found", "Method Not Allowed") else upper_first(f"{error.detail}.")
     return HTMLResponse(pages.message(headline, text, LINKS), status_code=error.status_code)
 

@@ -23,6 +23,7 @@ from kvbench.report.decision import Decision
 from kvbench.report.headline import headline
 from kvbench.report.provenance import target, validity
 from kvbench.report.side_by_side import run_facts
+from kvbench.report.wording import say
 from kvbench.runs.folder import MANIFEST
 from kvbench.runs.model import MeasuredCell, Run
 from kvbench.runs.quality import QUALITY
@@ -106,7 +107,7 @@ class Workspace:
         """Says what is left out of the list, a sentence each."""
         kinds = Counter(row.sentence for row in self._read() if row.state == OTHER)
         return [
-            f"{words.plural(count, 'folder')} of {command_of(kind)} left out: this is a list of sweeps."
+            say("view.left_out", folders=words.plural(count, "folder"), command=command_of(kind))
             for kind, count in sorted(kinds.items())
         ]
 
@@ -114,7 +115,7 @@ class Workspace:
         """The run with the slug ``name``. Raises UsageError when there is none."""
         row = next((row for row in self.rows() if row.slug == name), None)
         if row is None:
-            raise UsageError("there is no such run in this workspace: choose one from the list")
+            raise UsageError(say("view.no_such_run"))
         return row
 
     def run(self, row: RunRow) -> Run:
@@ -122,7 +123,7 @@ class Workspace:
         try:
             return self._open(row.folder)
         except Exception as error:
-            raise UsageError(f"{row.workload} {row.name} cannot be read: {_reason(error, row.folder)}") from None
+            raise UsageError(say("view.unreadable", row=row, why=_reason(error, row.folder))) from None
 
     def cells(self, values: Iterable[str]) -> list[tuple[Run, MeasuredCell]]:
         """The cells with these addresses. Raises UsageError for one that is not there."""
@@ -134,7 +135,7 @@ class Workspace:
                 runs[name] = self.run(self.row(name))
             cell = next((cell for cell in runs[name].cells if cell.cell_id == cell_id), None)
             if cell is None:
-                raise UsageError(f"run {name} has no such cell: choose one from the list")
+                raise UsageError(say("view.no_such_cell", run=name))
             chosen.append((runs[name], cell))
         return chosen
 
@@ -181,7 +182,7 @@ class Workspace:
     def _check_link(self, path: Path) -> None:
         """Raises UsageError for a link to somewhere outside of the folders."""
         if path.is_symlink() and not any(path.resolve().is_relative_to(root) for root in self._roots):
-            raise UsageError(f"{path.name} is a link that leads out of the folder, which is not followed")
+            raise UsageError(say("view.link", name=path.name))
 
 
 def _stamp(folder: Path) -> Stamp:

@@ -14,19 +14,9 @@ from kvbench.common import text as words
 from kvbench.metrics.definitions import METRICS
 from kvbench.metrics.latency import request_latencies
 from kvbench.metrics.rows import inter_token_latencies, times_per_output_token
+from kvbench.report import style
 from kvbench.report.comparisons import Comparisons
-from kvbench.report.style import (
-    Drawing,
-    LineStyle,
-    below_each_other,
-    compact,
-    ecdf,
-    finish,
-    legend_outside,
-    log_axis,
-    safe,
-    under,
-)
+from kvbench.report.style import Drawing, LineStyle
 from kvbench.report.tables import UNCERTAIN
 from kvbench.report.wording import say
 from kvbench.runs.model import MeasuredCell, all_steady_latency
@@ -60,7 +50,7 @@ def distributions(cells: Sequence[MeasuredCell]) -> pd.DataFrame:
         for group, rows in _groups(cell.requests(steady)):
             for metric, samples in _samples(rows).items():
                 if len(samples):
-                    x, y = ecdf(samples, _POINTS[group == EVERY])
+                    x, y = style.ecdf(samples, _POINTS[group == EVERY])
                     named = {"configuration": cell.name, "group": group, "requests": len(rows), "metric": metric}
                     frames.append(pd.DataFrame({**named, "samples": len(samples), "ms": x, "share": y * 100}))
     columns = ["configuration", "group", "requests", "metric", "samples", "ms", "share"]
@@ -91,24 +81,24 @@ def distributions_figure(frame: pd.DataFrame, look: Mapping[str, LineStyle]) -> 
     for (group, name), curves in frame.groupby(["group", "configuration"], sort=False):
         for i, (metric, points) in enumerate(curves.groupby("metric", sort=False)):
             row, column = places[metric]
-            values = {"group": safe(group or "all requests"), "samples": points["samples"].iloc[0]}
+            values = {"group": style.safe(group or "all requests"), "samples": points["samples"].iloc[0]}
             figure.add_scatter(
-                x=compact(points["ms"]), y=compact(points["share"]), mode="lines", name=safe(name),
-                legendgroup=safe(name), showlegend=i == 0, visible=group == EVERY,
+                x=style.compact(points["ms"]), y=style.compact(points["share"]), mode="lines", name=style.safe(name),
+                legendgroup=style.safe(name), showlegend=i == 0, visible=group == EVERY,
                 line={"color": look[name].colour, "dash": look[name].dash, "width": 2, "shape": "hv"},
                 hovertemplate=say("distributions.hover", **values), row=row, col=column,
             )  # fmt: skip
             groups.append(group)
     for metric, (row, column) in places.items():
-        axis = log_axis(frame.loc[(frame["metric"] == metric) & (frame["group"] == EVERY), "ms"].to_numpy())
+        axis = style.log_axis(frame.loc[(frame["metric"] == metric) & (frame["group"] == EVERY), "ms"].to_numpy())
         figure.update_xaxes(title_text=f"{LATENCIES[metric]}, ms", tickangle=0, row=row, col=column, **axis)
     figure.update_yaxes(range=[0, 101], ticksuffix=" %", tickvals=[25, 50, 75, 100])  # 0 would lie on the ticks below
-    finish(figure, 2 * _PANEL + _GAP + _LEGEND + 56)
-    legend_outside(figure, -0.13, above=False)
-    figure.update_layout(margin={"t": 20, "b": 56})
+    style.finish(figure, 2 * _PANEL + _GAP + _LEGEND + 56)
+    legend = {"y": -0.13, "yref": "paper", "yanchor": "top", "traceorder": "normal"}  # more lines shrink the panels
+    figure.update_layout(legend=legend, margin={"t": 20, "b": 56})
     if len(set(groups)) > 1:
         figure.update_layout(updatemenus=[_menu(frame, groups)])
-    return below_each_other(figure, legend_lines=frame["configuration"].nunique(), panel=170)
+    return style.below_each_other(figure, legend_lines=frame["configuration"].nunique(), panel=170)
 
 
 def _menu(frame: pd.DataFrame, groups: list[str]) -> dict[str, Any]:
@@ -116,7 +106,7 @@ def _menu(frame: pd.DataFrame, groups: list[str]) -> dict[str, Any]:
     buttons = []
     for group, rows in frame.groupby("group", sort=False):
         counts = dict.fromkeys(f"{count:,}" for count in (rows["requests"].min(), rows["requests"].max()))
-        label = f"{safe(group or 'all requests')} ({' to '.join(counts)})"
+        label = f"{style.safe(group or 'all requests')} ({' to '.join(counts)})"
         visible = [shown == group for shown in groups]
         buttons.append({"label": label, "method": "restyle", "args": [{"visible": visible}]})
     return {"buttons": buttons, **_MENU}
@@ -142,9 +132,8 @@ def _title(cells: Sequence[MeasuredCell]) -> str:
     steady = all_steady_latency(cells)
     measured = [(cell, *cell.percentile("ttft_ms", "p95", steady)) for cell in cells]
     values = [value for _, value, _ in measured if value is not None]
-    ends = list(dict.fromkeys(words.ms(end) for end in (min(values), max(values)))) if values else []
+    ends = list(dict.fromkeys(words.ms(pick(values)) for pick in (min, max) if values))
     base = [words.ms(value) for cell, value, _ in measured if cell.is_baseline and value is not None and len(ends) > 1]
     few = UNCERTAIN * any(few for _, _, few in measured)
-    form = "baseline" if base else "p95" if ends else "none"
-    load, spread = under(cells[0].load), " to ".join(ends) + few
-    return say("distributions.title", form, load=load, spread=spread, baseline="".join(base))
+    load, spread = style.under(cells[0].load), " to ".join(ends) + few
+    return say("distributions.title", bool(ends), load=load, spread=spread, baseline="".join(base))

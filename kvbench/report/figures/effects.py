@@ -11,7 +11,7 @@ from plotly.subplots import make_subplots
 
 from kvbench.effects.comparison import MARGINS, Call, Comparison
 from kvbench.metrics.definitions import ENGINE, figure
-from kvbench.report.comparisons import Comparisons, amount
+from kvbench.report.comparisons import Comparisons, amount, percent_change
 from kvbench.report.style import CONTIGUOUS, GREY, PAGED, Drawing, below_each_other, finish, safe
 from kvbench.report.wording import say
 from kvbench.runs.engine_time import EngineTime
@@ -23,6 +23,7 @@ _LOOKS = {  # call -> colour, marker: never colour alone
     Call.UNDECIDED: (GREY, "circle-open"),
 }
 NAMES = {call: str(call) for call in Call} | {Call.UNDECIDED: "not decided"}
+_BETTER = {True: "more", False: "less"}
 _LEAST_RANGE = 12.0  # percent
 _ROW, _LINE = 13, 17  # px: of a row, and of each line of its name
 _LONGEST = 26  # characters of a line of a row's name
@@ -33,11 +34,9 @@ def effects_frame(marks: Iterable[tuple[str, Comparison, str]]) -> pd.DataFrame:
     """The frame of ``effects_figure``, of a row's name, a comparison in it, and the note on that."""
     rows = []
     for name, mark, note in marks:
-        ratios = (mark.ratio, mark.low, mark.high)
-        changes = (None if ratio is None else 100 * (ratio - 1) for ratio in ratios)
+        changes = map(percent_change, (mark.ratio, mark.low, mark.high))
         shown = figure(mark.metric)
-        better = "more" if shown.higher_is_better else "less"
-        rows.append((name, shown.title, better, *changes, mark.call, note))
+        rows.append((name, shown.title, _BETTER[shown.higher_is_better], *changes, mark.call, note))
     return pd.DataFrame(rows, columns=_COLUMNS).astype(dict.fromkeys(("change", "low", "high"), float))
 
 
@@ -89,11 +88,10 @@ def _traces(
             ys += [y, y, None]
     points = marks["change"].clip(low + 0.03 * width, high - 0.03 * width)
     texts = [amount(1 + value / 100) for value in marks["change"]]
-    hovers = []
-    for mark, text in zip(marks.itertuples(), texts, strict=True):
-        interval = "" if pd.isna(mark.low) else say("effects.interval", low=mark.low, high=mark.high)
-        values = {"row": safe(mark.row), "metric": mark.metric, "change": text, "note": mark.note}
-        hovers.append(say("effects.hover", interval=interval, call=NAMES[call], **values))
+    hovers = [
+        say("effects.hover", row=safe(mark.row), mark=mark, change=text, call=NAMES[call])
+        for mark, text in zip(marks.itertuples(), texts, strict=True)
+    ]
     # Near an edge a text above the point would be cut off there.
     edges = [low - 1.0, low + 0.14 * width, high - 0.14 * width, high + 1.0]
     sides = list(pd.cut(points, edges, right=False, labels=["top right", "top center", "top left"]))

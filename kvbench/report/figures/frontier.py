@@ -20,11 +20,11 @@ from kvbench.report.tables import UNCERTAIN, Row, Section, Value, listed_table
 from kvbench.report.wording import say
 from kvbench.runs.model import all_steady, all_steady_latency
 
-_AXES = {  # column -> title, whether more is better
-    "tokens_per_s": (METRICS["output_throughput"].short, True),
-    "goodput": (METRICS["goodput"].short, True),
-    "cost": ("cost per million output tokens", False),
-    "energy": ("energy of all GPUs, J per output token", False),
+_AXES = {  # column -> title; 1: more is better, -1: less is
+    "tokens_per_s": (METRICS["output_throughput"].short, 1),
+    "goodput": (METRICS["goodput"].short, 1),
+    "cost": ("cost per million output tokens", -1),
+    "energy": ("energy of all GPUs, J per output token", -1),
 }
 _LATENCIES = {"ttft": f"p95 {METRICS['ttft'].short}, ms", "tpot": f"median {METRICS['tpot'].short}, ms"}
 _LOG = {"ttft": " (log)"}
@@ -89,11 +89,11 @@ def certain(frame: pd.DataFrame, axis: str, latency: str) -> pd.Series:
 
     A row is certain if against every other row it is surely better in one of the two. Without intervals nothing is.
     """
-    more = _AXES[axis][1]
-    best, worst = ("_high", "_low") if more else ("_low", "_high")
+    sign = _AXES[axis][1]
+    best, worst = {1: ("_high", "_low"), -1: ("_low", "_high")}[sign]
 
     def surely(row: pd.Series, other: pd.Series) -> bool:
-        ahead = row[axis + worst] > other[axis + best] if more else row[axis + worst] < other[axis + best]
+        ahead = sign * row[axis + worst] > sign * other[axis + best]
         return bool(ahead or row[latency + "_high"] < other[latency + "_low"])
 
     rows = [row for _, row in frame.iterrows()]
@@ -219,7 +219,7 @@ def _number(row: pd.Series, name: str) -> Value:
     value, low, high = (row[name + end] for end in _ENDS)
     if pd.isna(value):
         return Value("–")
-    note = say("frontier.interval", bool(pd.notna(low)), low=words.significant(low), high=words.significant(high))
+    note = say("frontier.interval", low=low, high=high)
     return Value(words.significant(value) + UNCERTAIN * bool(row.get(f"{name}_few")), value, note)
 
 

@@ -49,8 +49,9 @@ def heat_map(run: Run, comparisons: Comparisons, load: MeasuredLoad) -> pd.DataF
     measured = {tuple(_value(cell, key) for key in values): cell for cell in cells}
     # The two kinds of time are never mixed in one figure.
     in_turns = all(THROUGHPUT in comparisons.engine[cell.cell_id] for cell in cells if cell is not base)
-    engine = run.engine_time if in_turns else None
-    ratios = comparisons.served if engine is None else comparisons.engine
+    time, ratios = run.clock, comparisons.served
+    if in_turns and run.engine_time:
+        time, ratios = run.engine_time.label, comparisons.engine
     rows = []
     for combination in itertools.product(*(listed.items() for listed in values.values())):
         chosen = {key: text for key, (text, _) in zip(values, combination, strict=True)}
@@ -60,7 +61,7 @@ def heat_map(run: Run, comparisons: Comparisons, load: MeasuredLoad) -> pd.DataF
             rows.append(chosen | _entry(cell, base, ratios[cell.cell_id].get(THROUGHPUT)))
         else:
             rows.append(chosen | _NO_ENTRY | {"text": "missing" * possible})
-    return pd.DataFrame(rows).assign(time=run.clock if engine is None else engine.label)
+    return pd.DataFrame(rows).assign(time=time)
 
 
 def _values(cells: Sequence[MeasuredCell], order: list[str]) -> dict[str, dict[str, Any]]:
@@ -94,7 +95,7 @@ def _entry(cell: MeasuredCell, base: MeasuredCell, ratio: Comparison | None) -> 
         return entry | {"text": cell.doubt or base.doubt or "no value"}
     low, high = ratio.spread if ratio.values else (ratio.low, ratio.high)
     several = ratio.n > 1 if ratio.values else bool(interval(ratio))
-    bounds = f"{low:.2f}–{high:.2f}" if several else ""
+    bounds = say("heat_map.bounds", several, low=low, high=high)
     decided = ratio.call in (Call.BETTER, Call.WORSE)
     return entry | {"ratio": ratio.ratio, "decided": decided, "text": marked(ratio), "interval": bounds}
 
@@ -110,9 +111,10 @@ def heat_map_figure(frame: pd.DataFrame) -> go.Figure:
     panels = list(frame.groupby(others, sort=False)) if others else [((), frame)]
     columns, rows = frame[across].drop_duplicates().tolist(), frame[down].drop_duplicates().tolist()
     height = len(panels) * _BAND * len(rows) + _HEAD * (len(panels) - 1)
+    named = [zip(map(setting_title, others), values, strict=True) for values, _ in panels]
     figure = make_subplots(
         rows=len(panels), cols=1, shared_xaxes=True, vertical_spacing=_HEAD * (len(panels) > 1) / height,
-        subplot_titles=[_panel_title(others, values) for values, _ in panels],
+        subplot_titles=[safe(", ".join(f"{setting}: {value}" for setting, value in pairs)) for pairs in named],
     )  # fmt: skip
     figure.update_annotations(font={"size": 13})
     most = max([_LEAST, *(abs(math.log(ratio)) for ratio in frame.loc[frame["decided"], "ratio"])])
@@ -138,10 +140,6 @@ def heat_map_figure(frame: pd.DataFrame) -> go.Figure:
     top = _HEAD if others else 12
     finish(figure, height + top + 84, legend=False)
     return figure.update_layout(margin={"t": top, "b": 84})
-
-
-def _panel_title(settings: list[str], values: tuple[Any, ...]) -> str:
-    return safe(", ".join(f"{setting_title(key)}: {value}" for key, value in zip(settings, values, strict=True)))
 
 
 def drawing(run: Run, comparisons: Comparisons) -> Drawing | None:

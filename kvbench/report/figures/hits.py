@@ -61,13 +61,11 @@ def hit_drawing(ledgers: Sequence[HitLedger], look: Mapping[str, LineStyle]) -> 
     if not cells:
         return None
     shown = every[every["cell"].isin(cells[:_MOST_PANELS])]
-    caption = say("hits.caption", more=say("hits.more", n=max(0, len(cells) - _MOST_PANELS)))
+    caption = say("hits.caption", more=max(0, len(cells) - _MOST_PANELS) or None)
     ledger = next(ledger for ledger in ledgers if ledger.cell.cell_id == cells[0])
-    gap = say("hits.title_gap", name=ledger.largest_gap.name) if ledger.largest_gap else ""
-    doubt = f" ({ledger.cell.doubt})" if ledger.cell.doubt else ""
-    values = {"hit": ledger.percent(ledger.hit), "shared": ledger.percent(ledger.shared), "gap": gap, "doubt": doubt}
-    form = "endless" if ledger.hit is None else "hit"
-    title = say("hits.title", form, endless=ledger.percent(ledger.endless), **values)
+    shares = {step: ledger.share(getattr(ledger, step)) for step in ("hit", "shared", "endless")}
+    gap = getattr(ledger.largest_gap, "name", "")
+    title = say("hits.title", ledger.hit is not None, gap=gap, doubt=ledger.cell.doubt, **shares)
     return Drawing("hits", title, caption, _figure(shown, look), room_for_labels(shown["title"]))
 
 

@@ -27,7 +27,7 @@ _FILLS = {
 }  # fmt: skip
 _PATTERNS = {"scales": "/"}  # of a bar
 _AREA_PATTERNS = {"waste": "/", "cached": ".", "pinned": "x", "fragmented": "\\"}
-_PALE = ("free", "rest")  # their text is read on light and on dark pages
+_INKS = {"free": GREY, "rest": GREY}  # of texts on pale areas, read on light and on dark pages
 _TITLES = {"tokens": USES["tokens"], "scales": "scales of the tokens"} | USES  # scales right after their tokens
 _UNITS = (("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10))
 
@@ -68,20 +68,18 @@ def ledger_drawing(cells: Sequence[MeasuredCell], ledgers: Ledgers) -> Drawing |
             continue
         uses, at = ledgers[cell.cell_id], 0.0
         labels.append(cell.marked_name)
+        sizes = {**uses.parts, "scales": uses.scales}  # tokens: with their scales
+        lengths = sizes | {"tokens": sizes["tokens"] - uses.scales}
         for part, title in _TITLES.items():
-            scales = uses.scales if part in ("tokens", "scales") else 0.0
-            length = scales if part == "scales" else uses.parts[part] - scales
-            shown = scales if part == "scales" else uses.parts[part]  # tokens: with their scales
-            share = words.percent(shown / uses.budget)
-            what = say("tables.hint", f"kv_{part}", slo="")
-            values = {"name": safe(cell.marked_name), "title": title, "share": share, "what": what}
-            hover = say("kv.hover", size=words.data_size(shown), **values)
-            text = "" if part == "scales" else share
+            share, what = sizes[part] / uses.budget, say("tables.hint", f"kv_{part}", slo="")
+            name = safe(cell.marked_name)
+            hover = say("kv.hover", name=name, title=title, size=sizes[part], share=share, what=what)
+            text = words.percent(share) * (part != "scales")
             where = (cell.cell_id, cell.marked_name, cell.load.label, part)
-            rows.append((*where, at / size, length / size, text, hover))
-            at += length
+            rows.append((*where, at / size, lengths[part] / size, text, hover))
+            at += lengths[part]
     parts = {
-        part: BarPart(title, _FILLS[part], _PATTERNS.get(part, ""), GREY if part in _PALE else "#fff")
+        part: BarPart(title, _FILLS[part], _PATTERNS.get(part, ""), _INKS.get(part, "#fff"))
         for part, title in _TITLES.items()
     }
     figure = bars(pd.DataFrame(rows, columns=COLUMNS), parts, largest / size, title_text=f"KV budget, {unit}")
@@ -185,11 +183,6 @@ def timeline_figure(frame: pd.DataFrame) -> go.Figure:
     return legend_below(figure, height, list(in_legend.values()), margin)
 
 
-def _width(columns: int) -> int:
-    """The least width of the figure [px]; a phone has 370."""
-    return max(370, 140 * columns + 70)
-
-
 def _lines(name: str) -> list[str]:
     """A configuration's name in lines that are as narrow as its column."""
     first, *more = name.split(" + ")
@@ -228,14 +221,12 @@ def timeline_drawing(decision: Decision, load: MeasuredLoad, ledgers: Ledgers) -
     frame = timeline(cells)
     if frame.empty:
         return None
-    caption = say("kv.timeline_caption")
-    if every > len(cells):
-        caption += say("kv.timeline_some", shown=len(cells), every=every)
+    caption = say("kv.timeline_caption") + say("kv.timeline_some", every > len(cells), shown=len(cells), every=every)
     at_load = decision.comparisons.at(load)
     named = [cell for cell in at_load if cell.name in (decision.pair or ())]
     named = named or [cell for cell in at_load if cell.is_baseline][:1]
     shares = {cell.name: ledgers[cell.cell_id].share("tokens") for cell in named if cell.cell_id in ledgers}
     filled = ", ".join(f"{name} {words.percent(share)}" for name, share in shares.items())
-    title = say("kv.timeline_title", "filled" if filled else "other", load=under(load), filled=filled)
+    title = say("kv.timeline_title", bool(filled), load=under(load), filled=filled)
     key = f"kv-timeline-{load.mode}-{load.value:g}"
-    return Drawing(key, title, caption, timeline_figure(frame), _width(len(cells)))
+    return Drawing(key, title, caption, timeline_figure(frame), max(370, 140 * len(cells) + 70))

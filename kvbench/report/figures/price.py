@@ -10,7 +10,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from kvbench.common import text as words
-from kvbench.report.comparisons import Comparisons, amount
+from kvbench.report.comparisons import Comparisons, percent_change
 from kvbench.report.quality import Quality, is_quantised, kld_text
 from kvbench.report.style import GREY, Drawing, LineStyle, finish, safe
 from kvbench.report.wording import say
@@ -37,7 +37,7 @@ def price_frame(comparisons: Comparisons, by_id: Mapping[str, Quality]) -> pd.Da
         if kld[0] is None or not (speed or cell.is_baseline):
             continue
         ratios = (speed.ratio, speed.low, speed.high) if speed else (1.0, None, None)
-        changes = (None if ratio is None else 100 * (ratio - 1) for ratio in ratios)
+        changes = map(percent_change, ratios)
         label = comparisons.names[cell.cell_id] if quality.outside or is_quantised(cell) else ""
         rows.append([cell.name, label, bool(quality.outside), *kld, *changes, speed.clock if speed else "baseline"])
     columns = ["configuration", "label", "outside", *_NUMBERS, "clock"]
@@ -45,18 +45,17 @@ def price_frame(comparisons: Comparisons, by_id: Mapping[str, Quality]) -> pd.Da
 
 
 def price_drawing(
-    result: QualityResult, comparisons: Comparisons, by_id: Mapping[str, Quality], look: Mapping[str, LineStyle]
+    result: QualityResult | None, comparisons: Comparisons, by_id: Mapping[str, Quality], look: Mapping[str, LineStyle]
 ) -> Drawing | None:
     """Draws speed against the quality of answers; None where no configuration has both figures."""
     frame = price_frame(comparisons, by_id)
-    if frame.empty or comparisons.load is None:
+    if result is None or frame.empty or comparisons.load is None:
         return None
     ends = [figure(result.control, name) for name in ("mean_high", "mean")]
     noise = next((end for end in ends if end is not None), None)
     outside = list(frame[frame["outside"]]["label"])
-    form = "some" if outside else "none"
-    caption = say("quality.caption", form, load=comparisons.load.label, model=result.model)
-    title = say("quality.title", form, names=words.and_more(outside))
+    caption = say("quality.caption", bool(outside), load=comparisons.load.label, model=result.model)
+    title = say("quality.title", bool(outside), names=words.and_more(outside))
     return Drawing("quality", title, caption, _figure(frame, noise, result.limits.get("mean"), look), 372)
 
 
@@ -93,10 +92,7 @@ def _point(row: Any, look: LineStyle) -> go.Scatter:
         style = {"thickness": 1.2, "width": 3, "color": look.faint(0.7)}
         return {"type": "data", "symmetric": False, "array": [more], "arrayminus": [less], **style}
 
-    low, high = kld_text(row.kld_low), kld_text(row.kld_high)
-    bounds = "" if pd.isna(row.kld_low) else say("quality.bounds", low=low, high=high)
-    values = {"name": safe(row.configuration), "kld": kld_text(row.kld), "bounds": bounds, "clock": row.clock}
-    hover = say("quality.hover", "outside" if row.outside else "", change=amount(1 + row.change / 100), **values)
+    hover = say("quality.hover", bool(row.outside), name=safe(row.configuration), row=row, ratio=1 + row.change / 100)
     side, symbol = ("top center", "x") if row.outside else ("bottom center", "circle")
     return go.Scatter(
         x=[row.change], y=[kld], mode="markers+text", name=safe(row.configuration), text=[safe(row.label)],

@@ -27,8 +27,8 @@ class ReportFigure:
 
 
 def _price(decision: Decision) -> list[Drawing | None]:
-    result, look = decision.run.quality, looks(decision.run.cells)
-    return [price.price_drawing(result, decision.comparisons, decision.qualities, look)] if result else []
+    run = decision.run
+    return [price.price_drawing(run.quality, decision.comparisons, decision.qualities, looks(run.cells))]
 
 
 def _hits(decision: Decision) -> list[Drawing | None]:

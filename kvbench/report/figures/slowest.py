@@ -85,7 +85,7 @@ def drawing(comparisons: Comparisons) -> Drawing | None:
     frame = slowest(requests)
     for _, parts in frame.groupby("request"):
         values = {name: parts[name].iloc[0] for name in ("prompt_tokens", "output_tokens", "index", "repeat")}
-        kind, length = shorten(str(parts["class"].iloc[0]), 24), words.ms(parts["ms"].sum())
+        kind, length = shorten(str(parts["class"].iloc[0]), 24), parts["ms"].sum()
         label = say("slowest.label", length=length, kind=kind, **values)
         for row in parts.itertuples():
             hover = say("slowest.hover", title=_PARTS[row.part].title, ms=row.ms, start=row.start_ms)
@@ -93,9 +93,9 @@ def drawing(comparisons: Comparisons) -> Drawing | None:
     shown = pd.DataFrame(rows, columns=COLUMNS)
     figure = bars(shown, _PARTS, title_text="ms since the intended start", tickformat=",")
     shares = (frame.groupby("part")["ms"].sum() / frame["ms"].sum()).nlargest(2)
-    parts_text = ", ".join(say("slowest.part", part, share=words.percent(share)) for part, share in shares.items())
+    parts_text = ", ".join(say("slowest.part", part, share=share) for part, share in shares.items())
     title = say("slowest.title", shown=frame["request"].nunique(), every=len(requests), parts=parts_text)
-    caption = say("slowest.caption", name=cell.name, load=cell.load.label, clock=cell.clock)
+    caption = say("slowest.caption", cell=cell)
     return Drawing("slowest", title, caption, figure, room_for_labels(shown["label"]))
 
 
@@ -120,5 +120,5 @@ def _time(lengths: pd.Series, part: str = "") -> Value:
     total = float(lengths.sum())
     if not total:
         return entry(None if part == CLIENT else 0.0, "0")
-    gaps = say("slowest.gaps", count=len(lengths), longest=words.milliseconds(float(lengths.max())))
+    gaps = say("slowest.gaps", count=len(lengths), longest=words.milliseconds(lengths.max()))
     return entry(total, words.milliseconds(total), gaps if part == GAP else "")

@@ -7,20 +7,10 @@ from collections.abc import Iterator, Sequence
 import pandas as pd
 
 from kvbench.common import text as words
+from kvbench.report import tables
 from kvbench.report.figures.bars import COLUMNS, BarPart, bars
 from kvbench.report.style import Drawing, room_for_labels
-from kvbench.report.tables import (
-    Column,
-    Part,
-    ReportTable,
-    Section,
-    Value,
-    cell_table,
-    column,
-    entry,
-    identity_columns,
-    number_column,
-)
+from kvbench.report.tables import Column, Part, ReportTable, Section, Value
 from kvbench.report.wording import say
 from kvbench.runs.kv_ledger import share_of_steps
 from kvbench.runs.metric_names import SIMULATED_SECONDS
@@ -88,12 +78,10 @@ def drawing(cells: Sequence[MeasuredCell]) -> Drawing | None:
     rows = []
     for cell, phases in frame.groupby("cell_id", sort=False):
         whole, at = phases["ms"].sum(min_count=1), 0.0
-        length = "" if pd.isna(whole) else say("step_time.label", ms=words.significant(whole))
         for row in phases.itertuples():
-            ms = "" if pd.isna(row.ms) else say("step_time.hover_ms", ms=words.significant(row.ms))
-            share, what = words.percent(row.share / 100), say("tables.hint", row.phase, slo="")
-            hover = say("step_time.hover", title=PHASES[row.phase].title, share=share, ms=ms, what=what)
-            label = f"{row.configuration}{length}"
+            title, what = PHASES[row.phase].title, say("tables.hint", row.phase, slo="")
+            hover = say("step_time.hover", title=title, share=row.share / 100, ms=row.ms, what=what)
+            label = say("step_time.label", name=row.configuration, ms=whole)
             rows.append((cell, label, row.load, row.phase, at, row.share, f"{row.share:.0f} %", hover))
             at += row.share
     shown = pd.DataFrame(rows, columns=COLUMNS)
@@ -107,9 +95,8 @@ def _title(frame: pd.DataFrame) -> str:
     shares = frame.pivot_table(index="cell_id", columns="phase", values="share", observed=True) / 100
     largest = str(shares.mean().idxmax())
     low, high = words.percent(shares[largest].min()), words.percent(shares[largest].max())
-    text = low if low == high else f"{low[:-2]}–{high}"
-    values = {"phase": words.upper_first(PHASES[largest].title), "share": text}
-    return say("step_time.title", largest, scheduling=words.percent(shares["schedule"].max()), **values)
+    values = {"phase": PHASES[largest].title, "share": f"{low[:-2]}–" * (low != high) + high}
+    return say("step_time.title", largest, scheduling=shares["schedule"].max(), **values)
 
 
 def step_time_table(every_cell: Sequence[MeasuredCell]) -> ReportTable:
@@ -120,21 +107,21 @@ def step_time_table(every_cell: Sequence[MeasuredCell]) -> ReportTable:
         def value(cell: MeasuredCell) -> Value:
             spent = seconds[cell.cell_id][phase]
             share, ms = spent / sum(seconds[cell.cell_id].values()), _ms_a_step(cell, spent)
-            return entry(share, words.percent(share), "" if ms is None else f"{words.significant(ms)} ms")
+            return tables.entry(share, words.percent(share), "" if ms is None else f"{words.significant(ms)} ms")
 
-        return column(phase, PHASES[phase].title, value)
+        return tables.column(phase, PHASES[phase].title, value)
 
     def whole(cell: MeasuredCell) -> float | None:
         return _ms_a_step(cell, sum(seconds[cell.cell_id].values()))
 
     columns = [
-        *identity_columns(),
-        number_column("steps", "steps", lambda cell: cell.counter("steps_total"), words.count),
-        number_column("step_ms", "ms a step", whole, words.milliseconds),
+        *tables.identity_columns(),
+        tables.number_column("steps", "steps", lambda cell: cell.counter("steps_total"), words.count),
+        tables.number_column("step_ms", "ms a step", whole, words.milliseconds),
         *map(phase_column, PHASES),
-        number_column("hash_share", "hashing", lambda cell: share_of_steps(cell, "hash_seconds"), words.percent),
+        tables.number_column("hash_share", "hashing", lambda cell: share_of_steps(cell, "hash_seconds"), words.percent),
     ]
-    return cell_table(columns, [c for c in every_cell if c.cell_id in seconds], not_zero=("move", "hash_share"))
+    return tables.cell_table(columns, [c for c in every_cell if c.cell_id in seconds], not_zero=("move", "hash_share"))
 
 
 def _simulated_table(every_cell: Sequence[MeasuredCell]) -> ReportTable:
@@ -152,7 +139,7 @@ def _simulated_table(every_cell: Sequence[MeasuredCell]) -> ReportTable:
             parts = seconds[cell.cell_id]
             return parts.get(name, 0.0) / sum(parts.values())
 
-        return number_column(name, name.replace("_", "-"), share, words.percent)
+        return tables.number_column(name, name.replace("_", "-"), share, words.percent)
 
     cells = [cell for cell in every_cell if cell.cell_id in seconds]
-    return cell_table([*identity_columns(), *map(part_column, names)], cells)
+    return tables.cell_table([*tables.identity_columns(), *map(part_column, names)], cells)

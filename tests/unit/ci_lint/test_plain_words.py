@@ -31,7 +31,7 @@ def rules(docstring: str) -> list[str]:
         "The pages of a request.",
         "Two configurations beside each other.",
         "Latencies of a load [ms], by request.",
-        "``kvbench sweep``: runs a workload.",
+        "``kvbench sweep`` runs a workload.",
         "float32 holds the sums.",
         "metrics.json has one row a load.",
         "vLLM's counters, read by name.",
@@ -64,6 +64,12 @@ def test_a_preposition_a_question_word_or_a_pronoun_begins_none(word):
 )
 def test_an_example_a_shape_or_a_lower_case_word_begins_none(docstring):
     assert rules(docstring) == ["beginning"]
+
+
+def test_a_literal_alone_begins_a_module_only():
+    assert list(plain_words.check_docstring("``kvbench sweep``: runs a workload.", of_module=True)) == []
+    assert rules("``pages``: of the pool.") == ["beginning"]
+    assert rules("``pages`` of the pool.") == []
 
 
 def test_twenty_words_pass_and_twenty_one_fail():

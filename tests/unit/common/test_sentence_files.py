@@ -57,6 +57,13 @@ def test_yes_or_no_chooses_a_form_and_a_template_alone_is_left_out(wording: Word
     assert [wording.say("a.keep", said, name="page 16") for said in (True, False)] == ["Keep page 16", ""]
 
 
+@pytest.mark.parametrize(("size", "text"), [(8.0, "Keep it (8.00x)"), (None, "Keep it"), (float("nan"), "Keep it")])
+def test_a_part_between_bars_is_left_out_without_its_value(tmp_path: Path, size: float | None, text: str) -> None:
+    path = tmp_path / "sentences.toml"
+    path.write_text('[a]\nheld = "Keep it| ({size:ratio})|"\n', encoding="utf-8")
+    assert Wording(path, {"ratio": lambda value: f"{value:.2f}x"}).say("a.held", size=size) == text
+
+
 @pytest.mark.parametrize("key", ["a.missing", "missing.keep", "a.keep"])
 def test_a_sentence_or_value_that_is_missing_raises(wording: Wording, key: str) -> None:
     with pytest.raises(KeyError):
@@ -85,7 +92,7 @@ def entries(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, t
 
 
 def fields(template: str) -> set[str]:
-    return {name.split(".")[0] for _, name, _, _ in string.Formatter().parse(template) if name is not None}
+    return {name.partition(".")[0] for _, name, _, _ in string.Formatter().parse(template) if name is not None}
 
 
 @pytest.mark.parametrize("file", FILES)
