@@ -16,6 +16,7 @@ from kvbench.common.wording import Wording
 ROOT = Path(__file__).parents[3]
 FILES = {
     "kvbench/capacity/sentences_en.toml": ("say", "kvbench/capacity"),
+    "kvbench/ray/sentences_en.toml": ("sentence", "kvbench/ray"),
     "kvbench/report/sentences_en.toml": ("say", "kvbench/report", "kvbench/view"),
     "kvbench/simulation/sentences_en.toml": ("sentence", "kvbench/simulation"),
     "kvbench/trace_analysis/sentences_en.toml": ("say", "kvbench/trace_analysis"),
