@@ -111,8 +111,10 @@ def plan(request: PlanRequest) -> int:
     is_config = what is not None and Path(what).suffix == ".json"
     if what is None or Path(what).suffix in (".yaml", ".yml") or (Path(what).is_file() and not is_config):
         if model.stated:
-            missing = "leave it out, or name a model such as Qwen3-32B" if what else "name one, such as Qwen3-32B"
-            raise UsageError(f"{model.typed(model.stated[0])} is for the plan of a model: {missing}")
+            option, way_out = model.typed(model.stated[0]), "name one, such as Qwen3-32B"
+            if what is not None:
+                way_out = "leave it out, or name a model such as Qwen3-32B"
+            raise UsageError(f"{option} is for the plan of a model: {way_out}")
         return _plan_workload(request)
     others = [name for name in answers.stated if name != "concurrency"]
     if others := [*others, *request.part(FileOptions).stated]:

@@ -144,7 +144,9 @@ def smallest_fits(
     """Returns for each kind of GPU the fewest of 1, 2, 4 and 8 that hold the load."""
     smallest = []
     for gpu in gpus:
-        for count in GPU_COUNTS if usable(gpu, model, settings) else ():
+        if not usable(gpu, model, settings):
+            continue
+        for count in GPU_COUNTS:
             try:
                 memory = memory_of(model, weights, gpu, count, settings, load.concurrency)
             except UsageError:  # cannot be split so

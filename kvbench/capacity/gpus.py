@@ -73,8 +73,7 @@ def known_gpus(vendor: str | None = None) -> list[GPU]:
 def parse_gpus(text: str) -> tuple[int, GPU]:
     """Reads ``4xA100-80GB`` or ``L4``. Raises UsageError, for an unknown GPU with the nearest names."""
     match = _SEVERAL.fullmatch(text.strip())
-    count = int(match[1] or 1) if match else 0
-    if not match or count < 1:
+    if not match or (count := int(match[1] or 1)) < 1:
         raise UsageError(f"{text!r} is not a number of GPUs: write for example 4xA100-80GB")
     return count, find_gpu(match[2])
 
@@ -84,10 +83,11 @@ def find_gpu(name: str) -> GPU:
     gpus, names = _shipped()
     plain = _plain(name)
     if plain not in names:
-        near = nearest(plain, names, most=4)
-        hints = dict.fromkeys([names[other] for other in near] or gpus)
-        asked = "did you mean" if near else "known are"
-        raise UsageError(f"{name!r} is not a GPU that kvbench knows: {asked} {', '.join(hints)} (several: 4xA100-80GB)")
+        hint, near = "did you mean", [names[other] for other in nearest(plain, names, most=4)]
+        if not near:
+            hint, near = "known are", list(gpus)
+        listed = ", ".join(dict.fromkeys(near))
+        raise UsageError(f"{name!r} is not a GPU that kvbench knows: {hint} {listed} (several: 4xA100-80GB)")
     return gpus[names[plain]]
 
 
@@ -115,18 +115,19 @@ def _shipped() -> tuple[dict[str, GPU], dict[str, str]]:
     gpus, names = {}, {}
     for name, entry in json.loads(_SHIPPED.read_text(encoding="utf-8")).items():
         stated = {field: entry[field] for field in ("bfloat16", "fp8", "vendor") if field in entry}
-        performance = _performance(entry["performance"]) if "performance" in entry else None
+        performance = _performance(entry.get("performance"))
         memory, speed = round(entry["memory_gib"] * 2**30), entry["bandwidth_gb_s"] * 1e9
         gpus[name] = GPU(name, memory, speed, performance=performance, **stated)
         names.update({_plain(alias): name for alias in (name, *entry.get("aliases", ()))})
     return gpus, names
 
 
-def _performance(entry: Mapping[str, float]) -> Performance:
-    flops = entry["bf16_tflops"] * 1e12
+def _performance(entry: Mapping[str, float] | None) -> Performance | None:
+    if entry is None:
+        return None
     return Performance(
-        bf16_flops=flops,
-        fp8_flops=entry["fp8_tflops"] * 1e12 if entry["fp8_tflops"] else flops,
+        bf16_flops=entry["bf16_tflops"] * 1e12,
+        fp8_flops=(entry["fp8_tflops"] or entry["bf16_tflops"]) * 1e12,
         processors=int(entry["processors"]),
         all_reduce_bytes_per_s=entry["all_reduce_gb_s"] * 1e9,
         host_link_bytes_per_s=entry["host_link_gb_s"] * 1e9,

@@ -117,14 +117,18 @@ class DecoderConfig(_Config):
     @classmethod
     def _readable_pattern(cls, text: dict[str, Any]) -> dict[str, Any]:
         """Checks the pattern where it is read: without layer_types, beside which some models have letters for it."""
-        for name in _PATTERNS if not text.get("layer_types") else ():
+        if text.get("layer_types"):
+            return text
+        for name in _PATTERNS:
             if not isinstance(text.get(name), int | None):
                 raise ValueError(f"{name} {text[name]!r} is not a whole number; give layer_types instead")
         return text
 
     @model_validator(mode="after")
     def _goes_together(self) -> DecoderConfig:
-        needed = ["ffn_dim", "max_position_embeddings"] if self.model_type == "opt" else ["intermediate_size"]
+        needed = ["intermediate_size"]
+        if self.model_type == "opt":
+            needed = ["ffn_dim", "max_position_embeddings"]
         if self.kv_lora_rank:
             needed += ["qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"]
         if self.routed_experts:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvbench.capacity.model import DecoderConfig, PlannedModel, Quantization
+from kvbench.capacity.sentences import say
 from kvbench.common.errors import UsageError
 
 QUANTIZATIONS = ("fp8", "awq", "gptq", "mxfp4")
@@ -62,14 +63,14 @@ def weights_of(model: PlannedModel, quantization: str | None = None) -> Weights:
     Raises UsageError for a quantisation of the checkpoint whose bytes are not known.
     """
     parameters = count_parameters(model)
-    files = list(model.spec.weights.glob("*.safetensors")) if model.spec.weights and not quantization else []
-    if files:
+    folder = model.spec.weights
+    if folder and not quantization and (files := list(folder.glob("*.safetensors"))):
         size = sum(file.stat().st_size for file in files)
         read = int(size * (1 - parameters.unread / parameters.total))
-        return Weights(size, read, parameters, "the size of its safetensors")
+        return Weights(size, read, parameters, say("weights.files"))
     stored = quantization or _quantization_of(model)
     if stored == "mxfp4" and not parameters.experts:
-        raise UsageError(f"mxfp4 quantises experts, and {model.name} has none: give another --quantization")
+        raise UsageError(say("weights.no_experts", model=model.name))
     linear = _LINEAR_BYTES.get(stored or "", float(model.dtype_bytes))
     experts, inner = linear, model.config.expert_inner
     if stored == "mxfp4":
@@ -85,10 +86,9 @@ def weights_of(model: PlannedModel, quantization: str | None = None) -> Weights:
 
 
 def _source(model: PlannedModel, stored: str | None) -> str:
-    source, kind = f"in {model.spec.default_dtype}", model.config.model_type
-    if stored:
-        source = f"{'experts' if stored == 'mxfp4' else 'attention and MLP'} in {stored}, the rest {source}"
-    return source if kind in _COUNTED else f"{source}, counted as a Llama's, since model_type {kind} is not known"
+    kind = model.config.model_type
+    counted = say("weights.counted", stored or "no", stored=stored, dtype=model.spec.default_dtype)
+    return counted + say("weights.like_llama", kind not in _COUNTED, kind=kind)
 
 
 def count_parameters(model: PlannedModel) -> Parameters:
@@ -167,9 +167,7 @@ def _quantization_of(model: PlannedModel) -> str | None:
     elif method == "fbgemm_fp8":
         method = "fp8"
     if method not in QUANTIZATIONS or (method in ("awq", "gptq") and bits not in (4, None)):
-        size = f" with {bits} bits" if bits else ""
-        raise UsageError(
-            f"the checkpoint of {model.name} is quantised by {method!r}{size}, whose bytes kvbench does not know: give "
-            f"its folder with the safetensors, or --quantization {'|'.join(QUANTIZATIONS)}"
-        )
+        stated = say("weights.bits", bool(bits), bits=bits)
+        names = "|".join(QUANTIZATIONS)
+        raise UsageError(say("weights.unknown", model=model.name, method=method, bits=stated, names=names))
     return method

@@ -19,12 +19,11 @@ from kvbench.common.errors import UsageError
 from kvbench.common.git import code_sha256, git_state
 from kvbench.common.machine import environment
 from kvbench.common.text import and_more, plural
+from kvbench.ray.sentences import sentence
 
 if TYPE_CHECKING:
     from ray import ObjectRefGenerator
 
-INSTALL = "install it here and on every machine of the cluster with: pip install 'kvbench[ray]'"
-START = "start one with `ray start --head`, and `ray start --address HOST:6379` on the other machines"
 _HTTP2_BEGIN = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 _REACH_S = 5.0  # until the head's port answers
 MAX_LOST = 3  # processes or machines that one task may cost
@@ -187,7 +186,7 @@ class TaskSlots:
             if not late:
                 return None
             self.cluster.cancel(late[:1])
-            came = late[0], Lost(f"what is needed was not free within {self.wait_s:g} s", began=False)
+            came = late[0], Lost(sentence("machines.not_free", seconds=self.wait_s), began=False)
         task, value = came
         if not isinstance(value, ENDS):
             return self.running[task], value
@@ -217,7 +216,8 @@ def cluster_at(address: str | None) -> Iterator[Cluster]:
     try:
         ray.init(address=head, log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-        raise UsageError(f"{_named(address)} cannot be used from here: {_line_of(error)}") from None
+        cluster = sentence("cluster.name", bool(address), address=address)
+        raise UsageError(sentence("cluster.unusable", cluster=cluster, error=_line_of(error))) from None
     try:
         yield Cluster()
     finally:
@@ -242,7 +242,7 @@ class Usable:
     left_out: Sequence[str]
 
 
-def usable_nodes(cluster: Cluster, needs: Needs, what: str, wait_s: float, say: Callable[[str], None]) -> Usable:
+def usable_nodes(cluster: Cluster, needs: Needs, needed: str, wait_s: float, say: Callable[[str], None]) -> Usable:
     """The machines that have what a task ``needs``, as soon as there is one; ``what``: it in words.
 
     Raises UsageError where after ``wait_s`` there is none.
@@ -250,14 +250,12 @@ def usable_nodes(cluster: Cluster, needs: Needs, what: str, wait_s: float, say: 
     deadline, is_said = time.monotonic() + wait_s, False
     while not (nodes := [node for node in cluster.nodes() if needs(node) is not None]):
         if time.monotonic() > deadline:
-            have = [", ".join(f"{name} {n:g}" for name, n in node.resources.items()) for node in cluster.nodes()]
-            raise UsageError(
-                f"no machine of the Ray cluster has {what} ({plural(len(have), 'machine')}: "
-                f"{and_more(have, 3, between='; ')}): start Ray on a machine that has it, with --num-cpus, --num-gpus "
-                "or --resources"
-            )
+            machines = [_resources_of(node) for node in cluster.nodes()]
+            listed = and_more(machines, 3, between="; ")
+            number = plural(len(machines), "machine")
+            raise UsageError(sentence("machines.none_has", needed=needed, machines=number, resources=listed))
         if not is_said:
-            say(f"waiting for a machine of the Ray cluster that has {what}, {wait_s:g} s at most (--ray-wait)")
+            say(sentence("machines.waiting", needed=needed, seconds=wait_s))
         is_said = True
         time.sleep(min(_LOOK_S, wait_s))
     answers = _answers(cluster, needs, nodes, wait_s)
@@ -266,14 +264,13 @@ def usable_nodes(cluster: Cluster, needs: Needs, what: str, wait_s: float, say: 
         answer = answers[node.node_id]
         if isinstance(answer, MachineFacts) and answer.code != code:
             there, here = answer.environment["git"]["short_sha"], git_state()["short_sha"]
-            changed = "" if there != here else " with other changes"
-            answer = f"it runs other code (commit {there}{changed}), this one {here}: check out the same on both"
+            answer = sentence("machines.other_code", there == here, there=there, here=here)
         if isinstance(answer, MachineFacts):
             facts[node.node_id] = answer
         else:
-            left_out.append(f"machine {node.name} of the Ray cluster is left out: {answer}")
+            left_out.append(sentence("machines.left_out", machine=node.name, reason=answer))
     if not facts:
-        raise UsageError(f"no machine of the Ray cluster can be used: {and_more(left_out, 3, between='; ')}")
+        raise UsageError(sentence("machines.none_usable", reasons=and_more(left_out, 3, between="; ")))
     return Usable([node for node in nodes if node.node_id in facts], facts, left_out)
 
 
@@ -284,16 +281,16 @@ def _answers(
     left = [cluster.start(node, needs(node) or {}, facts_of_machine) for node in nodes]
     deadline = time.monotonic() + wait_s
     answers: dict[str, MachineFacts | str] = dict.fromkeys(
-        (node.node_id for node in nodes), f"what is needed was not free within {wait_s:g} s"
+        (node.node_id for node in nodes), sentence("machines.not_free", seconds=wait_s)
     )
     while left and time.monotonic() < deadline:
         task, answer = cluster.next_of(left) or (None, None)
         if task is None:
             continue
         if isinstance(answer, Raised):
-            answer = f"kvbench does not run there ({_line_of(answer.error, -1)})"
+            answer = sentence("machines.no_kvbench", error=_line_of(answer.error, -1))
         elif isinstance(answer, Lost):
-            answer = f"it was lost ({answer.reason})"
+            answer = sentence("machines.lost", reason=answer.reason)
         if not isinstance(answer, TaskEnded):
             answers[task.node.node_id] = answer
         if not isinstance(answer, MachineFacts):
@@ -319,7 +316,7 @@ def _ray() -> Any:
         import ray
         import ray.exceptions
     except ImportError:
-        raise UsageError(f"Ray is not installed: {INSTALL}") from None
+        raise UsageError(sentence("cluster.not_installed")) from None
     return ray
 
 
@@ -328,7 +325,7 @@ def _reachable(address: str | None) -> str:
     from ray._private.services import canonicalize_bootstrap_address
 
     if address and "://" in address:
-        raise UsageError(f"--ray-address {address!r} is not HOST:PORT of the cluster's head, such as 10.0.0.1:6379")
+        raise UsageError(sentence("cluster.no_address", address=address))
     head = ""
     try:
         head = canonicalize_bootstrap_address(address or "auto") or ""
@@ -339,14 +336,15 @@ def _reachable(address: str | None) -> str:
                 if connection.recv(9)[3:4] != b"\x04":  # gRPC's first frame of HTTP/2 has this type: settings
                     raise ConnectionError("this is no Ray")
     except (OSError, ValueError) as error:
-        where = f" at {head}" if head and head != address else ""
-        way = START if address is None else f"give HOST:PORT of its head, or {START}"
-        raise UsageError(f"{_named(address)} does not answer{where} ({_line_of(error)}): {way}") from None
+        cluster = sentence("cluster.name", bool(address), address=address)
+        where = sentence("cluster.head", head not in ("", address), head=head)
+        silent = sentence("cluster.silent", address is not None, cluster=cluster, head=where, error=_line_of(error))
+        raise UsageError(silent) from None
     return head
 
 
-def _named(address: str | None) -> str:
-    return f"the Ray cluster at {address}" if address else "the Ray cluster of this machine"
+def _resources_of(node: ClusterNode) -> str:
+    return ", ".join(sentence("machines.resource", name=name, amount=n) for name, n in node.resources.items())
 
 
 def _line_of(error: BaseException, number: int = 0) -> str:

@@ -37,6 +37,7 @@ from kvbench.ray.cluster import (
     cluster_at,
     usable_nodes,
 )
+from kvbench.ray.sentences import sentence
 from kvbench.runs.manifest import StoredManifest, environment_differences
 from kvbench.runs.results import ClusterExecution, ClusterMachine, Environment, GitState, LostBlock, Manifest
 from kvbench.sweep.block import BlockRunner, Finished, ThisMachine, why_unanswered
@@ -56,7 +57,6 @@ from kvbench.targets.choose import ChosenTarget
 from kvbench.workload.design import Block, Design
 from kvbench.workload.file import Workload
 
-_NONE_LEFT = "no machine of the Ray cluster is left that can run the cells"
 _PARALLEL = re.compile(r"(?:--(?:tensor|pipeline)-parallel-size|--tp(?:-size)?|--pp(?:-size)?|-tp|-pp)[ =](\d+)")
 
 
@@ -141,13 +141,10 @@ class RayMachines(ThisMachine):
         self.environment = Environment(**{**next(iter(self.facts.values())).environment, "git": git_state()})
         differences, _ = environment_differences(self.environment, Environment(**environment()))
         self.is_like_here = not differences
-        machines = plural(len(self.nodes), "machine")
-        self.notes.insert(0, f"{machines} of a Ray cluster: up to {plural(self.at_once, 'cell')} at once")
+        machines, cells = plural(len(self.nodes), "machine"), plural(self.at_once, "cell")
+        self.notes.insert(0, sentence("sweep.at_once", machines=machines, cells=cells))
         if differences:
-            self.notes.append(
-                "engine time and the quality of answers are measured on this machine, and it is not like those of the "
-                f"cluster ({and_more(differences, 2)}): they are left out; `kvbench quality` can follow on one of them"
-            )
+            self.notes.append(sentence("sweep.not_like_here", differences=and_more(differences, 2)))
 
     @property
     def at_once(self) -> int:
@@ -195,7 +192,7 @@ class RayMachines(ThisMachine):
         taken = {(cell.cell_id, run.block.repeat) for run in begun for cell in run.block.cells}
         waiting = [b for b in left if not any((cell.cell_id, b.repeat) in taken for cell in b.cells)]
         if waiting and not self._slots.left:
-            raise MeasurementError(_NONE_LEFT)
+            raise MeasurementError(sentence("sweep.none_left"))
         at_home = (block for block in waiting if self._home.get(block.repeat) in self._slots.free)
         new = (block for block in waiting if self._home.get(block.repeat) not in self._slots.nodes)
         return next(at_home, None) or next(new, None) or next(iter(waiting), None)
@@ -221,7 +218,7 @@ class RayMachines(ThisMachine):
                 lost = self._again.pop(0)
                 self.submit(lost.block, lost.done)
             if not self._slots.left:
-                raise MeasurementError(_NONE_LEFT)
+                raise MeasurementError(sentence("sweep.none_left"))
             if (came := self._slots.next()) is None:
                 continue
             run, event = came
@@ -248,7 +245,7 @@ class RayMachines(ThisMachine):
             self._again.append(run)
             return None
         for cell in left:
-            words = f"the machine that ran it was lost {MAX_LOST} times (last {run.node.name}: {reason})"
+            words = sentence("sweep.lost_often", times=MAX_LOST, machine=run.node.name, reason=reason)
             self.runner.fail(cell, run.block.repeat, words, of_server=False)
         return Finished(run.block, True, time.monotonic() - run.began)
 
@@ -264,7 +261,7 @@ class RayMachines(ThisMachine):
                 self._store(run, event)
             case LoadFailed(cell, failure):
                 run.done.add(cell.cell_id)
-                reason = f"{failure.reason} (on machine {run.node.name})"
+                reason = sentence("sweep.failed", reason=failure.reason, machine=run.node.name)
                 how = {"of_server": failure.of_server, "unanswered": failure.unanswered}
                 self.runner.fail(cell, failure.repeat, reason, **how)
             case BlockEnded():
@@ -295,11 +292,12 @@ class RayMachines(ThisMachine):
         if end.refused is not None:
             raise UsageError(end.refused)
         if end.problem is not None:
-            raise MeasurementError(f"machine {run.node.name}: {end.problem}")
+            raise MeasurementError(sentence("sweep.problem", machine=run.node.name, problem=end.problem))
         return Finished(run.block, end.started, time.monotonic() - run.began)
 
     def _show(self) -> None:
-        doing = [f"{run.node.name}: {run.doing}" for run in self._slots.running.values()]
+        runs = self._slots.running.values()
+        doing = [sentence("sweep.status", machine=run.node.name, doing=run.doing) for run in runs]
         self.job.listener.status("; ".join(doing) or "between loads")
 
 
@@ -315,8 +313,7 @@ def ray_machines(
     Raises UsageError where there is no cluster, or none of its machines can be used.
     """
     if choice.runs_already:
-        raise UsageError("--executor ray launches a server for each configuration, and --target URL is one that runs "
-                         "already: leave one of them out")  # fmt: skip
+        raise UsageError(sentence("sweep.runs_already"))
     options = parts[1]
     cell_needs = needs_of(choice.workload, choice.plan(only)[0], options)
     with cluster_at(options.ray_address) as cluster:
@@ -334,7 +331,7 @@ def machines_for(
 
     Raises UsageError where there is none, or they are not alike.
     """
-    usable = usable_nodes(cluster, cell_needs.needs, f"{cell_needs} for a cell", wait_s, say)
+    usable = usable_nodes(cluster, cell_needs.needs, sentence("sweep.needs", needed=cell_needs), wait_s, say)
     _require_alike([(node, Environment(**usable.facts[node.node_id].environment)) for node in usable.nodes])
     return RayMachines(cluster, cell_needs, *parts, usable.nodes, usable.facts, wait_s, list(usable.left_out))
 
@@ -345,12 +342,9 @@ def _require_alike(machines: Sequence[tuple[ClusterNode, Environment]]) -> None:
     for node, now in machines[1:]:
         differences, _ = environment_differences(before.model_copy(update={"git": GitState()}), now)
         if differences:
-            machines_named = (text.replace(" then, ", f" on {first.name}, ") for text in differences)
-            words = and_more([text.replace(" now)", f" on {node.name})") for text in machines_named], 3)
-            raise UsageError(
-                f"the machines of the Ray cluster are not alike, and a sweep on both would compare them: {words}; name "
-                "with --device-resource a resource that only one kind has"
-            )
+            here, there = sentence("sweep.then", machine=first.name), sentence("sweep.now", machine=node.name)
+            named = [text.replace(" then, ", here).replace(" now)", there) for text in differences]
+            raise UsageError(sentence("sweep.not_alike", differences=and_more(named, 3)))
 
 
 def _move(source: Path, folder: Path) -> None:

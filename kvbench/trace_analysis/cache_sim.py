@@ -27,7 +27,8 @@ from engine.kv.page_pool import PagePool
 from engine.kv.prefix_cache import PrefixCache
 from engine.sequence import Request
 from engine.sequence import Sequence as EngineSequence
-from kvbench.common.text import format_bytes
+from kvbench.common.text import count, format_bytes
+from kvbench.trace_analysis.sentences import say
 from kvbench.traces.model import Trace
 
 _END = 0  # the token that is never matched; any number will do
@@ -95,7 +96,10 @@ class HitRateCurve:
 def simulate(
     trace: Trace, pages: list[int] | None = None, warm_up: int = 0, bytes_per_token: int | None = None
 ) -> HitRateCurve:
-    """Replay ``trace`` at each of ``pages`` (None: a ladder up to the working set) and without a limit. ValueError."""
+    """Replays ``trace`` at each of ``pages`` (None: a ladder up to the working set) and without a limit.
+
+    Raises ValueError where no request is left to count.
+    """
     hit_rates(trace, trace.pages * 0, warm_up)  # raises at once if no request is left to count
     distinct = working_set(trace)
     started = time.perf_counter()
@@ -144,15 +148,18 @@ class PagedPrefixes:
 
     def fill(self, seq: EngineSequence) -> None:
         """Gives it the rest of its pages, caches all and ends it: ``seq.pages`` are all of its pages then."""
-        count = seq.num_tokens - 1
-        seq.pages += [self._pool.allocate() for _ in range(count - len(seq.pages))]
-        self.cache.insert(seq, count, self._pool)
+        num_pages = seq.num_tokens - 1  # of one token each, without the last token
+        seq.pages += [self._pool.allocate() for _ in range(num_pages - len(seq.pages))]
+        self.cache.insert(seq, num_pages, self._pool)
         for page in reversed(seq.pages):
             self._pool.release(page)
 
 
 def replay(trace: Trace, num_pages: int) -> Replay:
-    """The trace through an empty ``PagePool`` of ``num_pages`` and its ``PrefixCache``. ValueError for no pages."""
+    """Replays the trace through an empty ``PagePool`` of ``num_pages`` and its ``PrefixCache``.
+
+    Raises ValueError for no pages.
+    """
     prefixes = PagedPrefixes(num_pages)
     hits = np.zeros(len(trace), dtype=np.int64)
     num_cut = 0
@@ -185,12 +192,10 @@ def working_set(trace: Trace) -> int:
 
 
 def hit_rates(trace: Trace, hits: np.ndarray, warm_up: int = 0) -> HitRates:
-    """Hit rates of the requests after the first ``warm_up``. ValueError when these have no page."""
+    """Computes hit rates of the requests after the first ``warm_up``. Raises ValueError when these have no page."""
     pages, tokens, hits = trace.pages[warm_up:], trace.prompt_tokens[warm_up:], hits[warm_up:]
     if not pages.sum():
-        raise ValueError(
-            f"no page is left to count after {warm_up} of {len(trace)} requests for warming up: lower --warm-up"
-        )
+        raise ValueError(say("refused.warm_up", warm_up=warm_up, requests=len(trace)))
     full = tokens // trace.page_size
     hit_tokens = np.minimum(hits * trace.page_size, tokens)
     counted = tokens > 0
@@ -207,38 +212,34 @@ def capacities(trace: Trace, distinct: int) -> list[int]:
     """A ladder of 1, 2, 5, 10 ... from the smallest pool that cuts no request to ``distinct``, that never evicts."""
     longest = int(trace.pages.max())
     steps = [digit * 10**power for power in range(len(str(distinct))) for digit in (1, 2, 5)]
-    return [longest, *(n for n in steps if longest < n < distinct), *([distinct] if distinct > longest else [])]
+    return sorted({longest, *(n for n in steps if longest < n < distinct), max(longest, distinct)})
 
 
 def parse_pages(texts: Iterable[str]) -> list[int]:
     """Reads ``["1k,5k", "2M"]`` as 1000, 5000, 2000000: ascending, each once. Raises ValueError for other words."""
     numbers = set()
-    for word in ",".join(texts).split(","):
+    for word in (part for text in texts for part in text.split(",")):
         text = word.strip().replace("_", "")
         unit = {"k": 1000, "m": 1_000_000}.get(text[-1:].lower(), 1)
         digits = text if unit == 1 else text[:-1]
         if not (digits.isascii() and digits.isdigit() and len(digits) <= 12) or int(digits) < 1:
-            raise ValueError(
-                f"--pages {word.strip()!r} is not a number of pages: give whole numbers of at least 1, with k or M for "
-                "thousands and millions and commas only between them, such as 1k,5k,20k"
-            )
+            raise ValueError(say("refused.pages", word=word.strip()))
         numbers.add(int(digits) * unit)
     return sorted(numbers)
 
 
 def cache_table(result: HitRateCurve) -> tuple[list[str], list[list[str]]]:
-    """Heads and rows: hit rate against capacity; the last row has no limit."""
-    points = [*result.points, result.ceiling]
-    best = result.ceiling.rates.pages
+    """Makes heads and rows: hit rate against capacity; the last row has no limit."""
+    points, best, share = [*result.points, result.ceiling], result.ceiling.rates.pages, "{:.2%}".format
     columns = {
-        "pages": [*(f"{p.run.num_pages:,}" for p in result.points), "infinite"],
-        "tokens": [*(f"{p.num_tokens:,}" for p in result.points), ""],
+        "pages": [*(count(p.run.num_pages) for p in result.points), "infinite"],
+        "tokens": [*(count(p.num_tokens) for p in result.points), ""],
         "KV": [*(p.kv_size for p in result.points), ""],
-        "hits, pages": [f"{p.rates.pages:.2%}" for p in points],
-        "hits, tokens": [f"{p.rates.tokens:.2%}" for p in points],
-        "of ideal": [f"{p.rates.pages / best:.2%}" if best else "-" for p in points],
-        "evicted": [f"{p.run.evictions:,}" for p in points],
-        "cut*": [f"{p.run.num_cut:,}" for p in points],
+        "hits, pages": [share(p.rates.pages) for p in points],
+        "hits, tokens": [share(p.rates.tokens) for p in points],
+        "of ideal": [share(p.rates.pages / best) if best else "-" for p in points],
+        "evicted": [count(p.run.evictions) for p in points],
+        "cut*": [count(p.run.num_cut) for p in points],
     }
     if result.bytes_per_token is None:
         del columns["KV"]
@@ -248,19 +249,25 @@ def cache_table(result: HitRateCurve) -> tuple[list[str], list[list[str]]]:
 
 
 def cache_facts(result: HitRateCurve) -> list[str]:
-    """The sentences below the table."""
-    trace, ceiling = result.trace, result.ceiling
-    size = f", {ceiling.kv_size}" if ceiling.kv_size else ""
-    counted = f"; the first {result.warm_up:,} warm the cache and are not counted" if result.warm_up else ""
-    cut = "* requests longer than the pool: their first pages only are looked up and kept; an engine refuses them."
-    return [
-        f"{len(trace):,} requests of {int(trace.prompt_tokens.sum()):,} prompt tokens, {int(trace.pages.sum()):,} "
-        f"pages of {trace.page_size} tokens, one request after another{counted}.",
-        f"Format {trace.format}; page size {trace.page_size_from}.",
-        f"{ceiling.run.num_pages:,} pages ({ceiling.num_tokens:,} tokens{size}) keep everything: the ideal.",
-        *([cut] if any(point.run.num_cut for point in result.points) else []),
-        f"Replayed {result.replayed_pages:,} pages in {result.seconds:.2f} s.",
+    """Writes the sentences below the table."""
+    trace, ideal = result.trace, result.ceiling
+    size = say("cache.size", bool(ideal.kv_size), size=ideal.kv_size)
+    replayed = say(
+        "cache.replayed",
+        requests=len(trace),
+        prompt_tokens=int(trace.prompt_tokens.sum()),
+        pages=int(trace.pages.sum()),
+        page_size=trace.page_size,
+        warm_up=say("cache.warm_up", result.warm_up > 0, requests=result.warm_up),
+    )
+    lines = [
+        replayed,
+        say("cache.source", format=trace.format, source=trace.page_size_from),
+        say("cache.everything", pages=ideal.run.num_pages, tokens=ideal.num_tokens, size=size),
+        say("cache.cut", any(point.run.num_cut for point in result.points)),
+        say("cache.time", pages=result.replayed_pages, seconds=result.seconds),
     ]
+    return [line for line in lines if line]
 
 
 def cache_dict(result: HitRateCurve) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from kvbench.common.console import make_table, print_plain, print_table
 from kvbench.common.errors import as_usage_error
 from kvbench.trace_analysis import describe
 from kvbench.trace_analysis.cache_sim import cache_dict, cache_facts, cache_table, parse_pages, simulate
+from kvbench.trace_analysis.sentences import say
 from kvbench.traces.model import file_names
 from kvbench.traces.read import read_page_ids, read_trace
 
@@ -32,21 +33,21 @@ def describe_command(
 ) -> int:
     """Runs ``kvbench trace describe``. Raises UsageError."""
     with as_usage_error():
-        capacities = parse_pages(pages) if pages else None
+        capacities = parse_pages(pages)
         with Console(stderr=True).status("reading"):
             trace = read_trace(files, name, page_size)
             if tokenizer is not None:
                 from kvbench.traces.tokenizer import load_tokenizer, tokenised
 
                 if trace.prompts is None:
-                    raise ValueError(f"--tokenizer {tokenizer!r} has nothing to count: {files[0]} has no texts")
+                    raise ValueError(say("refused.no_texts", tokenizer=tokenizer, file=files[0]))
                 trace = tokenised(trace, load_tokenizer(tokenizer), page_size or _TEXT_PAGE)
             if page_size is not None and trace.page_ids is None:
-                raise ValueError(f"--page-size {page_size} has no meaning: {files[0]} has no page ids")
+                raise ValueError(say("refused.no_page_ids", size=page_size, file=files[0]))
             description = describe.describe(files, trace, capacities, kv_bytes_per_token)
             given = {"--pages": pages, "--kv-bytes-per-token": kv_bytes_per_token}
             if description.cache is None and (useless := [flag for flag, value in given.items() if value]):
-                raise ValueError(f"{useless[0]} has no meaning: {description.why_no_cache}; leave it out")
+                raise ValueError(say("refused.no_cache", option=useless[0], reason=description.why_no_cache))
     if plot is not None:
         from kvbench.trace_analysis.page import page
 
@@ -83,11 +84,11 @@ def cache_sim_command(
     """Runs ``kvbench cache-sim`` without tiers. Raises UsageError."""
     with as_usage_error():
         bytes_per_token = _bytes_per_token(kv_bytes_per_token, model, kv_cache_dtype)
-        sizes = parse_pages(pages) if pages else None
+        sizes = parse_pages(pages)
         read = read_page_ids(trace, format, page_size)
         with Console(stderr=True).status(f"replaying {len(read):,} requests"):
             result = simulate(read, sizes, warm_up, bytes_per_token)
-    title = f"{file_names(trace)}: prefix-cache hit rate against capacity"
+    title = say("cache.title", names=file_names(trace))
     if html is not None:
         from kvbench.trace_analysis.page import cache_figure
 
@@ -112,16 +113,18 @@ def print_cache(
     console = Console()
     print_plain(console, title)
     print_table(console, make_table(heads, rows, numbers_from=numbers_from))
-    for line in [*lines, *([f"figure: {html}"] if html else [])]:
+    for line in lines:
         print_plain(console, line)
+    if html:
+        print_plain(console, f"figure: {html}")
 
 
 def _bytes_per_token(given: int | None, model: str | None, kv_cache_dtype: str | None) -> int | None:
     if given is not None and (model or kv_cache_dtype):
-        raise ValueError("--kv-bytes-per-token and --model both set the bytes of a token: give one of them")
+        raise ValueError(say("refused.two_sizes"))
     if model is None:
         if kv_cache_dtype:
-            raise ValueError(f"--kv-cache-dtype {kv_cache_dtype!r} needs --model: it is the format of a model's KV")
+            raise ValueError(say("refused.no_model", dtype=kv_cache_dtype))
         return given
     spec = find_model(model, "dummy")
     return spec.kv_shape(spec.default_dtype).slot_bytes(kv_cache_dtype or "auto")

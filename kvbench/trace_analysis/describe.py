@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from kvbench.common.text import count, decimal
 from kvbench.trace_analysis.cache_sim import HitRateCurve, simulate
+from kvbench.trace_analysis.sentences import say
 from kvbench.traces.model import Trace, file_names
 
 PAGE_SIZES = (16, 64, 256)
@@ -103,17 +105,11 @@ def describe(
     paths: tuple[Path, ...], trace: Trace, pages: list[int] | None = None, bytes_per_token: int | None = None
 ) -> Description:
     """Counts everything. ``pages``: capacities to replay (None: a ladder). Raises ValueError."""
-    columns, why, sessions = length_columns(trace), "", None
-    if trace.session is not None and trace.turn is not None:
-        numbers, turns = np.unique(trace.session, return_counts=True)
-        thinks = trace.think_s[trace.turn > 0] if trace.think_s is not None else ()
-        sessions = SessionStats(len(numbers), spread(turns), spread(thinks) if len(thinks) else None)
+    columns, why = length_columns(trace), ""
     if trace.page_ids is None:
-        why = "the trace has no page ids, and does not say which prompts begin alike"
-        if trace.prompts is not None:
-            why = "a tokenizer is needed to know which texts begin alike: give one with --tokenizer"
+        why = say("prefixes.no_ids", trace.prompts is None)
     elif not trace.pages.sum():
-        why = f"no prompt fills a page of {trace.page_size} tokens"
+        why = say("prefixes.no_page", size=trace.page_size)
     return Description(
         paths,
         trace,
@@ -121,7 +117,7 @@ def describe(
         {name: spread(values) for name, values in columns.items()},
         memory(columns["total_tokens"]) if "total_tokens" in columns else None,
         None if trace.arrival_s is None else arrivals(trace.arrival_s),
-        sessions,
+        sessions(trace),
         None if why else simulate(trace, pages, bytes_per_token=bytes_per_token),
         why,
     )
@@ -156,12 +152,27 @@ def memory(total_tokens: np.ndarray) -> MemoryStats:
     needed = float(total_tokens.sum())
     return MemoryStats(
         total,
-        total.mean / total.max if total.max else 1.0,
-        total.mean / total.p99 if total.p99 else 1.0,
-        float(np.minimum(total_tokens, total.p99).mean()) / total.p99 if total.p99 else 1.0,
+        _share(total.mean, total.max),
+        _share(total.mean, total.p99),
+        _share(float(np.minimum(total_tokens, total.p99).mean()), total.p99),
         {size: 1 - needed / float((-(-total_tokens // size) * size).sum() or 1) for size in PAGE_SIZES},
         {size: float(np.mean(total_tokens <= size)) for size in CONTEXTS},
     )
+
+
+def _share(used: float, reserved: float) -> float:
+    return used / reserved if reserved else 1.0
+
+
+def sessions(trace: Trace) -> SessionStats | None:
+    """Counts conversations and their turns; None where the trace has none."""
+    if trace.session is None or trace.turn is None:
+        return None
+    numbers, turns = np.unique(trace.session, return_counts=True)
+    think_s, later = None, trace.turn > 0
+    if trace.think_s is not None and later.any():
+        think_s = spread(trace.think_s[later])
+    return SessionStats(len(numbers), spread(turns), think_s)
 
 
 def arrivals(arrival_s: np.ndarray) -> Arrivals | None:
@@ -182,90 +193,87 @@ def arrivals(arrival_s: np.ndarray) -> Arrivals | None:
 
 
 def about(description: Description) -> list[str]:
-    """The name, size and format of the trace, and what was left out of it."""
-    trace, names = description.trace, file_names(description.paths)
-    lines = [f"{names}: {len(trace):,} request{'s' * (len(trace) != 1)}, format {trace.format}."]
+    """Writes the name, size and format of the trace, and what was left out of it."""
+    trace = description.trace
+    lines = [say("trace.name", names=file_names(description.paths), n=len(trace), format=trace.format)]
     if trace.page_size is not None:
-        lines.append(f"Pages of {trace.page_size} tokens ({trace.page_size_from}).")
-    return lines + [f"Left out: {count:,} {why}." for why, count in trace.left_out.items()]
+        lines.append(say("trace.pages", size=trace.page_size, source=trace.page_size_from))
+    return lines + [
+        say("trace.left_out", requests=requests, reason=reason) for reason, requests in trace.left_out.items()
+    ]
 
 
 def facts(description: Description) -> list[str]:
-    """Sentences on arrivals, sessions, memory and prefixes, and on what the trace does not tell."""
-    lines, trace = [], description.trace
-    if (arrivals := description.arrivals) is None:
-        lines.append("Arrivals: the trace has no times to tell a rate from.")
-    else:
-        fano = ", ".join(f"{w} s {'unknown' if f is None else f'{f:.2f}'}" for w, f in arrivals.fano.items())
-        peak = "" if arrivals.peak_rate_10s is None else f", at most {arrivals.peak_rate_10s:.1f}/s over 10 s"
-        lines.append(f"Arrivals: {arrivals.rate:.3f} requests/s over {arrivals.span_s:,.1f} s{peak}.")
-        lines.append(f"Burstiness: cv of the gaps {arrivals.cv:.2f}, Fano factor in windows of {fano} (1 is Poisson).")
-        if trace.tick_s is not None:
-            lines.append(
-                f"The clock ticks every {trace.tick_s:g} s: {arrivals.zero_gap_share:.0%} of the gaps are 0, so cv and "
-                "the Fano factor of short windows describe the clock (load.spread_ticks spreads the arrivals)."
-            )
+    """Writes sentences on arrivals, sessions, memory and prefixes, and on what the trace does not tell."""
+    lines = _arrival_facts(description.arrivals, description.trace.tick_s)
     if (sessions := description.sessions) is not None:
-        turns, think = sessions.turns, sessions.think_s
-        line = f"Sessions: {sessions.count:,}, of {turns.p50:g} turns (median; at most {turns.max:g})"
-        if think is not None:
-            line += f", {think.p50:g} s of thinking between them (median; p90 {think.p90:.1f} s)"
-        lines.append(line + ".")
+        think = say("sessions.think", sessions.think_s is not None, think=sessions.think_s)
+        lines.append(say("sessions.turns", sessions=sessions.count, turns=sessions.turns, think=think))
     return lines + _memory_facts(description.memory) + _prefix_facts(description)
+
+
+def _arrival_facts(times: Arrivals | None, tick_s: float | None) -> list[str]:
+    if times is None:
+        return [say("arrivals.none")]
+    peak = say("arrivals.peak", times.peak_rate_10s is not None, rate=times.peak_rate_10s)
+    fano = [say("arrivals.fano", f is not None, window=window, value=f) for window, f in times.fano.items()]
+    lines = [
+        say("arrivals.rate", rate=times.rate, span=times.span_s, peak=peak),
+        say("arrivals.bursts", cv=times.cv, fano=", ".join(fano)),
+    ]
+    if tick_s is not None:
+        lines.append(say("arrivals.clock", tick=tick_s, zero=times.zero_gap_share))
+    return lines
 
 
 def _memory_facts(memory: MemoryStats | None) -> list[str]:
     if memory is None:
-        return ["Memory: prompt or output tokens are not known."]
-    waste = ", ".join(f"{share:.2%} of pages of {size}" for size, share in memory.waste.items())
-    fits = ", ".join(f"{size:,}: {share:.1%}" for size, share in memory.share_up_to.items())
+        return [say("memory.none")]
+    unused = [say("memory.unused_of", size=size, share=share) for size, share in memory.waste.items()]
+    fits = [say("memory.fits_of", size=size, share=share) for size, share in memory.share_up_to.items()]
     return [
-        f"Memory: reserved for the longest request ({memory.total.max:,.0f} tokens), {memory.reserve_max_util:.1%} of "
-        f"it would be used; for the p99 ({memory.total.p99:,.0f}), {memory.reserve_p99_filled:.1%}.",
-        f"Unused at the end: {waste}.",
-        f"Requests of at most so many tokens: {fits}.",
+        say("memory.reserved", total=memory.total, longest=memory.reserve_max_util, p99=memory.reserve_p99_filled),
+        say("memory.unused", shares=", ".join(unused)),
+        say("memory.fits", shares=", ".join(fits)),
     ]
 
 
 def _prefix_facts(description: Description) -> list[str]:
     if description.cache is None:
-        return [f"Prefix cache: {description.why_no_cache}."]
-    ceiling = description.cache.ceiling
-    rates = ceiling.rates
-    full = "" if rates.full_pages is None else f", {rates.full_pages:.2%} of full pages"
+        return [say("prefixes.none", reason=description.why_no_cache)]
+    ideal, pages = description.cache.ceiling, int(description.trace.pages.sum())
+    full = say("prefixes.full", ideal.rates.full_pages is not None, share=ideal.rates.full_pages)
     return [
-        f"Ideal prefix cache (endless, cold): {rates.pages:.2%} of pages, {rates.tokens:.2%} of tokens{full}; "
-        f"{rates.requests:.1%} of requests hit something, the median request {rates.median_request:.1%} of its tokens.",
-        f"{ceiling.run.num_pages:,} of {int(description.trace.pages.sum()):,} pages are distinct: "
-        f"{ceiling.num_tokens:,} tokens keep everything.",
+        say("prefixes.ideal", rates=ideal.rates, full=full),
+        say("prefixes.distinct", distinct=ideal.run.num_pages, pages=pages, tokens=ideal.num_tokens),
     ]
 
 
 def length_rows(description: Description) -> list[tuple[str, ...]]:
-    """One row for each kind of length, under ``LENGTH_HEADS``."""
+    """Makes one row for each kind of length, under ``LENGTH_HEADS``."""
     return [
-        (name.replace("_", " "), *map(_number, dataclasses.astuple(length)), f"{description.columns[name].sum():,}")
+        (name.replace("_", " "), *map(_number, dataclasses.astuple(length)), count(description.columns[name].sum()))
         for name, length in description.lengths.items()
     ]
 
 
 def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 1000 or value == int(value) else f"{value:.1f}"
+    return count(value) if value >= 1000 or value == int(value) else decimal(value)
 
 
 def as_dict(description: Description) -> dict[str, Any]:
     """Returns what ``--json`` prints. Rates are shares, 0 to 1; null where the trace does not tell."""
     trace, cache = description.trace, description.cache
-    memory, arrivals, sessions = (
+    needed, times, talks = (
         None if part is None else dataclasses.asdict(part)
         for part in (description.memory, description.arrivals, description.sessions)
     )
-    if memory is not None:
-        memory["waste"] = {f"page_{size}": share for size, share in memory["waste"].items()}
-        memory["share_up_to"] = {f"{size}_tokens": share for size, share in memory["share_up_to"].items()}
-    if arrivals is not None:
-        fano = {f"{window}s": value for window, value in arrivals["fano"].items()}
-        arrivals |= {"fano": fano, "tick_s": trace.tick_s}
+    if needed is not None:
+        needed["waste"] = {f"page_{size}": share for size, share in needed["waste"].items()}
+        needed["share_up_to"] = {f"{size}_tokens": share for size, share in needed["share_up_to"].items()}
+    if times is not None:
+        fano = {f"{window}s": value for window, value in times["fano"].items()}
+        times |= {"fano": fano, "tick_s": trace.tick_s}
     prefix_cache = None
     if cache is not None:
         prefix_cache = {
@@ -283,9 +291,9 @@ def as_dict(description: Description) -> dict[str, Any]:
         "page_size_from": trace.page_size_from or None,
         "totals": {name: int(values.sum()) for name, values in description.columns.items()},
         "lengths": {name: dataclasses.asdict(length) for name, length in description.lengths.items()},
-        "memory": memory,
-        "arrivals": arrivals,
-        "sessions": sessions,
+        "memory": needed,
+        "arrivals": times,
+        "sessions": talks,
         "prefix_cache": prefix_cache,
         "prefix_cache_unknown": description.why_no_cache or None,
     }

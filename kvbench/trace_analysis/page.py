@@ -10,6 +10,7 @@ from kvbench.report.page import render
 from kvbench.report.style import CONTIGUOUS, OTHERS, PAGED, Drawing, finish, safe
 from kvbench.trace_analysis.cache_sim import HitRateCurve, cache_table
 from kvbench.trace_analysis.describe import LENGTH_HEADS, Description, about, facts, length_rows
+from kvbench.trace_analysis.sentences import say
 from kvbench.traces.model import Trace, file_names
 
 _POINTS = 400  # of a curve: more are not seen
@@ -26,15 +27,11 @@ _LOG_TICKS = [digit * 10**power for power in range(13) for digit in (1, 2, 5)]
 
 def page(description: Description) -> str:
     """The whole page."""
-    cache = description.cache
-    figures = [
-        lengths_figure(description),
-        arrivals_figure(description.trace),
-        cache_figure(cache) if cache is not None else None,
-        waste_figure(description),
-    ]
+    cache, heads, rows = None, [], []
+    if description.cache is not None:
+        cache, (heads, rows) = cache_figure(description.cache), cache_table(description.cache)
+    figures = [lengths_figure(description), arrivals_figure(description.trace), cache, waste_figure(description)]
     drawings = [figure for figure in figures if figure is not None]
-    heads, rows = cache_table(cache) if cache is not None else ([], [])
     return render(
         "trace.html.j2", drawings, title=file_names(description.paths), about=about(description),
         facts=facts(description), length_heads=LENGTH_HEADS, length_rows=length_rows(description), cache_heads=heads,
@@ -52,19 +49,17 @@ def lengths_figure(description: Description) -> Drawing | None:
         name, colour, dash = _CURVES[column]
         shares = np.linspace(0, 1, min(_POINTS, max(2, len(values))))
         lengths = np.maximum(np.quantile(values, shares, method="inverted_cdf"), 1)
-        hover = f"%{{y:.1f}} % of requests have at most %{{x:,.0f}} {unit}<extra>{name}</extra>"
+        hover = say("figures.length_hover", unit=unit, name=name)
         line = {"color": colour, "dash": dash, "shape": "hv"}
         figure.add_scatter(x=lengths, y=shares * 100, mode="lines", name=name, line=line, hovertemplate=hover)
     if not figure.data:
         return None
     figure.update_xaxes(title_text=unit, type="log", tickvals=_LOG_TICKS, tickformat=",")
     figure.update_yaxes(title_text="share of requests, %", range=[0, 101])
-    caption = "Cumulative distributions."
-    if (memory := description.memory) is not None:
-        caption += (
-            f" A reservation for the longest request, {memory.total.max:,.0f} tokens, is used to "
-            f"{memory.reserve_max_util:.1%} by the mean request of {memory.total.mean:,.0f}."
-        )
+    reserved, memory = "", description.memory
+    if memory is not None:
+        reserved = say("figures.reserved", total=memory.total, share=memory.reserve_max_util)
+    caption = say("figures.lengths", reserved=reserved)
     return Drawing("lengths", "How long are the requests?", caption, finish(figure, 420))
 
 
@@ -84,7 +79,7 @@ def arrivals_figure(trace: Trace) -> Drawing | None:
     if tokens.any():
         shown.append(("prompt tokens/s", np.bincount(bins, weights=tokens, minlength=number) / window, CONTIGUOUS))
     for row, (name, rates, colour) in enumerate(shown, 1):
-        hover = f"%{{y:,.4~g}} {name} in {window:g} s around %{{x:,.4~g}} s<extra></extra>"
+        hover = say("figures.rate_hover", name=name, window=window)
         marker = {"color": colour, "line": {"width": 0}}
         figure.add_bar(
             x=starts + window / 2, y=rates, width=window, name=name, marker=marker, hovertemplate=hover, row=row, col=1
@@ -95,9 +90,8 @@ def arrivals_figure(trace: Trace) -> Drawing | None:
         figure.update_yaxes(title_text=name, rangemode="tozero", tickformat="~s", row=row, col=1)
     figure.update_xaxes(showgrid=False)
     figure.update_xaxes(title_text="time, s", row=rows, col=1)
-    caption = f"Counted in windows of {window:g} s."
-    if trace.tick_s is not None:
-        caption += f" The trace's clock ticks every {trace.tick_s:g} s."
+    ticks = say("figures.ticks", trace.tick_s is not None, tick=trace.tick_s)
+    caption = say("figures.arrivals", window=window, ticks=ticks)
     return Drawing("arrivals", "When do they come?", caption, figure)
 
 
@@ -113,31 +107,35 @@ def cache_figure(result: HitRateCurve, title: str = "") -> Drawing:
     """Hit rate over capacity, and the ceiling. ``title``: inside the figure, for a page of its own."""
     figure, ceiling = go.Figure(), result.ceiling
     texts = [
-        f"{p.run.num_pages:,} pages, {p.num_tokens:,} tokens{f', {p.kv_size}' if p.num_bytes else ''}<br>"
-        f"{p.rates.pages:.2%} of pages, {p.rates.tokens:.2%} of tokens hit<br>"
-        f"{p.run.evictions:,} pages evicted, {p.run.num_cut:,} requests longer than the pool"
-        for p in result.points
+        say(
+            "figures.cache_hover",
+            pages=point.run.num_pages,
+            tokens=point.num_tokens,
+            size=say("cache.size", bool(point.num_bytes), size=point.kv_size),
+            rates=point.rates,
+            evicted=point.run.evictions,
+            cut=point.run.num_cut,
+        )
+        for point in result.points
     ]
     sizes, drawn = [point.num_tokens for point in result.points], {"mode": "lines+markers", "hoverinfo": "text"}
     for name, colour, dash in (("pages", PAGED, "solid"), ("tokens", CONTIGUOUS, "dot")):
         rates = [getattr(point.rates, name) * 100 for point in result.points]
         line = {"color": colour, "dash": dash}
-        figure.add_scatter(x=sizes, y=rates, name=f"hit rate of {name}", line=line, hovertext=texts, **drawn)
+        figure.add_scatter(
+            x=sizes, y=rates, name=say("figures.hit_rate", name=name), line=line, hovertext=texts, **drawn
+        )
     best = ceiling.rates.pages
-    endless = f"endless cache: {best:.2%} of pages ({ceiling.run.num_pages:,} pages)"
+    endless = say("figures.endless", share=best, pages=ceiling.run.num_pages)
     line = {"color": OTHERS[4], "dash": "dash"}
     figure.add_hline(y=best * 100, line=line, annotation_text=endless, annotation_position="top left")
     figure.update_xaxes(title_text="capacity, tokens of KV", type="log", tickvals=_LOG_TICKS, tickformat="~s")
     figure.update_yaxes(title_text="hit rate, %", range=[0, max(best * 118, 1)])
-    caption = (
-        "The engine's own page pool and prefix cache, least recently used pages evicted first, one request after "
-        "another; a prompt that ends with a page may hit all of it, of which a server computes the last page, for its "
-        f"next token. {ceiling.num_tokens:,} tokens keep everything."
-    )
-    finish(figure, 480 if title else 400)
+    caption = say("figures.cache", tokens=ceiling.num_tokens)
+    finish(figure, 400)
     if title:
         top = {"text": safe(title), "y": 0.93, "yanchor": "top"}
-        figure.update_layout(title=top, margin={"t": 96, "b": 56})
+        figure.update_layout(height=480, title=top, margin={"t": 96, "b": 56})
     return Drawing("cache", "What could a prefix cache save?", caption, figure)
 
 
@@ -159,8 +157,4 @@ def waste_figure(description: Description) -> Drawing | None:
     )  # fmt: skip
     figure.update_xaxes(title_text="memory that holds tokens at the end, %", range=[0, 102])
     figure.update_yaxes(autorange="reversed", showgrid=False)
-    caption = (
-        "What is given to a request and holds its tokens when it ends, over all requests. Room for the p99 is too "
-        "small for one request in a hundred, of which it holds what fits."
-    )
-    return Drawing("memory", "How much memory would be used?", caption, finish(figure, 300, legend=False))
+    return Drawing("memory", "How much memory would be used?", say("figures.memory"), finish(figure, 300, legend=False))

@@ -15,8 +15,11 @@ from kvbench.common.wording import Wording
 
 ROOT = Path(__file__).parents[3]
 FILES = {
+    "kvbench/capacity/sentences_en.toml": ("say", "kvbench/capacity"),
+    "kvbench/ray/sentences_en.toml": ("sentence", "kvbench/ray"),
     "kvbench/report/sentences_en.toml": ("say", "kvbench/report", "kvbench/view"),
     "kvbench/simulation/sentences_en.toml": ("sentence", "kvbench/simulation"),
+    "kvbench/trace_analysis/sentences_en.toml": ("say", "kvbench/trace_analysis"),
 }
 """Each file of sentences: the function that says them, and the folders that call it."""
 
@@ -120,5 +123,6 @@ def wrong(call: ast.Call, sentences: Mapping[str, tuple[str, ...]]) -> Iterator[
     unpacked = len(values) < len(call.keywords)  # **values: which ones they are shows when it is said
     wanted = set().union(*map(fields, sentences[key.value]))
     chosen_by_number = {"n"} if len(call.args) == 1 and len(sentences[key.value]) > 1 else set()
-    if values != wanted | chosen_by_number and not (unpacked and values < wanted):
+    wanted |= chosen_by_number
+    if values != wanted and not (unpacked and values < wanted):
         yield f"{key.value} has places for {sorted(wanted)} and gets {sorted(values)}"
