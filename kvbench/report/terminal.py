@@ -12,6 +12,7 @@ from kvbench.effects.comparison import Call, Comparison
 from kvbench.report.cells import served_words
 from kvbench.report.comparisons import THROUGHPUT, TTFT, WHOLE_RUN, interval, leaders
 from kvbench.report.document import Document
+from kvbench.report.limits import UNKNOWN
 from kvbench.report.provenance import on_what
 from kvbench.report.tables import MEDIANS, Value
 from kvbench.report.wording import say
@@ -75,7 +76,8 @@ def first_lines(report: Document) -> list[str]:
     for answer in report.answers:
         lines += [say("terminal.answer", subject=answer.subject, text=answer.text)]
         lines += [say("terminal.numbers", numbers=answer.numbers)]
-    lines += [say("terminal.limit", load=line.load, limit=line.limit, names=line.names) for line in report.limits]
+    named = (line for line in report.limits if line.limit != UNKNOWN)
+    lines += [say("terminal.limit", load=line.load, limit=line.limit, names=line.names) for line in named]
     for step in report.next_steps[:1]:
         lines.append(say("terminal.next", bool(step.command), why=step.why, command=step.command))
     return lines
