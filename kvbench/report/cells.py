@@ -20,13 +20,17 @@ from kvbench.runs.model import MeasuredCell
 from kvbench.workload.settings import setting_title, value_words
 
 _ALWAYS = ("configuration", "load", "output_tokens_per_s", "failed")
-_LATENCIES = [Figure(metric, statistic) for metric in latencies() for statistic in metric.statistics]
 _OF_GROUPS = [figure(f"{which}_ms") for which in ("p50_ttft", "p95_ttft", "p50_tpot", "p95_tpot", "p95_e2el")]
 _TOKENS_A_CHUNK = "tokens a chunk"  # beside an ITL
 _WINDOWS = {True: "steady window", False: WHOLE_RUN}
 
 
 # --- All cells ---
+
+
+def _latency_figures() -> list[Figure]:
+    """The latencies of the table: those that ship, and those that were added since."""
+    return [Figure(metric, statistic) for metric in latencies() for statistic in metric.statistics]
 
 
 def main_table(comparisons: Comparisons, slo: str = "", cache_state: str = "") -> ReportTable:
@@ -48,7 +52,7 @@ def main_table(comparisons: Comparisons, slo: str = "", cache_state: str = "") -
         tables.column("output_tokens_per_s", "output tok/s", _throughput),
         tables.column("non_reasoning_tokens_per_s", "tok/s without reasoning", _without_reasoning),
         *_ratio_columns(comparisons),
-        *map(_latency_column, _LATENCIES),
+        *map(_latency_column, _latency_figures()),
         tables.column("goodput", "goodput", _goodput, slo or "every SLO"),
         gauge("running_mean", "running", "running_mean", words.decimal),
         gauge("kv_usage_peak", "peak KV", "usage_max", words.percent),
@@ -183,7 +187,7 @@ def flat_rows(table: ReportTable, comparisons: Comparisons) -> list[dict[str, An
         for part, steady in (("steady", True), ("whole_run", False)):
             flat |= {f"{part}_ttft_ms_{w}": cell.percentile("ttft_ms", w, steady)[0] for w in ("p50", "p95")}
         window = _WINDOWS[cell.has_steady_latency]
-        flat |= {f"{key}_window": window for metric in _LATENCIES if (key := _key(metric)) in shown}
+        flat |= {f"{key}_window": window for metric in _latency_figures() if (key := _key(metric)) in shown}
         flat |= {"tokens_per_chunk": median(cell.per_repeat("tokens_per_chunk"))}
         if rates := spread(cell.throughput()):
             bounds = {"min": rates.low, "max": rates.high, "window": _WINDOWS[cell.has_steady]}
