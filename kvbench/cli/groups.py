@@ -46,6 +46,8 @@ class SectionedGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
+        if ctx.resilient_parsing:  # a shell completes the words
+            return super().resolve_command(ctx, args)
         name = args[0]
         typed = {moved: f"{self.moved.name} {moved}" for moved in self.moved.commands}
         typed |= {command: command for command in self.commands}

@@ -316,7 +316,7 @@ def _option(declared: Any, hint: Any, owner: type[Options]) -> RequestOption:
         more |= {"type": kind, "multiple": several}
         if isinstance(kind, click.IntRange | click.FloatRange):
             more.setdefault("metavar", "N")
-    if default not in (None, MISSING, (), False):
+    if default not in (None, MISSING, ()) and default is not False:
         more["default"] = ",".join(map(str, default)) if isinstance(kind, NumberList) else default
         more.setdefault("show_default", "default" not in facts["help"])
     names = facts["names"] or (flag(declared.name),)

@@ -23,7 +23,7 @@ from kvbench.runs.model import SERVED, MeasuredCell, MeasuredLoad, all_steady_la
 from kvbench.workload.settings import effective
 
 CLIENT, KV, SEATS, QUEUE, COMPUTE, NOTHING, UNKNOWN = (
-    "load client", "KV memory", "batch limit", "queue", "compute", "no limit seen", "no single limit",
+    "load client", "KV memory", "batch limit", "queue", "compute", "no limit seen", "not known",
 )  # fmt: skip
 OFTEN = 0.05  # of the steady window: waits for room that count
 MOSTLY = 0.5  # of the steady window: from here on they name the limit even where compute is full

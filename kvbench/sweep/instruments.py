@@ -34,7 +34,7 @@ class SweepInstrument:
 
         for name in request.part(MachineOptions).stated:
             option = request.typed(name)
-            raise UsageError(f"{option} goes with --simulate only: add it, or leave {option} out")
+            raise UsageError(f"{option} goes with --simulate only: simulate, or leave {option} out")
         if workload.simulate:
             say(f"note: {workload.name} is measured here; its section `simulate` counts with --simulate only")
         target = choose(workload, request, stored)
@@ -51,7 +51,7 @@ def chosen_instrument(request: SweepRequest, stored: Manifest) -> SweepInstrumen
     asked = SIMULATED if request.simulate else request.instrument
     if request.simulate and request.instrument not in (None, SIMULATED):
         raise UsageError(f"--simulate measures with --instrument {SIMULATED}: leave one of the two out")
-    begun_with = SIMULATED if stored.simulated else stored.instrument or HTTP
+    begun_with = stored.instrument or (SIMULATED if stored.simulated else HTTP)
     if stored.started and asked and asked != begun_with:
         raise UsageError(
             f"{option} cannot go on with a run that was begun with --instrument {begun_with}: leave it out, or start a "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from kvbench.common.errors import say as warn
 from kvbench.common.plugins import add_plugins
 from kvbench.report.decision import Decision
 from kvbench.report.figures import distributions, heat_map, hits, kv, price, slowest, step_time
@@ -51,6 +52,15 @@ add_plugins(FIGURES, "figures", ReportFigure)
 
 
 def drawings(decision: Decision, chapter: str) -> list[Drawing]:
-    """Draws what a run has to show in a chapter, in the order of FIGURES."""
-    shown = (figure for figure in FIGURES.values() if figure.chapter == chapter)
-    return [drawing for figure in shown for drawing in figure.draw(decision) if drawing is not None]
+    """Draws what a run has to show in a chapter, in the order of FIGURES; one of another package may fail alone."""
+    drawn: list[Drawing] = []
+    for figure in FIGURES.values():
+        if figure.chapter != chapter:
+            continue
+        try:
+            drawn += [drawing for drawing in figure.draw(decision) if drawing is not None]
+        except Exception as error:
+            if figure in _SHIPPED:
+                raise
+            warn(f"note: the figure {figure.name!r}, which another package added, is left out ({error!r})")
+    return drawn
