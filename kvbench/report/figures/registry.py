@@ -52,7 +52,7 @@ add_plugins(FIGURES, "figures", ReportFigure)
 
 
 def drawings(decision: Decision, chapter: str) -> list[Drawing]:
-    """Draws what a run has to show in a chapter, in the order of FIGURES; one of another package may fail alone."""
+    """Draws the figures of a chapter, in the order of FIGURES; one of another package may fail alone."""
     drawn: list[Drawing] = []
     for figure in FIGURES.values():
         if figure.chapter != chapter:
