@@ -66,18 +66,18 @@ def lockstep_command(side: OpenSide) -> tuple[tuple[str, ...], Mapping[str, str 
 
 def why_not_lockstep(workloads: Sequence[PairedWorkload], log: Path) -> str | None:
     """Says why these sides cannot be measured in lockstep, None if they can; launches each engine for a moment."""
-    for workload in workloads:
+    for paired in workloads:
         for side in SIDES:
-            opened = workload.sides[side]
+            opened = paired.sides[side]
             if (command := lockstep_command(opened)) is None:
                 return f"{opened.name} is not kvbench's own engine, which alone can be told when to compute a step"
             workload, options = opened.choice.workload, set[str]()
-            for cell in workload.matches[0].cells(side):
-                requests = _requests(workload, side, cell, 1, 1)
+            for cell in paired.matches[0].cells(side):
+                requests = _requests(paired, side, cell, 1, 1)
                 if reason := loads.SteppedInstrument.why_not(workload.load, requests):
-                    return f"{workload.name}: {reason}"
+                    return f"{paired.name}: {reason}"
                 options.update(*(request.answers for request in requests))
-            settings = [match.of(side).settings for match in workload.matches]
+            settings = [match.of(side).settings for match in paired.matches]
             if gpus() and any(engine.get("device") != "cpu" and engine.get("kv_budget") is None for engine in settings):
                 return "two engines on one GPU need a kv_budget: each would take most of the memory that is free"
             if why := why_not_stepped(command[0], log, command[1], options):

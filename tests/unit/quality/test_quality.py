@@ -177,7 +177,7 @@ def test_what_cannot_be_measured_is_refused(workload, folder, capsys, tmp_path):
         return command(*arguments) == 2 and words in capsys.readouterr().err
 
     run = run_folder(workload, backend="vllm")
-    assert refused("only the built-in engine", run)
+    assert refused("built-in engine only", run)
     assert refused("-o", run, "-o", "seed=4")
     assert refused("there is no workload file", workload.parent / "none.yaml")
     cpu = (workload, "--profile", "cpu", *FEW)
