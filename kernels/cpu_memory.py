@@ -60,7 +60,10 @@ class HugeArena:
 
 
 def cache_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
-    """Zeros for a KV cache. Zeros, not empty: on a CPU this also touches the pages, so that no request pays for it."""
+    """Allocates a KV cache of zeros.
+
+    Writing the zeros touches the memory pages on a CPU, so that no request pays for it.
+    """
     if torch.device(device).type == "cpu":
         return huge_empty(shape, dtype).zero_()
     return torch.zeros(shape, dtype=dtype, device=device)

@@ -44,10 +44,12 @@ _GUESS_TOKENS_PER_S = {"cpu": 400.0, "gpu": 4000.0}  # until the first load is m
 
 
 class TargetInstrument(Instrument):
-    """An instrument for a server, or for an engine that is asked like one. A subclass says how it is sent a load.
+    """An instrument for a server, or for an engine that takes requests as a server does.
 
-    ``server``: the one that is up. ``facts``: what done.json says of its start and warm-up. ``requests``: of the load
-    that was begun last.
+    A subclass sends the load.
+    server: the server that is up
+    facts: its start and warm-up, for done.json
+    requests: those of the load that was begun last
     """
 
     server: MeasuredServer

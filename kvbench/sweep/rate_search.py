@@ -355,7 +355,10 @@ def _narrow(threshold: RateInterval, bounds: Bounds, highest: float) -> bool:
 def _next_rate(
     met: Sequence[float], missed: Sequence[float], likely: Posterior, bounds: Bounds, highest: float
 ) -> float:
-    """The next rate to try: at most twice one that met the SLO, as a higher one would only pile up a queue."""
+    """Chooses the next rate to try.
+
+    It is at most twice a rate that met the SLO: a higher one would only pile up a queue.
+    """
     if not met:
         rate = bounds.start if not missed else min(missed) / 2
     elif not missed:
@@ -453,9 +456,10 @@ def _log_chance(rate: float, met: bool, low: float, high: float, tolerance: floa
 
 
 def interval(likely: Posterior, met: Sequence[float], missed: Sequence[float], low: float, high: float) -> RateInterval:
-    """The 95 % interval. An end beyond the rates that may be run (``low`` to ``high``) is open, and so is one on whose
-    side no run was made that shows it. "At least" is never more than a rate that was met, "less than" never less than
-    one that was missed.
+    """Computes the 95 % interval of the rate.
+
+    low, high: the rates that may be run; an end beyond them is open, and so is an end that no run on its side shows
+    The lower end is never above a rate that was met, the upper end never below one that was missed.
     """
     tail = (1 - CONFIDENCE) / 2
     lower = min(likely.quantile(tail), max(met)) if met else None

@@ -61,7 +61,10 @@ class Access:
             return {"Authorization": f"Bearer {api_key(self.api_key_env)}"}
 
     def trust(self, base_url: str) -> ssl.SSLContext | None:
-        """None where nothing is encrypted. Raises UsageError for a file without certificates."""
+        """Makes the TLS context of a server; None where nothing is encrypted.
+
+        Raises UsageError for a file without certificates.
+        """
         if self.tls_ca_file is None and not base_url.startswith("https:"):
             return None  # reading the system's certificates takes 20 ms
         with as_usage_error():
