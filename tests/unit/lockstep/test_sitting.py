@@ -136,9 +136,17 @@ def test_a_load_that_the_time_holds_once_but_not_in_enough_launches_is_left_out(
     assert {effect.cell.rsplit("-", 1)[1] for effect in found.effects} == {"c4"}
 
 
-def test_a_load_that_never_ends_is_given_up(sit, tmp_path):
-    with pytest.raises(MeasurementError, match=r"c4 .* --lockstep-minutes"):
-        sit(0.001, page_size=[8]).execute()
+@pytest.mark.parametrize(
+    ("limit_s", "page_size", "error", "words"),
+    [
+        (0.001, 8, MeasurementError, r"c4 .* --lockstep-minutes"),  # a load that never ends is given up
+        (20, 64, MeasurementError, "page_size cannot be 64"),  # no second engine opens
+        (300, 32, EngineFailedError, "exit code 3"),  # it dies
+    ],
+)
+def test_what_ends_a_sitting_is_said(sit, tmp_path, limit_s, page_size, error, words):
+    with pytest.raises(error, match=words):
+        sit(limit_s, page_size=[page_size]).execute()
     assert read_engine_time(tmp_path) is None
 
 
@@ -159,11 +167,7 @@ def test_only_what_fits_beside_the_others_takes_part(sit, tmp_path, monkeypatch)
     [note] = [each for each in made.execute().notes if "48" in each]
     assert "2.5 GiB" in note
     assert {effect.cell.split("-c")[0] for effect in read_engine_time(tmp_path).effects} == {"paged-p8"}
-
-
-def test_an_engine_has_the_room_that_those_before_it_left(sit, monkeypatch):
     monkeypatch.setattr(sitting, "free_memory", lambda: 7 << 29)  # 3.5 GiB: of the baseline and one more
-    made = sit(20, page_size=[8], max_num_batched_tokens=[48])
     others = LIMITS.model_copy(update={"kv_budget_bytes": 3 << 29})
     made.capacity = {each.config_id: BUDGETED if each.is_baseline else others for each in made.design.configurations}
     found = made.execute()
@@ -184,15 +188,9 @@ def test_on_a_gpu_each_engine_needs_a_budget_and_the_hosts_memory_is_not_asked(s
 
 def test_engines_on_other_threads_than_the_baseline_are_left_out_in_any_order(sit, tmp_path):
     found = sit(20, num_threads=[2, 3], page_size=[8]).execute()
-    assert found.configurations == 2 and {e.cell.split("-c")[0] for e in read_engine_time(tmp_path).effects} == {
-        "paged-p8"
-    }
+    cells = {effect.cell.split("-c")[0] for effect in read_engine_time(tmp_path).effects}
+    assert found.configurations == 2 and cells == {"paged-p8"}
     assert sum("num_threads" in note for note in found.notes) == 2
-
-
-def test_no_second_engine_that_opens_is_an_error_with_the_reason(sit):
-    with pytest.raises(MeasurementError, match="page_size cannot be 64"):
-        sit(20, page_size=[64]).execute()
 
 
 def test_an_engine_that_fails_in_a_later_launch_leaves_what_was_measured_before(sit, tmp_path, monkeypatch):
@@ -208,8 +206,3 @@ def test_an_engine_that_fails_in_a_later_launch_leaves_what_was_measured_before(
     found = sit(300, page_size=[8]).execute()
     assert found.finished and found.launches == 2 and "the machine went down" in found.notes[-1]
     assert {effect.launches for effect in read_engine_time(tmp_path).effects} == {2}
-
-
-def test_an_engine_that_dies_ends_the_sitting(sit):
-    with pytest.raises(EngineFailedError, match="exit code 3"):
-        sit(300, page_size=[32]).execute()
