@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import sys
 import time
 from types import SimpleNamespace
 
@@ -13,14 +12,14 @@ import pytest
 
 from kvbench.common.errors import MeasurementError
 from kvbench.lockstep import sitting
-from kvbench.lockstep.process import EngineFailedError, EngineProcess
+from kvbench.lockstep.process import EngineFailedError
 from kvbench.lockstep.sitting import Sitting
 from kvbench.runs.engine_time import EFFECTS, FOLDER, read_engine_time
 from kvbench.runs.folder import RunFolder
 from kvbench.runs.results import Capacity
 from kvbench.workload.design import make_design
 from kvbench.workload.file import resolve
-from tests.support.loads import ROOT
+from tests.support.fake_lockstep import FakeProcess, fake_clock
 
 LIMITS = Capacity(vocab_size=300, max_model_len=128)
 BUDGETED = LIMITS.model_copy(update={"kv_budget_bytes": 1 << 30})
@@ -44,9 +43,8 @@ DATA = {
 @pytest.fixture
 def sit(tmp_path, monkeypatch):
     """Makes a sitting of the baseline and ``sweep`` over the scripted engines."""
-    command = (sys.executable, "-m", "tests.support.fake_lockstep")
-    monkeypatch.setattr(sitting, "LOCKSTEP_COMMAND", command)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setattr(sitting, "EngineProcess", FakeProcess)
+    fake_clock(monkeypatch)
 
     def make(limit_s, is_enough=None, **sweep):
         workload = resolve(json.loads(json.dumps(DATA)), profile="cpu", source=None)
@@ -200,7 +198,7 @@ def test_an_engine_that_fails_in_a_later_launch_leaves_what_was_measured_before(
         launches.append(args)
         if len(launches) == 3:
             raise MeasurementError("the machine went down")
-        return EngineProcess(*args, **kwargs)
+        return FakeProcess(*args, **kwargs)
 
     monkeypatch.setattr(sitting, "EngineProcess", fails_later)
     found = sit(300, page_size=[8]).execute()
