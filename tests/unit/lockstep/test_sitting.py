@@ -46,7 +46,8 @@ def sit(tmp_path, monkeypatch):
     monkeypatch.setattr(sitting, "EngineProcess", FakeProcess)
     fake_clock(monkeypatch)
 
-    def make(limit_s, is_enough=None, **sweep):
+    def make(limit_s, is_enough=None, launches=sitting.MOST_LAUNCHES, **sweep):
+        monkeypatch.setattr(sitting, "MOST_LAUNCHES", launches)
         workload = resolve(json.loads(json.dumps(DATA)), profile="cpu", source=None)
         design = make_design(workload.engine, sweep, workload.load_points, "one_at_a_time")
         capacity = {each.config_id: LIMITS for each in design.configurations}
@@ -87,9 +88,8 @@ def test_one_configuration_alone_is_measured_only_for_a_question_of_its_own(sit)
     assert sit(300).why_not()
 
 
-def test_the_status_line_follows_a_load_to_its_end(sit, monkeypatch):
-    monkeypatch.setattr(sitting, "MOST_LAUNCHES", 1)
-    shares, shown, making = [], [""], sit(300, page_size=[8])
+def test_the_status_line_follows_a_load_to_its_end(sit):
+    shares, shown, making = [], [""], sit(300, launches=1, page_size=[8])
 
     def show(text):
         shown[0] = text
@@ -149,7 +149,7 @@ def test_what_ends_a_sitting_is_said(sit, tmp_path, limit_s, page_size, error, w
 
 
 def test_a_configuration_that_is_refused_is_named_and_the_others_are_measured(sit, tmp_path):
-    found = sit(20, page_size=[64, 8], max_num_batched_tokens=[48]).execute()
+    found = sit(20, launches=1, page_size=[64, 8], max_num_batched_tokens=[48]).execute()
     cells = {effect.cell for effect in read_engine_time(tmp_path).effects}
     assert any("p8" in cell for cell in cells) and any("48" in cell for cell in cells)
     assert not any("p64" in cell for cell in cells)
@@ -158,7 +158,7 @@ def test_a_configuration_that_is_refused_is_named_and_the_others_are_measured(si
 
 def test_only_what_fits_beside_the_others_takes_part(sit, tmp_path, monkeypatch):
     monkeypatch.setattr(sitting, "free_memory", lambda: 3 << 30)
-    made = sit(20, page_size=[8], max_num_batched_tokens=[48])
+    made = sit(20, launches=1, page_size=[8], max_num_batched_tokens=[48])
     made.capacity = {each.config_id: BUDGETED for each in made.design.configurations}
     by_size = next(each for each in made.design.configurations if "48" in each.config_id)
     made.capacity[by_size.config_id] = LIMITS.model_copy(update={"kv_budget_bytes": 5 << 29})  # 2.5 GiB
@@ -178,14 +178,14 @@ def test_on_a_gpu_each_engine_needs_a_budget_and_the_hosts_memory_is_not_asked(s
     with pytest.raises(MeasurementError, match="set kv_budget"):
         sit(20, page_size=[8]).execute()
     monkeypatch.setitem(DATA["engine"], "kv_budget", "1MiB")
-    made = sit(20, page_size=[8])
+    made = sit(20, launches=1, page_size=[8])
     made.capacity = {each.config_id: BUDGETED for each in made.design.configurations}
     found = made.execute()
     assert found.effects and not any("room" in note for note in found.notes)
 
 
 def test_engines_on_other_threads_than_the_baseline_are_left_out_in_any_order(sit, tmp_path):
-    found = sit(20, num_threads=[2, 3], page_size=[8]).execute()
+    found = sit(20, launches=1, num_threads=[2, 3], page_size=[8]).execute()
     cells = {effect.cell.split("-c")[0] for effect in read_engine_time(tmp_path).effects}
     assert found.configurations == 2 and cells == {"paged-p8"}
     assert sum("num_threads" in note for note in found.notes) == 2
