@@ -56,6 +56,11 @@ class WorkloadFacts:
     early: bool = False
     _ratios: dict[tuple[str, str], list[LaunchRatio]] = field(default_factory=dict)
 
+    def more(self, limit_s: float) -> None:
+        """Measures further launches, for ``limit_s`` seconds."""
+        self.sitting.limit_s = self.sitting.elapsed_s + limit_s
+        self.launches = self.sitting.execute().launches or 0
+
     def find(self, **settings: Any) -> Configuration:
         """The configuration with these settings, and the baseline's otherwise."""
         wanted = normalise({**self.design.configurations[0].settings, **settings})

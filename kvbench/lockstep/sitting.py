@@ -81,8 +81,8 @@ class Sitting:
     ``limit_s``: no launch is begun that would not end by then, or by ``_LONGER`` times that while there are too few;
     ``open_limit_s``: until one engine is there. ``check``: called twice a second, may raise. ``is_enough``: whether so
     many launches answer the question, if that is another one than every effect on throughput (then one configuration
-    may be alone). ``option``: of the command, which allows more time. ``on_effects``: gets what is known whenever launches have
-    ended.
+    may be alone). ``option``: of the command, which allows more time. ``on_effects``: gets what is known after each
+    launch. ``launches``: those that are measured, ``at_once`` side by side, in ``elapsed_s``.
     """
 
     run: RunFolder
@@ -100,7 +100,10 @@ class Sitting:
     _others: list[Configuration] = field(default_factory=list)  # than the baseline, that take part
     _order_seed: int = field(default_factory=lambda: random.randrange(2**32))  # another in each sitting
     _turns: dict[str, dict[str, Any]] = field(default_factory=dict)  # by load: ``cold_facts``
-    _at_once: int = 1  # launches
+    launches: int = field(default=0, init=False)  # that are measured
+    at_once: int = field(default=1, init=False)
+    elapsed_s: float = field(default=0.0, init=False)
+    _loads: Sequence[LoadPoint] = ()  # that launches compute
     _questions: list[Comparison] = field(default_factory=list)  # effects on throughput, so far
 
     def __post_init__(self) -> None:
@@ -124,39 +127,53 @@ class Sitting:
         return None
 
     def execute(self) -> EngineTime:
-        """Measures and returns what effects.json holds. Raises MeasurementError where nothing could be measured."""
-        began, points, launches, elapsed = time.monotonic(), self.points, 0, 0.0
-        self._others = [c for c in self.design.configurations if not c.is_baseline]
+        """Measures and returns what effects.json holds. Raises MeasurementError where nothing could be measured.
+
+        Called again, it goes on with further launches.
+        """
+        began = time.monotonic() - self.elapsed_s
+        if not self.launches:
+            self._prepare()
+        while self.launches < MOST_LAUNCHES:
+            numbers = range(self.launches + 1, self.launches + self.at_once + 1)
+            self.show(f"engine time, {_words(numbers)}: starting {len(self._others) + 1} engines")
+            try:
+                self._loads = self._launch(numbers, self._loads, began)
+            except MeasurementError as error:
+                if not self.launches:
+                    raise
+                if self._others:
+                    self.notes.append(f"engine time ended in {_words(numbers)}: {error}")
+                self.elapsed_s = time.monotonic() - began
+                stored = self.effects(done=True)
+                if not stored.effects:
+                    raise
+                return stored
+            self.launches, self.elapsed_s = numbers[-1], time.monotonic() - began
+            self.on_effects(self.effects(done=False))
+            limit_s = _LONGER.get(self.launches, 1) * self.limit_s
+            again = goes_on(self._questions) if self.is_enough is None else not self.is_enough(self.launches)
+            if not again or self.elapsed_s + self.round_s > limit_s:
+                break
+        if self.launches == 1 and self.is_enough is None:
+            minutes = math.ceil(fewest_launches(len(self._others)) * self.elapsed_s / 60)
+            self.notes.append(f"one launch decides nothing: about {minutes} minutes would do ({self.option})")
+        return self.effects(done=True)
+
+    @property
+    def round_s(self) -> float:
+        """The seconds that the next launches will take."""
+        return self.elapsed_s * self.at_once / self.launches
+
+    def _prepare(self) -> None:
+        """Settles which configurations take part, and how many launches compute side by side."""
         assert self.baseline is not None
+        self._loads, self.at_once = self.points, launches_at_once(self.baseline.settings)
+        self._others = [c for c in self.design.configurations if not c.is_baseline]
         for configuration in list(self._others):
             if configuration.settings.get("num_threads") != self.baseline.settings.get("num_threads"):
                 reason = "engines of one process share their threads, and its num_threads is another"
                 self._leave_out(configuration, reason)
-        self._at_once = launches_at_once(self.baseline.settings)
-        while launches < MOST_LAUNCHES:
-            numbers = range(launches + 1, launches + self._at_once + 1)
-            self.show(f"engine time, {_words(numbers)}: starting {len(self._others) + 1} engines")
-            try:
-                points = self._launch(numbers, points, began)
-            except MeasurementError as error:
-                if not launches:
-                    raise
-                if self._others:
-                    self.notes.append(f"engine time ended in {_words(numbers)}: {error}")
-                stored = self.effects(launches, points, time.monotonic() - began, done=True)
-                if not stored.effects:
-                    raise
-                return stored
-            launches, elapsed = numbers[-1], time.monotonic() - began
-            self.on_effects(self.effects(launches, points, elapsed, done=False))
-            limit_s = _LONGER.get(launches, 1) * self.limit_s
-            again = goes_on(self._questions) if self.is_enough is None else not self.is_enough(launches)
-            if not again or elapsed * (1 + self._at_once / launches) > limit_s:
-                break
-        if launches == 1 and self.is_enough is None:
-            minutes = math.ceil(fewest_launches(len(self._others)) * elapsed / 60)
-            self.notes.append(f"one launch decides nothing: about {minutes} minutes would do ({self.option})")
-        return self.effects(launches, points, time.monotonic() - began, done=True)
 
     def _launch(self, numbers: Sequence[int], points: Sequence[LoadPoint], began: float) -> list[LoadPoint]:
         """Measures the loads in a process for each launch, with all engines; returns the loads that they computed."""
@@ -227,7 +244,7 @@ class Sitting:
     def _holds(self, point: LoadPoint, left: int, took: Sequence[float], began: float) -> bool:
         """Tests whether the time holds enough launches with this load too; ``left``: loads not measured yet."""
         fewest, elapsed = fewest_launches(len(self._others)), time.monotonic() - began
-        fewest = math.ceil(fewest / self._at_once)
+        fewest = math.ceil(fewest / self.at_once)
         if fewest * (elapsed + max(took)) <= self.limit_s:
             return True
         self.notes.append(
@@ -283,20 +300,20 @@ class Sitting:
                 self._leave_out(configuration, "; ".join(result.invalid_reasons))
                 engines[:] = [engine for engine in engines if engine.name != configuration.config_id]
 
-    def effects(self, launches: int, points: Sequence[LoadPoint], seconds: float, *, done: bool) -> EngineTime:
+    def effects(self, *, done: bool) -> EngineTime:
         """Writes and returns effects.json, from the launches that are stored."""
         self._questions = []
         stored = EngineTime(
             finished=done,
-            launches=launches,
-            seconds=seconds,
+            launches=self.launches,
+            seconds=self.elapsed_s,
             limit_s=self.limit_s,
             order_seed=self._order_seed,
             configurations=1 + len(self._others),
             baseline=self.baseline.config_id if self.baseline else None,
             turns=self._turns,
             notes=tuple(self.notes),
-            effects=tuple(effect for point in points for effect in self._effects_at(point, launches)),
+            effects=tuple(effect for point in self._loads for effect in self._effects_at(point, self.launches)),
         )
         write_record(self.folder.path / EFFECTS, stored)
         return stored

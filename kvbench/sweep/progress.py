@@ -74,13 +74,13 @@ class Estimator:
 
 def so_far(measured: EngineTime, design: Design) -> str:
     """Says in one line what engine time has decided of output tokens/s, in the order of the workload."""
-    cells = {cell.cell_id: cell for cell in design.cells}
+    by_id = {cell.cell_id: cell for cell in design.cells}
     base = next(configuration.label for configuration in design.configurations if configuration.is_baseline)
     names: dict[str, list[str]] = {"": [], "level": [], "undecided": []}
     for effect in measured.effects:
         if effect.metric != THROUGHPUT:
             continue
-        cell, comparison = cells[effect.cell], effect.comparison
+        cell, comparison = by_id[effect.cell], effect.comparison
         change = f"{100 * (comparison.ratio - 1):+.1f} %"
         name = f"{cell.configuration.label} at {cell.load.load_id}"
         if comparison.call in (Call.BETTER, Call.WORSE):
@@ -88,7 +88,7 @@ def so_far(measured: EngineTime, design: Design) -> str:
             names[""].append(f"{name} {change} ({low} to {high})")
         else:
             names[comparison.call.value].append(name)
-    parts = [f"{call}: {', '.join(of_call)}" if call else ", ".join(of_call) for call, of_call in names.items() if of_call]
+    parts = [f"{call}: {', '.join(cells)}".removeprefix(": ") for call, cells in names.items() if cells]
     launches = f"{measured.launches} launch{'' if measured.launches == 1 else 'es'}"
     took = clock(measured.seconds or 0)
     return f"engine time after {launches}, {took}; output tokens/s against {base}: {'; '.join(parts)}"
