@@ -334,8 +334,8 @@ def fewest_launches(configurations: int) -> int:
 def goes_on(effects: Iterable[Comparison]) -> bool:
     """Tests whether another launch is needed: a question is undecided, or has too few launches."""
     questions = list(effects)
-    alone = FEWEST_LAUNCHES + (len(questions) == 1)
-    return not all(_is_answered(question, FEWEST_POOLED if question.basis == POOLED else alone) for question in questions)
+    fewest = {POOLED: FEWEST_POOLED, "": FEWEST_LAUNCHES + (len(questions) == 1)}
+    return not all(_is_answered(question, fewest[question.basis]) for question in questions)
 
 
 def _is_answered(question: Comparison, fewest: int) -> bool:
