@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,7 @@ from decode_plan_model import expected_list
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import KINDS, PLAIN, Problem, build_cache, check_decode
-from triton_cases import DEVICE, TOLERANCE, backend_on, interpreted_bfloat16  # noqa: F401
+from triton_cases import DEVICE, TOLERANCE, backend_on
 from triton_checks import DEEP, QUIET
 
 import kernels.triton_launch
@@ -21,9 +22,11 @@ import kernels.triton_plan
 from kernels import get_backend
 from kernels.api import AttentionOptions
 from kernels.launch import PROGRAMS_PER_SM
+from kernels.triton_common import reduce_constants, reduce_kernel
 from kernels.triton_plan import make_work
 from kernels.tune.problems import as_float64
 
+LN2 = math.log(2)
 BASE = Problem(lens=(1,), new=(0,), shape=(2, 16, 16), kv_heads=2, page_size=64, device=DEVICE)
 LENGTHS = st.one_of(st.sampled_from([0, 1, 64, 255, 256, 257, 512, 513]), st.integers(0, 3000), st.integers(0, 70_000))
 
@@ -43,6 +46,7 @@ def check_list(lens: Sequence[int], window: int | None, kv_heads: int, sms: int,
     return len(items)
 
 
+@pytest.mark.full
 @given(
     lens=st.lists(LENGTHS, min_size=1, max_size=40),
     window=st.one_of(st.none(), st.integers(1, 5000)),
@@ -60,29 +64,51 @@ def test_long_sequences_are_cut_and_short_ones_are_not():
     assert check_list([0] * 7 + [4096], None, 8, 132, bound=131_072) == 7 + 16
 
 
-ONE_LONG, WINDOWED = (1500, *range(0, 90, 10)), (3, 700, 0, 300, 1, 900)
+def skewed(name: str, lens: Sequence[int], kind: str = "auto", sms: int = 8, full: bool = False, **changes: Any):
+    marks = [pytest.mark.full] * full
+    return pytest.param(tuple(lens), kind, sms, changes, id=f"{name}, {kind}", marks=marks)
+
+
+def every_tenth_is_long(batch: int) -> list[int]:
+    return [1 + 37 * i % 50 if i % 10 else 600 + i for i in range(batch)]
+
+
+WINDOWED = {"window": 600, "softcap": 9.0, "with_sinks": True}
+SMALL = {"shape": (1, 16, 16), "kv_heads": 1, "page_size": 7}
 
 
 @pytest.mark.parametrize(
-    ("lens", "options", "kind"),
+    ("lens", "kind", "sms", "changes"),
     [
-        *((ONE_LONG, {}, kind) for kind in KINDS),
-        *((WINDOWED, {"window": 600, "softcap": 9.0, "with_sinks": True}, kind) for kind in ("auto", KINDS[-1])),
-        ((1500,), {"with_sinks": True}, "auto"),
+        *(skewed("one long", (1500, *range(0, 90, 10)), kind, full=kind != "fp8_e4m3") for kind in KINDS),
+        *(skewed("windowed", (3, 700, 0, 300, 1, 900), kind, **WINDOWED) for kind in ("auto", KINDS[-1])),
+        skewed("alone", (1500,), with_sinks=True),
+        *(skewed(f"{n}", every_tenth_is_long(n), sms=6, full=n != 17, **SMALL) for n in (1, 17, 40)),
     ],
 )
-def test_skewed_batches_agree_with_float64(lens, options, kind):
+def test_skewed_batches_agree_with_float64(lens, kind, sms, changes):
     """Parts that nobody wrote are NaN: none is read."""
-    p = replace(BASE, lens=lens, new=(0,) * len(lens), **options)
-    check_decode(backend_on(8, hardware=True), p, TOLERANCE[p.dtype], kind, every_form=False)
+    p = replace(BASE, lens=lens, new=(0,) * len(lens), **changes)
+    check_decode(backend_on(sms, hardware=True), p, TOLERANCE[p.dtype], kind, every_form=False)
 
 
-@pytest.mark.parametrize("batch", [1, 17, 40])
-def test_batches_of_every_size(batch):
-    """Every tenth sequence is long."""
-    lens = tuple(1 + 37 * i % 50 if i % 10 else 600 + i for i in range(batch))
-    p = replace(BASE, lens=lens, new=(0,) * batch, shape=(1, 16, 16), kv_heads=1, page_size=7)
-    check_decode(backend_on(6), p, TOLERANCE[p.dtype], every_form=False)
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_the_reduction_of_more_parts_than_it_takes_at_a_time(with_sinks):
+    """Some parts are empty, and the largest are among the last."""
+    heads, dim, parts = 3, 16, 70
+    generator = torch.Generator().manual_seed(0)
+    values, lse = (torch.randn(parts, heads, *size, generator=generator) for size in ((dim,), ()))
+    lse = 20 * lse.sort(0).values
+    lse[::7] = -torch.inf
+    sinks = torch.randn(heads, generator=generator) + 60 if with_sinks else None
+    scores = lse * LN2 if sinks is None else torch.cat([lse * LN2, sinks[None]])
+    expected = torch.einsum("phd,ph->hd", values.double(), scores.double().softmax(0)[:parts])
+    constants = reduce_constants(heads, dim, listed=False, sinks=with_sinks)
+    assert constants["BLOCK_P"] < parts
+    on = [x.to(DEVICE) for x in (values, lse, lse if sinks is None else sinks)]
+    out = torch.full((1, heads, dim), float("nan"), device=DEVICE)
+    reduce_kernel[(-(-heads // constants["BLOCK_H"]),)](*on, out, on[1], parts, **constants)
+    torch.testing.assert_close(out[0].cpu().double(), expected, atol=1e-5, rtol=1e-5)
 
 
 class Launches:
