@@ -36,6 +36,7 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
+@pytest.mark.full
 @pytest.mark.timeout(LIMIT_S + 20)
 def test_checks_kernels_and_engine_end_to_end(tmp_path):
     parts = ("check", "kernels", "engine-qwen3-0.6b")

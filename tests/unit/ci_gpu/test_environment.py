@@ -28,6 +28,7 @@ def make_wheel(folder: Path, name: str) -> None:
         wheel.writestr(f"{info}/RECORD", f"{name}.py,,\n{info}/METADATA,,\n{info}/WHEEL,,\n{info}/RECORD,,\n")
 
 
+@pytest.mark.full
 def test_wheels_go_into_an_environment_that_sees_what_is_here(tmp_path, monkeypatch):
     """A missing wheel is a note, and costs the others nothing. Nothing is changed outside the folder."""
     pytest.importorskip("pip")

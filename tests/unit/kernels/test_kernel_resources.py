@@ -23,6 +23,7 @@ def test_the_table_is_of_these_kernels():
     assert resources.read_table()["sources"] == resources.sources_hash(), f"kernels changed: {resources.COMMAND}"
 
 
+@pytest.mark.full
 def test_one_variant_of_each_kernel_compiled_now_takes_no_more_than_its_chip_has_and_the_table_says(monkeypatch):
     monkeypatch.setattr(resources, "in_processes", lambda read, variants: (read(*variant) for variant in variants))
     measured = resources.measure(resources.one_of_each_kernel())

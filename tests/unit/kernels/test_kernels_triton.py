@@ -29,7 +29,7 @@ CODES = {"int8_per_token_head": "i8"}  # else bytes
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("ring", ["not full", pytest.param("full", marks=pytest.mark.full)])
+@pytest.mark.parametrize("ring", ["not full", full("full")], ids=["main", "full"])
 def test_kernels_in_the_interpreter(ring, monkeypatch):
     monkeypatch.setenv("PYTEST_ADDOPTS", f"{os.environ.get('PYTEST_ADDOPTS', '')} -m '{ring}'")
     run_checks(*CHECKS, *WITHOUT_A_GPU)
@@ -87,14 +87,6 @@ def test_kernels_compile_ahead_of_time(name, arch, kind, dtype, options):
     assert kernel.metadata.shared <= shared_bytes_limit(arch)
     assert "mma" in kernel.asm["ptx"], "no tensor cores"
     assert "cp.async" in kernel.asm["ptx"], "KV loads are not pipelined"
-
-
-@compiles
-def test_what_a_program_of_decode_does_follows_from_its_number_alone():
-    """So what the first programs do in a small grid (triton_plan_checks.py), all do in a large one: heads are the
-    fastest axis."""
-    ttir = compiled("decode", 90, "auto", "bf16").asm["ttir"]
-    assert set(re.findall(r"tt\.get_program_id (\w)", ttir)) == {"x"} and "get_num_programs" not in ttir
 
 
 @pytest.mark.full

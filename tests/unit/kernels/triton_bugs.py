@@ -55,11 +55,24 @@ class RecordedLaunches:
 
 @pytest.fixture
 def recorded(monkeypatch) -> RecordedLaunches:
+    """All launches of attention but those of plans; ``plans`` has these."""
     launches = RecordedLaunches()
+    launches.plans = RecordedLaunches()
     for name in ("decode_kernel", "prefill_kernel", "reduce_kernel"):
         monkeypatch.setattr(kernels.triton_launch, name, launches)
-    monkeypatch.setattr(kernels.triton_plan, "plan_kernel", launches)
+    monkeypatch.setattr(kernels.triton_plan, "plan_kernel", launches.plans)
     return launches
+
+
+def test_a_step_plans_once_for_each_window_and_launches_no_more(recorded):
+    """Three layers of each of two windows, and of one that is too short for a sequence to be cut."""
+    q, cache, lens = torch.empty(3, 4, 16), torch.empty(1024, 2, 16), torch.tensor([900, 5, 300])
+    where = (torch.zeros(3, 15, dtype=torch.int64), lens, 64)
+    backend = backend_on(4)
+    plan = backend.plan_decode(*where, max_tokens=900)
+    for window in (None, 400, 100) * 3:
+        backend.decode_attention(q, cache, cache, *where, AttentionOptions(0.25, window), plan=plan)
+    assert len(recorded.plans.grids) == 2 and len(recorded.grids) == 9 + 6  # decodes, and reductions of what is cut
 
 
 @pytest.mark.parametrize(
@@ -87,8 +100,8 @@ def test_a_batch_may_be_larger_than_a_grid_dimension(recorded):
     for max_tokens in (16, 4096):
         Attention(*args).decode(lens, DecodePlan(lens, max_tokens), Splits())
     Attention(*args).prefill(torch.arange(batch + 1), torch.ones(batch), 1, 16, Splits())
-    assert [len(grid) for grid in recorded.grids] == [1, 1, 1, 1, 2]  # decode, its plan, decode, its reduction; prefill
-    for grid in (recorded.grids[i] for i in (0, 2, 4)):
+    decode, of_pieces, _, prefill = recorded.grids
+    for grid in (decode, of_pieces, prefill):
         assert grid[0] >= batch and max(grid[1:], default=1) <= 65535
 
 

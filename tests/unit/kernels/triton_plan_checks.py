@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,18 +12,13 @@ import torch
 from decode_plan_model import expected_list
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import KINDS, PLAIN, Problem, build_cache, check_decode
+from kernel_cases import KINDS, Problem, check_decode
 from triton_cases import DEVICE, TOLERANCE, backend_on
 from triton_checks import DEEP, QUIET
 
-import kernels.triton_launch
-import kernels.triton_plan
-from kernels import get_backend
-from kernels.api import AttentionOptions
 from kernels.launch import PROGRAMS_PER_SM
 from kernels.triton_common import reduce_constants, reduce_kernel
 from kernels.triton_plan import make_work
-from kernels.tune.problems import as_float64
 
 LN2 = math.log(2)
 BASE = Problem(lens=(1,), new=(0,), shape=(2, 16, 16), kv_heads=2, page_size=64, device=DEVICE)
@@ -109,93 +103,3 @@ def test_the_reduction_of_more_parts_than_it_takes_at_a_time(with_sinks):
     out = torch.full((1, heads, dim), float("nan"), device=DEVICE)
     reduce_kernel[(-(-heads // constants["BLOCK_H"]),)](*on, out, on[1], parts, **constants)
     torch.testing.assert_close(out[0].cpu().double(), expected, atol=1e-5, rtol=1e-5)
-
-
-class Launches:
-    """Stands in front of the kernels of a decode step: runs them, and keeps what was launched."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        self.names: list[str] = []
-        self.calls: list[Callable[[], None]] = []
-        self.most_programs: int | None = None
-        for module, name in (
-            (kernels.triton_plan, "plan_kernel"),
-            (kernels.triton_launch, "decode_kernel"),
-            (kernels.triton_launch, "reduce_kernel"),
-        ):
-            monkeypatch.setattr(module, name, self._front(name, getattr(module, name)))
-
-    def _front(self, name: str, kernel: Any) -> Any:
-        launches = self
-
-        class Front:
-            def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-                def launch(*args: Any, **kwargs: Any) -> None:
-                    launches.names.append(name)
-                    first = grid if launches.most_programs is None else (launches.most_programs,)
-                    launches.calls.append(lambda: kernel[first](*args, **kwargs))
-                    launches.calls[-1]()
-
-                return launch
-
-        return Front()
-
-
-def test_a_step_plans_once_for_each_window_and_launches_no_more(monkeypatch):
-    """Three layers of each of two windows, and of one that is too short for a sequence to be cut."""
-    p = replace(BASE, lens=(900, 5, 300), new=(0, 0, 0))
-    backend, cache, launches = backend_on(4), build_cache(p), Launches(monkeypatch)
-    launches.most_programs = 1  # the launches count, not what they do
-    lens, q = torch.tensor(p.lens, device=DEVICE), p.random(3, 4, 16)
-    plan = backend.plan_decode(cache.page_starts, lens, cache.page_size, max_tokens=max(p.lens))
-    for _, window in itertools.product(range(3), (None, 400, 100)):
-        options = AttentionOptions(0.25, window)
-        backend.decode_attention(q, cache.k, cache.v, cache.page_starts, lens, cache.page_size, options, plan=plan)
-    counts = {name: launches.names.count(name) for name in set(launches.names)}
-    assert counts == {"plan_kernel": 2, "decode_kernel": 9, "reduce_kernel": 6}
-
-
-@pytest.mark.parametrize("bound", [250, 900])
-def test_the_heads_of_a_sequence_run_side_by_side(monkeypatch, bound):
-    """The first programs are all KV heads of one item, with a list and without: what they read lies together."""
-    p = replace(BASE, lens=(100, 250, 30), new=(0, 0, 0), kv_heads=4)
-    backend, cache, launches = backend_on(1), build_cache(p), Launches(monkeypatch)
-    q, out = p.random(3, 8, 16), torch.full((3, 8, 16), float("nan"), device=DEVICE)
-    lens = torch.tensor(p.lens, device=DEVICE)
-    launches.most_programs = p.kv_heads
-    where = (cache.page_starts, lens, cache.page_size)
-    plan = backend.plan_decode(*where, max_tokens=bound)
-    backend.decode_attention(q, cache.k, cache.v, *where, PLAIN, out=out, plan=plan)
-    expected = get_backend("torch").decode_attention(
-        q.double(), as_float64(cache.k), as_float64(cache.v), *where, PLAIN
-    )
-    written = [b for b in range(3) if not out[b].isnan().any()]
-    assert len(written) == 1 and out.isnan().any(-1).any(-1).sum() == 2
-    torch.testing.assert_close(out[written].double(), expected[written], atol=2e-5, rtol=2e-5)
-
-
-def test_a_captured_step_plans_anew_when_it_is_replayed(monkeypatch):
-    """A replay launches the same kernels on the same tensors, and no Python runs: the lengths alone have changed.
-
-    As engine.execution.graphs has it: captured with lengths of 0 and room for the longest; padding has length 0.
-    """
-    p = replace(BASE, lens=(700,) * 4, new=(0,) * 4, kv_heads=1)
-    backend, cache, launches = backend_on(8), build_cache(p), Launches(monkeypatch)
-    q, lens = p.random(4, 2, 16), torch.zeros(4, dtype=torch.int64, device=DEVICE)
-    where = (cache.page_starts, lens, cache.page_size)
-    plan = backend.plan_decode(*where, max_tokens=700)
-    layers = [
-        backend.decode_attention(q, cache.k, cache.v, *where, AttentionOptions(0.25, window), plan=plan)
-        for window in (None, 500)
-    ]
-    captured = launches.calls.copy()
-    truth, exact = get_backend("torch"), (as_float64(cache.k), as_float64(cache.v))
-    for values in ((700, 3, 40, 0), (1, 2, 600, 700), (7, 0, 0, 0)):
-        lens.copy_(torch.tensor(values))
-        for out in layers:
-            out.fill_(float("nan"))
-        for launch in captured:
-            launch()
-        for out, window in zip(layers, (None, 500), strict=True):
-            expected = truth.decode_attention(q.double(), *exact, *where, AttentionOptions(0.25, window))
-            torch.testing.assert_close(out.double(), expected, atol=2e-5, rtol=2e-5)
