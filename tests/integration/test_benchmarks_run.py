@@ -76,9 +76,8 @@ def test_every_benchmark_has_its_figures(files, rows):
                 assert 0 < row.figures[figure] < 1e12, (row, figure)
 
 
-def test_layouts_peers_and_phases_are_whole(files, rows):
-    if len(files) == 1:
-        pytest.skip("not among the files that ran")
+@pytest.mark.parametrize("files", [pytest.param("all", marks=pytest.mark.full)], indirect=True)
+def test_layouts_peers_and_phases_are_whole(rows):
     decodes = {(row.params["kv"], row.params["page_size"]) for row in rows if row.test == "test_decode"}
     assert {page for _, page in decodes} == {16, 0} and len({kv for kv, _ in decodes}) == 2
     (peers,) = (row.figures for row in rows if row.test == "test_peers")

@@ -133,7 +133,7 @@ def test_fp8_codes_are_the_nearest_with_ties_to_even(backend, format):
 @by_name
 def test_what_a_model_got_wrong_stays_visible_until_it_is_overwritten(backend, format):
     """NaN loads as NaN, in the row (integer formats) or the value (fp8) where it was, and nowhere else."""
-    x = sample("random", 4, 2, 33)
+    x = sample("random", 4, 2, 39)
     cache, expected = new_cache(format, 4, x), torch.zeros(x.shape, dtype=torch.bool)
     expected[1, 0, slice(None) if format in PER_HEAD else 5] = True
     for wrong in (math.nan, math.inf) if format in PER_HEAD else (math.nan,):
@@ -159,7 +159,7 @@ def test_codes_and_scales_by_hand():
 @given(
     tokens=st.integers(1, 9),
     heads=st.integers(1, 3),
-    dim=st.sampled_from([1, 7, 33, 64]),
+    dim=st.sampled_from([1, 39, 64]),  # each is compiled
     kind=st.sampled_from(["random", "outliers", "ties", "tiny"]),
     share=st.sampled_from([0.5, 1.0, 4.0]),
     seed=st.integers(0, 1000),
