@@ -1,6 +1,5 @@
 """The first server of a configuration settles how much KV it has: a later one with another capacity fails its loads."""
 
-
 import io
 
 import pytest
