@@ -122,6 +122,7 @@ def test_a_sweep_ends_early_on_a_machine_that_stays_busy(bench, script, monkeypa
     done, run = sweep(bench, load={"repeats": repeats}, **ALONE)
     assert done.returncode == 4 and len(script.launches) == measured and "ended early" in done.stdout
     assert ("firefox" in done.stdout) == (waits is busy) and manifest(run)["status"] == "incomplete"
+    assert "cells are left; go on with" in done.stdout
 
     script.disturbed.clear()
     assert resume(bench, run).returncode == 0 and manifest(run)["status"] == "complete"
