@@ -106,7 +106,7 @@ def test_a_sweep_that_is_ended_anywhere_goes_on_with_what_is_left(tmp_path, monk
             assert not first["finished"] and first["launches"] == 1
             planned = bench.kvbench(*words, "--dry-run").stdout
             assert "9 minutes of it are engine time" in planned, "as the run was begun"
-            words += ["--lockstep-minutes", "0.01"]
+            words += ["--lockstep-minutes", "0.1"]
     assert "nothing is left" in bench.kvbench("sweep", "--resume", str(run), "--dry-run").stdout
     assert bench.kvbench(*words).returncode == 0
     assert finished(run) == before and set(before) == LOADS and complaints(run) == []
