@@ -9,7 +9,6 @@ import dataclasses
 import gzip
 import re
 import shutil
-import socket
 import sys
 import tracemalloc
 from pathlib import Path
@@ -35,7 +34,6 @@ from kvbench.targets.prompt_texts import ids_as_words
 from kvbench.targets.running import OpenAITarget
 from kvbench.workload.request_form import RequestForm
 from tests.support.loads import ROOT, fake_server, free_port, own_mock
-from tests.support.raw_server import raw_server, read_request
 from tests.support.scripted_http import scripted_server
 
 WORKLOAD = str(ROOT / "workloads" / "mixed.yaml")
@@ -88,23 +86,18 @@ def test_a_call_ends_within_its_time_and_bytes_and_the_next_is_served(fire, path
 @pytest.mark.parametrize("layers", [1, 2])
 def test_calls_ask_for_no_compression_and_unpack_nothing(layers: int) -> None:
     """64 MiB of zeros, packed once and twice: its size is never that of what is unpacked."""
-    packed, requests = bytes(64 << 20), []
+    packed = bytes(64 << 20)
     for _ in range(layers):
         packed = gzip.compress(packed)
-
-    def serve(connection: socket.socket) -> None:
-        requests.append(read_request(connection))
-        head = b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: %d\r\n\r\n"
-        connection.sendall(head % len(packed) + packed)
-
-    with raw_server(serve) as port:
-        target = Target(f"http://127.0.0.1:{port}")
+    head = b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: %d\r\n\r\n" % len(packed)
+    with scripted_server({"/metrics": head + packed}) as server:
+        target = Target(server.url)
         tracemalloc.start()
         with pytest.raises(MeasurementError, match=r"/metrics.*compressed \(gzip\)"):
             target.metrics()
         assert tracemalloc.get_traced_memory()[1] < 4 << 20
         tracemalloc.stop()
-    assert b"\r\nAccept-Encoding: identity\r\n" in requests[0]
+    assert server.asked[0][2]["Accept-Encoding"] == "identity"
 
 
 def refusal(url: str, **more: object) -> str:
@@ -166,15 +159,12 @@ def test_certificates_that_are_not_trusted_and_the_wrong_one_of_http_and_https(t
 
 
 def test_a_server_that_redirects_or_hangs_up() -> None:
-    def redirect(connection: socket.socket) -> None:
-        read_request(connection)
-        connection.sendall(b"HTTP/1.1 301 Moved\r\nLocation: https://elsewhere/v1/models\r\nContent-Length: 0\r\n\r\n")
-
-    with raw_server(redirect) as port:
-        assert "https://elsewhere/v1/models: give the URL" in refusal(f"http://127.0.0.1:{port}")
-    with raw_server(lambda connection: connection.recv(65536)) as port:
-        for scheme in ("http", "https"):
-            assert "did not answer" in refusal(f"{scheme}://127.0.0.1:{port}")
+    redirect = b"HTTP/1.1 301 Moved\r\nLocation: https://elsewhere/v1/models\r\nContent-Length: 0\r\n\r\n"
+    with scripted_server({"/v1/models": redirect}) as server:
+        assert "https://elsewhere/v1/models: give the URL" in refusal(server.url)
+    with scripted_server({"/v1/models": b""}) as server:
+        for url in (server.url, server.url.replace("http:", "https:")):
+            assert "did not answer" in refusal(url)
 
 
 @pytest.mark.parametrize(
