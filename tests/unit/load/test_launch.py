@@ -115,7 +115,7 @@ def test_what_ends_a_load_tells_after_how_many_answers(tmp_path, monkeypatch):
          "ended with exit code 4: the disk is full"),
         (LOST + "raise SystemExit(4)", "^the worker b was lost$"),  # what it says itself is passed on as it is
         (LOST + "raise SystemExit(1)", "ended with exit code 1: a note\nkvbench load: the worker"),  # but no crash
-        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", r"was killed by signal 9.*memory.*: \(it said noth"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", r"was killed by signal 9.*memory.*: \(it said"),
     ],
 )  # fmt: skip
 def test_what_a_client_that_ends_early_says(tmp_path, monkeypatch, code, said):

@@ -10,8 +10,6 @@ import json
 import urllib.request
 from collections.abc import Callable
 
-import pytest
-
 from kvbench.load.client import Address, StreamingClient, Timeouts
 from tests.support.loads import stamps_of
 from tests.support.scripted_http import scripted_server
