@@ -19,6 +19,7 @@ from kvbench.requests.request import RequestSpec
 from tests.support.loads import (
     ROOT,
     SUPPORT,
+    LoadProcess,
     LoadRunner,
     ended,
     free_port,
@@ -46,18 +47,18 @@ def endless(loads: LoadRunner, tag: int, **fields: Any) -> Path:
     return loads.spec(requests(1000, tag, max_tokens=20), model="mock?itl_ms=20", **fields)
 
 
-def master_of(spec: Path, workers: int, arrive_s: float = 60.0, **variables: str) -> tuple[subprocess.Popen, str]:
+def master_of(spec: Path, workers: int, arrive_s: float = 60.0, **variables: str) -> tuple[LoadProcess, str]:
     """A master on a free port, and that port as it says it."""
     place = ("--bind-port", "0", "--arrive-timeout", str(arrive_s))
     process = start_load(str(spec), "--master", "--expect-workers", str(workers), *place, **variables)
     return process, str(json.loads(process.stdout.readline())["port"])
 
 
-def worker_of(port: str, **more: str) -> subprocess.Popen:
+def worker_of(port: str, **more: str) -> LoadProcess:
     return start_load("--worker", "--master-port", port, **more)
 
 
-def said_by(worker: subprocess.Popen) -> tuple[int, str]:
+def said_by(worker: LoadProcess) -> tuple[int, str]:
     """Exit code, and the last line of stderr."""
     _, err = worker.communicate(timeout=LIMIT_S)
     return worker.returncode, err.splitlines()[-1] if err else ""
