@@ -24,12 +24,11 @@ CAUGHT = {  # by validity's limits, which make loads invalid
     "early": "its timestamps are wrong: p99 ",
     "stampless": "its timestamps are wrong: p99 ",
     "tardy": "its users wait ",
-    "buffering": "were read together with the one before",
     "secretly retrying": "1 requests were sent again",
 }
 
 
-SLOWER = [pytest.param(name, marks=pytest.mark.full) for name in ("early", "stampless", "tardy", "buffering")]
+SLOWER = [pytest.param(name, marks=pytest.mark.full) for name in ("early", "stampless", "tardy")]
 
 
 @pytest.fixture(scope="module")
