@@ -90,7 +90,7 @@ class LoadProcess:
 
 def start_load(*arguments: str, group: bool = False, wrapper: str = "", **env: str) -> LoadProcess:
     """``python -m kvbench.load``, forked from a process that has imported it; ``group``: in one of its own."""
-    errors = tempfile.TemporaryFile()
+    errors = tempfile.TemporaryFile()  # noqa: SIM115 - read by communicate
     child = processes.launch(
         [*wrapper.split(), sys.executable, "-m", "kvbench.load", *arguments], stdout=subprocess.PIPE, stderr=errors,
         own_session=group, death_signal=signal.SIGKILL, env=env, cwd=ROOT,

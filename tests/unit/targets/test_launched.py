@@ -41,7 +41,7 @@ def launched(tmp_path, log="", usages=None, endpoint=None, asked=None):
             models = {"data": [{"id": "m", "meta": {"n_vocab": 8192, "n_ctx": 2048}}]}
             return (404, "") if called == "/metrics" else (200, models)
         known = called in (usages or {}) and body["stream"] is False
-        answer = dict.fromkeys(("choices", "output", "content"), [1]) | {"usage": (usages or {}).get(called)}
+        answer = {"choices": [1], "output": [1], "content": [1], "usage": (usages or {}).get(called)}
         return (200 if known else 404), answer
 
     def get(settings, **more):
