@@ -68,7 +68,7 @@ def quality(request: QualityRequest) -> int:
     A workload with random weights (load_format: dummy) is measured with kvbench-tiny, a small trained model: its
     configurations with that model's answers.
 
-    It takes @@TIME@@ with kvbench-tiny on 2 cores. Measure with the
+    It takes a minute for workloads/mixed.yaml, with kvbench-tiny on 2 cores. Measure with the
     commit and the versions that the run was measured with: `kvbench gate` takes others only with --force.
 
     With --url, an OpenAI-compatible server that serves --model's folder (default: kvbench-tiny) is compared with

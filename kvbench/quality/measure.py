@@ -98,14 +98,14 @@ class Material:
         return self.forced + self.passkeys
 
     @property
-    def known(self) -> tuple[Prompt, ...]:
+    def answerable(self) -> tuple[Prompt, ...]:
         """The prompts whose answer is known: passkeys, and canaries that are none of them."""
         names = {prompt.prompt_id for prompt in self.passkeys}
         return self.passkeys + tuple(_as_prompt(c) for c in self.canaries if c.canary_id not in names)
 
     @property
     def everything(self) -> tuple[Prompt, ...]:
-        return self.forced + self.known
+        return self.forced + self.answerable
 
     @property
     def longest(self) -> int:
@@ -320,7 +320,7 @@ class WeightsGroup:
             return self.expected
         predicted, again = self._predicted(positions)
         engine = engine_with_room(config, self._model(config), self.material)
-        return predicted | answering.answer_all(engine, [*self.material.known, *again])
+        return predicted | answering.answer_all(engine, [*self.material.answerable, *again])
 
     def _answers_of_control(self, positions: Sequence[Positions]) -> Answers:
         predicted, again = self._predicted(positions)
@@ -384,14 +384,14 @@ class WeightsGroup:
         pool = FullPool(engine, requests)
         pool.run(seed=0)
         prompts = {prompt.prompt_id: prompt for prompt in self.material.everything}
-        known = {canary.canary_id for canary in self.material.canaries}
+        canary_ids = {canary.canary_id for canary in self.material.canaries}
         wrong, right, canaries = [], [], []
         for (index, _), token_ids in pool.answers.items():
             prompt = prompts[str(requests[index].canary)]
             is_equal = tuple(token_ids) == requests[index].expected_token_ids
             if not is_equal:
                 wrong.append(prompt.prompt_id)
-            if prompt.prompt_id in known:
+            if prompt.prompt_id in canary_ids:
                 canaries.append((prompt.prompt_id, is_equal))
             if prompt.depth is not None:
                 right.append(prompt.is_right(self.tokenizer.decode(token_ids)))
@@ -539,7 +539,7 @@ def _pressed_requests(material: Material, expected: Answers) -> list[RequestSpec
     canaries = {canary.canary_id: canary for canary in material.canaries}
     sets = [prompt for prompt in material.forced if _is_short(prompt)][::_EVERY_AT_FULL_POOL]
     requests: list[RequestSpec] = []
-    for prompt in (*sets, *filter(_is_short, material.known)):
+    for prompt in (*sets, *filter(_is_short, material.answerable)):
         index, n = len(requests), 2 if len(requests) % _FORKED_EVERY == 0 else 1
         if canary := canaries.get(prompt.prompt_id):
             requests.append(as_request(canary, index, answers=n))
