@@ -15,7 +15,7 @@ from tests.support.loads import ROOT
 
 EXACT = {name: planted for name, planted in MUTANTS.items() if "kv_cache_dtype" not in planted[1]}
 MAIN_RING = ("page of another sequence", "wrong position after recompute", "hash collision served")
-SETTINGS = {"model": "kvbench-tiny", "device": "cpu", "num_threads": 1, "max_num_seqs": 16, "max_model_len": 512}
+SETTINGS = {"model": "kvbench-tiny", "device": "cpu", "num_threads": 1, "max_num_seqs": 16, "max_model_len": 1024}
 
 
 @pytest.fixture(scope="module")
