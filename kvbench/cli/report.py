@@ -107,7 +107,8 @@ def show_report(
         paths = write_report(made, output_dir or run_dir)
     except OSError as error:  # a full disk must not take the figures away
         full = error
-    print_table(console, console_table(made), drop_first=DROP_FIRST)
+    if (served := console_table(made)).row_count:
+        print_table(console, served, drop_first=DROP_FIRST)
     if (engine_time := engine_time_console(made)) is not None:
         print_table(console, engine_time)
     for line in first_lines(made):
