@@ -61,6 +61,7 @@ def few_prompts(tmp_path, monkeypatch) -> None:
     for name in SETS:
         (tmp_path / f"{name}.jsonl").write_text("".join(each.row for each in PROMPTS[name]))
     monkeypatch.setattr(measure, "FOLDER", tmp_path)
+    monkeypatch.setattr(measure, "_LONGEST_CANARY", 300)
     monkeypatch.setattr(measure, "available_cpus", lambda: 1)
     monkeypatch.setattr(prompts, "RESIDUES", 8)
 
@@ -233,8 +234,7 @@ def test_canaries_of_a_trained_model_are_right_and_asked_of_every_configuration(
     assert len(short) >= 4
     write_canaries(file, CanarySet(made.model, made.weights_fingerprints, (*made.canaries, damaged)))
     monkeypatch.setattr(measure, "SHIPPED", tmp_path)
-    words = ("--profile", "cpu", "-o", "sweep={}", "-o", "engine.max_model_len=300", "--model", TINY)
-    assert command(workload, *words, "--output", out) == 0
+    assert command(workload, "--profile", "cpu", "-o", "sweep={}", "--model", TINY, "--output", out) == 0
     result = json.loads(out.read_text())
     (figures,) = result["configurations"].values()
     assert figures["canaries"] == {"asked": len(short) + 1, "right": len(short)}
@@ -244,7 +244,7 @@ def test_canaries_of_a_trained_model_are_right_and_asked_of_every_configuration(
 def test_an_error_that_shows_only_at_a_full_pool_puts_a_configuration_outside(workload, tmp_path):
     """The configuration is like the one before it, and so is asked at a full pool only."""
     out = tmp_path / "out.json"
-    settings = ("-o", "sweep={preemption_mode: [swap]}", "-o", "engine.max_model_len=300")
+    settings = ("-o", "sweep={preemption_mode: [swap]}")
     with swap_in_out_of_order() as fired:
         assert command(workload, "--profile", "cpu", *settings, "--model", TINY, "--output", out) == 0
     assert fired.times
