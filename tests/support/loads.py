@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import socket
 import subprocess
 import sys
+import threading
 import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,6 +17,8 @@ from typing import Any
 
 import pandas as pd
 
+from kvbench.common import processes
+from kvbench.load.launch import LOAD_CLIENT
 from kvbench.requests.request import RequestSpec, write_requests
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,13 +69,36 @@ def requests_of(count: int, tag: int, max_tokens: int = 5, spacing_s: float | No
     return [RequestSpec(i, ("even", "odd")[i % 2], (tag, i), None, max_tokens, arrivals[i]) for i in range(count)]
 
 
-def start_load(*arguments: str, group: bool = False, wrapper: str = "", **env: str) -> subprocess.Popen:
-    """``python -m kvbench.load``, output captured; ``group``: in a process group of its own."""
-    return subprocess.Popen(
-        [*wrapper.split(), sys.executable, "-m", "kvbench.load", *arguments],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=os.environ | env,
-        start_new_session=group,
-    )  # fmt: skip
+class TextChild:
+    """A child of ``processes.launch`` whose output is text."""
+
+    def __init__(self, child: processes.Child) -> None:
+        self._child = child
+        self.stdout, self.stderr = io.TextIOWrapper(child.stdout), io.TextIOWrapper(child.stderr)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._child, name)
+
+    def communicate(self, timeout: float) -> tuple[str, str]:
+        """Waits for the end; returns what is left of stdout and stderr."""
+        said: dict[str, str] = {}
+        readers = [
+            threading.Thread(target=lambda name=name: said.update({name: getattr(self, name).read()}), daemon=True)
+            for name in ("stdout", "stderr")
+        ]
+        for reader in readers:
+            reader.start()
+        self.wait(timeout)
+        for reader in readers:
+            reader.join(timeout)
+        return said["stdout"], said["stderr"]
+
+
+def start_load(*arguments: str, wrapper: str = "", **env: str) -> TextChild:
+    """``python -m kvbench.load`` in a process group of its own, output captured."""
+    command = [*wrapper.split(), sys.executable, "-m", "kvbench.load", *arguments]
+    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return TextChild(processes.launch(command, cwd=ROOT, env=env, preloaded=LOAD_CLIENT, **piped))
 
 
 class LoadRunner:
@@ -97,7 +124,7 @@ class LoadRunner:
         (out / "spec.json").write_text(json.dumps(spec))
         return out / "spec.json"
 
-    def start(self, spec: Path, **env: str) -> subprocess.Popen:
+    def start(self, spec: Path, **env: str) -> TextChild:
         """The load process, output captured."""
         return start_load(str(spec), **env)
 
@@ -107,7 +134,7 @@ class LoadRunner:
         return ended(self.start(spec), spec.parent)
 
 
-def wait_for(process: subprocess.Popen, done: int = 8) -> None:
+def wait_for(process: TextChild, done: int = 8) -> None:
     """Until the load says that so many requests are done."""
     for line in process.stdout:
         if json.loads(line)["done"] >= done:
@@ -115,7 +142,7 @@ def wait_for(process: subprocess.Popen, done: int = 8) -> None:
     raise AssertionError("the load ended before it was disturbed")
 
 
-def ended(process: subprocess.Popen, folder: Path) -> Result:
+def ended(process: TextChild, folder: Path) -> Result:
     """Waits for the end of a load, far longer than it needs, so that a busy machine passes."""
     out, err = process.communicate(timeout=120)
     return Result(process.returncode, out, err, folder)

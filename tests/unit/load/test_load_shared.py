@@ -175,7 +175,7 @@ def test_a_killed_master_leaves_no_worker_behind(loads: LoadRunner) -> None:
 def test_a_stop_of_the_whole_group_keeps_what_was_measured(loads: LoadRunner) -> None:
     """As kvbench stops its load process: SIGTERM to the group, so to master and workers at once."""
     spec = endless(loads, 7500, processes=2)
-    master = start_load(str(spec), group=True)
+    master = start_load(str(spec))
     wait_for(master)
     workers = psutil.Process(master.pid).children()
     os.killpg(master.pid, signal.SIGTERM)
