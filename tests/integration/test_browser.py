@@ -37,7 +37,7 @@ def written(folder: Path, body: str) -> Path:
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_found(browser: Browser, tmp_path: Path, fault: str) -> None:
-    with browser.open(written(tmp_path, WELL + fault), width=PHONE, draw_within_s=0.5) as page:
+    with browser.open(written(tmp_path, WELL + fault), width=PHONE, draw_within_s=0.2) as page:
         found = page.problems()
     assert found and all(FAULTS[fault] in each for each in found)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from kvbench.report.document import document
 from kvbench.report.page import write_report
 from kvbench.runs.read import read_run
 from tests.support.browser import LAPTOP, PHONE
-from tests.support.synthetic_run import make_run
+from tests.support.synthetic_run import EVERY_SETTING, make_run
 from tests.support.toy_engine import Scenario
 
 _MOST_BYTES = 6_000_000
@@ -25,13 +26,18 @@ _FRONTIER = """() => [
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """report.html of a run with every configuration of the toy engine."""
-    run = read_run(make_run(tmp_path_factory.mktemp("drawn") / "mixed" / "run"))
+    """report.html of a run with every configuration of the toy engine, and the quality of their answers."""
+    scenario = Scenario(configs=EVERY_SETTING, quality="beside")
+    run = read_run(make_run(tmp_path_factory.mktemp("drawn") / "mixed" / "run", scenario))
     return write_report(document(run), run.folder)[0]
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [LAPTOP, PHONE])
+other = partial(pytest.param, marks=pytest.mark.full)
+
+
+@pytest.mark.parametrize(
+    ("width", "scheme"), [(LAPTOP, "light"), (PHONE, "dark"), other(LAPTOP, "dark"), other(PHONE, "light")]
+)
 def test_every_figure_is_drawn_and_no_text_is_cut_or_covered(browser, report: Path, width: int, scheme: str) -> None:
     with browser.open(report, width=width, scheme=scheme) as page:
         assert page.problems() == []

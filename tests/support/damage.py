@@ -1,7 +1,6 @@
 """Damages files of a run's folder, one at a time, and runs the commands that read such folders.
 
-`python -m tests.support.damage 40` tries every damage, and 40 wrong values in each JSON file, and prints what is not
-answered in a sentence and a documented exit code; `all` tries every wrong value. Commands that draw figures take turns.
+Commands that draw figures take turns.
 """
 
 from __future__ import annotations
@@ -12,8 +11,6 @@ import os
 import random
 import shutil
 import subprocess
-import sys
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -54,10 +51,6 @@ def _dangling(path: Path) -> None:
     path.symlink_to("nowhere")
 
 
-def _unreadable(path: Path) -> None:
-    path.chmod(0)
-
-
 ANY: dict[str, Callable[[Path], None]] = {
     "missing": Path.unlink,
     "empty": lambda path: _replaced(path, b""),
@@ -68,7 +61,7 @@ ANY: dict[str, Callable[[Path], None]] = {
     "folder in its place": _folder,
     "symlink loop": _loop,
     "dangling symlink": _dangling,
-    "unreadable": _unreadable,
+    "unreadable": lambda path: path.chmod(0),
 }
 
 
@@ -310,12 +303,10 @@ def is_damaged_here(file: str) -> bool:
     return "base" not in parts and ("loads" not in parts or parts[-2] == "2")
 
 
-def trials(
-    run: Path, quick: Sequence[str] = QUICK, slow: Sequence[str] = SLOW, values_each: int | None = None
-) -> Iterator[Trial]:
+def trials(run: Path, quick: Sequence[str], slow: Sequence[str], values_each: int) -> Iterator[Trial]:
     """Every damage of every file with every quick command, and one of the slow ones in turn.
 
-    ``values_each``: so many wrong values of each JSON file; None: all.
+    ``values_each``: so many wrong values of each JSON file.
     """
     turn = 0
     for path in sorted(path for path in run.rglob("*") if path.is_file()):
@@ -325,9 +316,7 @@ def trials(
         damages = dict(damages_of(path))
         if path.suffix == ".json":
             wrong = wrong_values(path)
-            if values_each is not None and len(wrong) > values_each:
-                wrong = random.Random(file).sample(wrong, values_each)
-            damages |= {str(each): each for each in wrong}
+            damages |= {str(each): each for each in random.Random(file).sample(wrong, min(values_each, len(wrong)))}
         for name, damage in damages.items():
             turn += 1
             for command in (*quick, *([slow[turn % len(slow)]] if slow else ())):
@@ -360,21 +349,3 @@ def make_comparison(folder: Path) -> Path:
 def make_runs(folder: Path) -> tuple[Path, Path]:
     """The run that is kept whole, with 3 repeats as stored, and a comparison."""
     return unpack_run(folder), make_comparison(folder / "comparison")
-
-
-def main(values_each: int | None) -> None:
-    with tempfile.TemporaryDirectory() as made:
-        run, comparison = make_runs(Path(made))
-        every = [(comparison, trial) for trial in trials(comparison, OF_COMPARISON, ("view",), values_each)]
-        every += [(run, trial) for trial in trials(run, values_each=values_each)]
-        print(f"{len(every)} trials", flush=True)
-        random.Random(1).shuffle(every)  # so that the first trials are of all kinds
-        for number, (folder, trial) in enumerate(every):
-            if number % 250 == 0:
-                print(f"{number} tried", flush=True)
-            if wrong := try_one(trial, folder, Path(made) / f"work-{number}"):
-                print(f"{trial}: {wrong}", flush=True)
-
-
-if __name__ == "__main__":
-    main(None if sys.argv[1] == "all" else int(sys.argv[1]))

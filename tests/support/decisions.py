@@ -370,12 +370,6 @@ def pair_decisions(folder: Path, cell: str, pairs: Sequence[Pair]) -> list[Any]:
     return [ended.code, decided["outcome"], looked, by_metric]
 
 
-def counter_decisions(work: Path) -> list[Any]:
-    ended = kvbench("gate", "counters", "--output-dir", work)
-    decided = verdict_of(work, ended.code)
-    return [ended.code, decided["outcome"], {name: row[0] for name, row in decided["findings"].items()}]
-
-
 def history_decisions(*arguments: object) -> dict[str, Any]:
     """By series: the last value, the change, and the drift since the release."""
     ended = kvbench("history", *arguments, "--json")
@@ -489,14 +483,6 @@ def side_by_side_decisions(work: Path, *runs: Path) -> dict[str, Any]:
     return {"code": ended.code, "headline": headline, "sections": {name: digest(text) for name, text in parts[1:]}}
 
 
-def claim_decisions() -> dict[str, str]:
-    """By claim, of those that the command lists: the stored verdict."""
-    listed = kvbench("claims", "--list").out
-    stored = json.loads((REFERENCE / "claims-cpu" / "claims.json").read_text())["claims"]
-    assert all(claim["name"] in listed for claim in stored)
-    return {claim["name"]: claim["verdict"] for claim in stored}
-
-
 SIDE_BY_SIDE = {
     "four engines": [f"four-engines/{name}" for name in ("kvbench", "llamacpp", "transformers", "vllm")],
     "three engines": [f"llamacpp-cpu/{name}" for name in ("kvbench", "llamacpp", "vllm")],
@@ -518,10 +504,8 @@ def part_names() -> list[str]:
         "drift": ["mixed-cpu", "four-engines/kvbench"],
         "compare": ["mixed-cpu", "four-engines/kvbench"],
         "side by side": list(SIDE_BY_SIDE),
-        "claims": ["reference"],
         "whole run": ["small"],
         "simulated": ["small"],
-        "counters": ["lock"],
     }
     return [f"{kind}: {name}" for kind, names in kinds.items() for name in names]
 
@@ -556,10 +540,8 @@ def decide(part: str, work: Path) -> Any:
         return side_by_side_decisions(work, *(REFERENCE / each for each in SIDE_BY_SIDE[name]))
     return {
         "history": lambda: history_decisions(REFERENCE),
-        "claims": claim_decisions,
         "whole run": lambda: whole_run_decisions(work),
         "simulated": lambda: simulated_decisions(work),
-        "counters": lambda: counter_decisions(work),
     }[kind]()
 
 

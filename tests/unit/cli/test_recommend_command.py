@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvbench.cli.main import main
-from tests.support.stored_runs import write_reportable
-from tests.support.synthetic_run import BASELINE, PAIR, make_run
+from tests.support.synthetic_run import BASELINE, PAIR, make_run, write_run
 from tests.support.toy_engine import Scenario
+
+write_reportable = partial(write_run, samples=False)
 
 
 @pytest.fixture

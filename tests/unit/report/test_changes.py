@@ -10,10 +10,8 @@ from kvbench.effects.comparison import Call, Comparison
 from kvbench.metrics.definitions import ENGINE, SERVED
 from kvbench.report.comparisons import ITL, THROUGHPUT, TTFT, Comparisons, short_name, sized
 from kvbench.runs.model import Run
-from tests.support.report_cells import cell, in_engine_time, run
+from tests.support.report_cells import FAST, LATE, SLOW, WIDE, cell, in_engine_time, run
 from tests.support.report_parts import change
-
-FAST, SLOW = (150.0, 151.0, 152.0), (50.0, 51.0, 49.0)
 
 
 @pytest.mark.parametrize(
@@ -22,9 +20,9 @@ FAST, SLOW = (150.0, 151.0, 152.0), (50.0, 51.0, 49.0)
         ({"throughput": FAST}, THROUGHPUT, Call.BETTER),
         ({"throughput": SLOW}, THROUGHPUT, Call.WORSE),
         ({"throughput": (101.0, 99.0, 100.0)}, THROUGHPUT, Call.LEVEL),
-        ({"throughput": (50.0, 100.0, 250.0)}, THROUGHPUT, Call.UNDECIDED),
+        ({"throughput": WIDE}, THROUGHPUT, Call.UNDECIDED),
         ({"throughput": (150.0,)}, THROUGHPUT, Call.UNDECIDED),  # one repeat decides nothing
-        ({"ttft": (900.0, 910.0, 905.0)}, TTFT, Call.WORSE),  # more of a latency is worse
+        ({"ttft": LATE}, TTFT, Call.WORSE),  # more of a latency is worse
         ({"tpot": (10.0, 10.1, 10.2)}, ITL, Call.BETTER),
     ],
 )
@@ -60,7 +58,7 @@ def test_nothing_is_compared_with_an_invalid_baseline_but_engine_time_needs_none
 
 
 def test_the_reported_load_is_the_highest_that_decides_anything() -> None:
-    low, high = cell(page_size=8, load=3, throughput=FAST), cell(page_size=8, throughput=(50.0, 100.0, 250.0))
+    low, high = cell(page_size=8, load=3, throughput=FAST), cell(page_size=8, throughput=WIDE)
     everything: Run = run(cell(load=3), cell(), low, high)
     assert Comparisons.of(everything).load == low.load
     assert Comparisons.of(run(cell(load=3), cell())).load.value == 24

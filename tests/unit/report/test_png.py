@@ -16,6 +16,7 @@ import plotly.graph_objects as go
 import pytest
 
 from kvbench.cli.main import main
+from kvbench.common.errors import UsageError
 from kvbench.report.document import document
 from kvbench.report.png import SCALE, WIDTH, main_drawings, write_pngs
 from kvbench.report.style import Drawing, finish
@@ -70,18 +71,15 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return given
 
 
-def test_report_writes_the_main_figures_or_all_beside_the_report(
+def test_report_writes_the_main_figures_beside_the_report(
     jobs: list[dict[str, Any]], make: Callable[..., Run], tmp_path: Path
 ) -> None:
-    run = make(repeats=1, concurrencies=(3,))
+    run = make(repeats=1, concurrencies=(3,), num_requests=10)
     drawings = document(run).drawings
-    for option in ("--png", "--png-all"):
-        jobs.clear()
-        with pytest.raises(SystemExit) as ended:
-            main(["report", str(run.folder), option, "--output-dir", str(tmp_path / option)])
-        assert ended.value.code == 0 and (tmp_path / option / "report.html").is_file()
-        wanted = drawings if option == "--png-all" else main_drawings(drawings)
-        assert [job["path"] for job in jobs] == [tmp_path / option / f"{drawing.key}.png" for drawing in wanted]
+    with pytest.raises(SystemExit) as ended:
+        main(["report", str(run.folder), "--png", "--output-dir", str(tmp_path / "out")])
+    assert ended.value.code == 0 and (tmp_path / "out" / "report.html").is_file()
+    assert [job["path"] for job in jobs] == [tmp_path / "out" / f"{one.key}.png" for one in main_drawings(drawings)]
     assert 0 < len(main_drawings(drawings)) < len(drawings)
 
 
@@ -106,18 +104,15 @@ def test_nothing_is_fetched_from_the_network(jobs: list[dict[str, Any]]) -> None
     assert jobs[0]["kopts"]["mathjax"] is False  # kaleido's page would load it from a CDN
 
 
-@pytest.mark.parametrize(("missing", "says"), [("kaleido", "pip install 'kaleido>=1'"), ("browser", "install one")])
-def test_without_kaleido_or_a_browser_the_report_is_written_and_the_exit_code_is_2(
-    missing: str, says: str, make: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    run = make(repeats=1, concurrencies=(3,))
-    if missing == "kaleido":
-        monkeypatch.setitem(sys.modules, "kaleido", None)
-    else:
-        pytest.importorskip("kaleido")
-        monkeypatch.setenv("BROWSER_PATH", "/nonexistent/chrome")
+def test_without_kaleido_or_a_browser_the_report_is_written_and_the_exit_code_is_2(make, monkeypatch, capsys) -> None:
+    run = make(repeats=1, concurrencies=(3,), num_requests=10)
+    monkeypatch.setenv("BROWSER_PATH", "/nonexistent/chrome")
+    pytest.importorskip("kaleido")
+    with pytest.raises(UsageError, match="install one"):
+        write_pngs([drawn("one")], run.folder)
+    monkeypatch.setitem(sys.modules, "kaleido", None)
     with pytest.raises(SystemExit) as ended:
         main(["report", str(run.folder), "--png"])
     said = capsys.readouterr().err
-    assert ended.value.code == 2 and says in said and len(said.strip().splitlines()) == 1
+    assert ended.value.code == 2 and "pip install 'kaleido>=1'" in said and len(said.strip().splitlines()) == 1
     assert (run.folder / "report.html").is_file() and not list(run.folder.glob("*.png"))

@@ -13,7 +13,7 @@ from kvbench.report import page as run_page
 from kvbench.report.document import document
 from kvbench.view import workspace as module
 from kvbench.view.workspace import Filter, Workspace
-from tests.support.stored_runs import write_run
+from tests.support.synthetic_run import write_run
 
 
 def states(workspace: Workspace) -> dict[str, str]:
