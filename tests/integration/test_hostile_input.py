@@ -23,25 +23,18 @@ from kvbench.targets.running import OpenAITarget
 from kvbench.workload.design import LoadPoint
 from tests.support.scripted_http import scripted_server
 
-WORKLOAD = {
-    "name": "tiny",
-    "seed": 1,
-    "model": {"config": "llama-32m", "dtype": "float32"},
-    "engine": {"layout": "paged", "page_size": 16, "kv_budget": "65MiB", "max_model_len": 256, "max_num_seqs": 8},
-    "sweep": {"layout": ["contiguous"], "page_size": [8, 16]},
-    "profiles": {"cpu": {"max_minutes": 3}},
-    "load": {
-        "concurrency": [1, 2],
-        "num_requests": 4,
-        "repeats": 1,
-        "slo": {"ttft_ms": 100},
-        "prompts": {
-            "kind": "synthetic",
-            "classes": [{"name": "a", "share": 1.0, "prompt_tokens": [8, 16], "output_tokens": 8}],
-            "shared_prefix": [{"tokens": 8, "share": 0.5, "families": 2}],
-        },
-    },
-}
+WORKLOAD = yaml.safe_load("""
+name: tiny
+seed: 1
+model: {config: llama-32m, dtype: float32}
+engine: {layout: paged, page_size: 16, kv_budget: 65MiB, max_model_len: 256, max_num_seqs: 8}
+sweep: {layout: [contiguous], page_size: [8, 16]}
+profiles: {cpu: {max_minutes: 3}}
+load:
+  {concurrency: [1, 2], num_requests: 4, repeats: 1, slo: {ttft_ms: 100}, prompts: {
+    kind: synthetic, classes: [{name: a, share: 1.0, prompt_tokens: [8, 16], output_tokens: 8}],
+    shared_prefix: [{tokens: 8, share: 0.5, families: 2}]}}
+""")
 VALUES: list[Any] = [
     None, True, False, 0, -1, 3, 0.5, 1e308, float("inf"), float("nan"), "", "x", "3", "x" * 10_000, "\u202e",
     [], [[]], [5], {}, {"a": {}}, [{}] * 50, [1, "x"],
@@ -52,9 +45,8 @@ IN_YAML: list[Any] = [
 ]  # fmt: skip
 YAML_TEXTS = [
     "[" * 50_000, "- " * 50_000, '"\\0"', '"\\ud800"', "9" * 5000, f"[1{'0' * 400}]", "0x" + "f" * 9000,
-    "2020-99-99", "2020-02-02", "!!int x", "!!set {a}", "!!binary aGVq", "!!bool 5", "{[1]: 2}", "&a [*a]",
-    "&a {<<: *a}", "*nowhere", "!!python/object:os.system x", "1:" * 3000 + "1", "{a: 1, a: 2}", "\t", "\x00",
-    "[[1, 2], [3, 4]]", "!!omap [a: 1]", "? x", "|\n  text", "'",
+    "2020-99-99", "!!int x", "!!set {a}", "!!binary aGVq", "{[1]: 2}", "&a [*a]", "&a {<<: *a}", "*nowhere",
+    "!!python/object:os.system x", "1:" * 3000 + "1", "{a: 1, a: 2}", "\t", "\x00", "? x", "|\n  text", "'",
 ]  # fmt: skip
 ANSWERS: dict[str, Any] = {
     "/v1/models": {"data": [{"id": "m", "max_model_len": 4096, "meta": {"n_vocab": 8192, "n_ctx": 2048}}]},

@@ -135,7 +135,7 @@ def test_the_command_serves_on_this_machine_only_and_ends_cleanly(process: subpr
     line = process.stdout.readline()
     address = urlsplit(next(word for word in line.split() if word.startswith("http")))
     assert address.hostname == "127.0.0.1" and "4 runs" in line
-    for path in ("/runs/../../../../etc/passwd", "/runs/..", "//etc/passwd", "/../manifest.json", str(results)):
+    for path in ("/runs/../../../../etc/passwd", "//etc/passwd", str(results)):
         connection = http.client.HTTPConnection(address.hostname, address.port, timeout=10)
         connection.request("GET", path)  # as it is: a browser would take the dots out
         answer = connection.getresponse()

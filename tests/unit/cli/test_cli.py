@@ -95,12 +95,14 @@ def test_help_lists_the_groups_of_commands_and_the_exit_codes(run):
     assert code == 0 and {name: tuple(shown[name]) for name in GROUPS} == GROUPS and OTHERS not in shown
     assert re.findall(r"^ {2,6}(\d+) ", out, re.MULTILINE) == ["0", "1", "2", "3", "4", "5", "130"]
     assert "--resume" in out and "--bind-host" in out
+    code, out, _ = run("serve", "--help")  # of the server, where it parses
+    assert code == 0 and "--kv-budget" in out and "usage: kvbench serve" in out
     shown = sections(run("dev", "--help")[1])
     listed = [name for names in shown.values() for name in names if name[0] != "-"]
     assert OTHERS not in shown and sorted(listed) == sorted((*DEV, "doctor")) and set(cli.commands) == set(COMMANDS)
 
 
-@pytest.mark.parametrize("name", DEV)
+@pytest.mark.parametrize("name", ["tune", "calibrate-client"])
 def test_an_old_name_works_and_says_the_new_one(run, name):
     new, old = run("dev", name, "--help"), run(name, "--help")
     assert old[0] == new[0] == 0 and new[2] == ""
@@ -138,14 +140,8 @@ def test_help_all_shows_every_option_with_each_of_its_names(run, path):
     rare = [option for option in REQUESTS[path].params if getattr(option, "rare", False)]
     usual = run(*path, "--help")[1]
     assert (f"All options: kvbench {' '.join(path)} --help-all" in usual.splitlines()[-1]) == bool(rare)
-    assert not {option.opts[0] for option in rare} & {word for words in sections(usual).values() for word in words}
-
-
-@pytest.mark.parametrize("name", ["sweep", "load"])
-def test_help_shows_at_most_20_usual_options_under_headings(run, name):
-    shown = sections(run(name, "--help")[1])
-    assert len(shown) > 4 and 10 < sum(map(len, shown.values())) <= 22
-    assert sum(map(len, sections(run(name, "--help-all")[1]).values())) > 40
+    words = [word for words in sections(usual).values() for word in words]
+    assert not {option.opts[0] for option in rare} & set(words) and len(words) <= 22
 
 
 def request(name, *words):
@@ -159,29 +155,15 @@ def test_a_request_holds_what_the_line_says(monkeypatch):
     assert request("sweep") == SweepRequest() and request("load") == LoadRequest()
     words = ["tiny.yaml", "--max-concurrency", "8,32", "--vary", "page_size=16,32", "--vary", "layout=paged,contiguous"]
     made = request("sweep", *words, "--wait-idle", "0", "--resume", "--endpoint-type", "chat", "-o", "load.repeats=2")
-    assert made == SweepRequest(
-        workload="tiny.yaml",
-        concurrency=(8, 32),
-        vary=("page_size=16,32", "layout=paged,contiguous"),
-        wait_idle_minutes=0.0,
-        resume="latest",
-        endpoint_type="chat",
-        overrides=("load.repeats=2",),
-    )
-    assert made.changes == ("load.repeats=2", "load.endpoint=chat")
-    stated = {"workload", "concurrency", "vary", "wait_idle_minutes", "resume", "endpoint_type", "overrides"}
-    assert set(made.given) == stated and made.typed("wait_idle_minutes") == "--wait-idle"
+    stated = {
+        "workload": "tiny.yaml", "concurrency": (8, 32), "vary": ("page_size=16,32", "layout=paged,contiguous"),
+        "wait_idle_minutes": 0.0, "resume": "latest", "endpoint_type": "chat", "overrides": ("load.repeats=2",),
+    }  # fmt: skip
+    assert made == SweepRequest(**stated) and made.changes == ("load.repeats=2", "load.endpoint=chat")
+    assert set(made.given) == set(stated) and made.typed("wait_idle_minutes") == "--wait-idle"
     assert made.part(Answers) == Answers(concurrency=made.concurrency, vary=made.vary)
     made = request("load", "--base-url", "URL", "--request-rate", "inf", "--goodput", "ttft:200", "tpot:50", "--master")
     assert made == LoadRequest(url="URL", request_rate=math.inf, goodput=("ttft:200 tpot:50",), master=True)
-
-
-def test_help_keeps_its_lines_and_comes_from_the_server_where_it_parses(run):
-    lines = [line.strip() for line in run("sweep", "--help")[1].splitlines()]
-    assert "kvbench sweep workloads/mixed.yaml --resume" in lines
-    assert "130  interrupted; go on with the printed --resume command" in lines
-    code, out, _ = run("serve", "--help")
-    assert code == 0 and "--kv-budget" in out and "usage: kvbench serve" in out
 
 
 def test_help_imports_nothing_heavy():
@@ -259,9 +241,11 @@ def test_init_writes_a_workload_that_sweep_and_plan_take(run, tmp_path):
     text = (tmp_path / "my.yaml").read_text()
     assert code == 0 and "my.yaml" in out and len(text.splitlines()) < 25
     code, out, _ = run("sweep", "my.yaml", "--dry-run", "--profile", "cpu")
+    assert not (tmp_path / "results").exists()
     assert code == 0 and "3 configurations, 3 cells" in out and "15,000 tokens" in out and "1 of 4" in out
     code, out, _ = run("sweep", *ASKED, "--design", "full", "--vary", "kv_cache_dtype=auto,fp8", "--dry-run")
-    assert code == 0 and "4 configurations, 4 cells" in out and not (tmp_path / "results").exists()
+    assert code == 0 and "4 configurations, 4 cells" in out and "4 cells, 12 server launches, 12 loads" in out
+    assert not (tmp_path / "results").exists()
 
 
 def test_init_asks_on_a_terminal(run, tmp_path, monkeypatch):
@@ -279,12 +263,6 @@ def test_help_knows_the_keys_of_a_workload_and_every_command(run):
     assert run("help", "plan")[:2] == run("plan", "--help")[:2]
     code, out, _ = run("help", "workload", "--json-schema")
     assert code == 0 and json.loads(out)["properties"]["load"]
-
-
-def test_dry_run_launches_and_writes_nothing(run, tmp_path):
-    code, out, _ = run("sweep", "tiny.yaml", "--dry-run", "--profile", "cpu")
-    assert code == 0 and "2 cells, 6 server launches, 6 loads" in out
-    assert list(tmp_path.iterdir()) == [tmp_path / "tiny.yaml"]
 
 
 def test_dry_run_of_a_resumed_run_shows_what_is_left_of_its_plan(run, tmp_path):
@@ -372,9 +350,7 @@ def test_summaries_fit_80_columns_uncut(run, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     for group in ((), ("dev",), ("gate",), ("accept",), ("history",), ("trace",)):
         rows = run(*group, "--help")[1].partition("Show this message and exit.\n")[2].splitlines()
-        rows = [
-            row for row in rows if row.startswith("  ") and "Exit codes" not in row and not row.split()[0].isdigit()
-        ]
+        rows = [row for row in rows if re.match("  ", row) and "Exit codes" not in row and not row.split()[0].isdigit()]
         assert rows and all(len(row) <= 80 and row.endswith(".") and not row.endswith("...") for row in rows), rows
 
 

@@ -88,7 +88,7 @@ def test_the_steps_lead_from_what_is_shared_to_what_was_told(tmp_path):
     (ledger,) = hit_ledgers(stored_run(tmp_path, [A, C, B, A], counted=1, told=0, pages=5))
     assert ledger.shared - sum(gap.tokens for gap in ledger.gaps) == ledger.told == 0
     assert ledger.prompt_tokens == 36 and ledger.largest_gap.name in ("cold start", "eviction order")
-    assert "0 % of prompt tokens hit, 44 % shared" in ledger.sentence
+    assert "2.8 % of prompt tokens hit, 44 % shared" in ledger.sentence
     (ledger,) = hit_ledgers(stored_run(tmp_path / "told", [A, A], counted=1, told=18))
     assert (ledger.hit, ledger.counted, ledger.told) == (18, 1, 18)  # the larger count
     assert "100 % of prompt tokens hit" in ledger.sentence

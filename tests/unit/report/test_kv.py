@@ -1,20 +1,27 @@
-"""When requests waited for KV, and what the budget is divided into."""
+"""When requests waited for KV, what the budget is divided into, and where it went, in a sentence."""
 
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 
+import pandas as pd
 import pytest
 
 from kvbench.common.files import write_json
+from kvbench.report.comparisons import Comparisons
 from kvbench.report.decision import Decision
+from kvbench.report.kv import ledger_sentence, reservation
 from kvbench.report.limits import KV
 from kvbench.report.provenance import kv_capacity
+from kvbench.runs.kv_ledger import SLOT_USES
+from kvbench.runs.model import MeasuredCell
 from kvbench.runs.read import read_run
 from kvbench.runs.results import Capacity
 from tests.support.report_cells import cell
 from tests.support.report_cells import run as run_of
-from tests.support.report_parts import memory_table
+from tests.support.report_parts import ledgers, memory_table
 
 
 def test_a_request_waits_for_room_only_while_another_would_not_fit(make):
@@ -81,3 +88,39 @@ def test_the_largest_channel_is_shown_of_servers_that_tell_it_in_full_precision_
 )
 def test_a_capacity_is_shown_in_tokens_and_bytes(capacity, text):
     assert kv_capacity(Capacity.parse(capacity)) == text
+
+
+def test_reservation_stands_beside_the_requests_own_lengths(tmp_path):
+    lengths = pd.DataFrame({"t0": [0.0, 1.0], "prompt_tokens": [700, 20], "output_tokens": [132, 30], "ok": [True] * 2})
+    lengths.to_parquet(tmp_path / "requests.parquet")
+    contiguous = replace(cell("contiguous", max_model_len=2048), folder=tmp_path, name="contiguous")
+    text = reservation(contiguous)
+    assert all(number in text for number in ("Contiguous", "2,048", "832", "441"))
+    assert reservation(cell("contiguous")) == ""  # no lengths known, nothing said
+    exact = replace(cell("contiguous", max_model_len=2048, reservation="oracle"), folder=tmp_path)
+    assert reservation(exact) == ""  # each request's own length, no one number
+
+
+def ledger_sentence_of(*cells: MeasuredCell) -> str:
+    measured = run_of(*cells)
+    return ledger_sentence(Comparisons.of(measured), ledgers(measured))
+
+
+def uses(**slots: float) -> dict[str, float]:
+    known = {f"use_{use}": slots.get(use, 0.0) for use in SLOT_USES}
+    return known | {"kv_bytes_per_slot": 1.0, "kv_budget_bytes": 1000.0}
+
+
+def test_the_ledgers_sentence_is_of_the_pair_else_of_the_baseline():
+    paged = cell(observed=uses(tokens=660, waste=21, free=319))
+    contiguous = cell("contiguous", observed=uses(tokens=120, waste=760, free=4, fragmented=116))
+    low = [cell(kind, load=3, observed=uses(free=1000)) for kind in ("paged", "contiguous")]
+    said = ledger_sentence_of(paged, contiguous, *low)
+    assert re.findall(r"[\d.]+ %", said) == ["12 %", "76 %", "12 %", "66 %", "2.1 %", "32 %"]
+    assert said.startswith("At 24 concurrent requests contiguous held")
+    base = cell(observed=uses(tokens=500, waste=100, cached=400))
+    alone = ledger_sentence_of(base, cell(page_size=8, observed=uses(tokens=1)))
+    assert all(part in alone for part in ("paged (page 16)", "50 %", "10 %", "40 % cached"))
+    broken = cell("contiguous", observed=uses(tokens=500), reasons=("late",))
+    assert "Invalid measurement" in ledger_sentence_of(base, broken)
+    assert ledger_sentence_of(cell()) == ""

@@ -47,6 +47,7 @@ def drawn(key: str, title: str = "Paged is ahead", min_width: int = 0, **legend:
     return Drawing(key, title, "", figure.update_layout(legend=legend), min_width)
 
 
+@pytest.mark.full
 @needs_browser
 def test_files_are_named_by_key_as_large_as_on_the_page_twice_and_white(tmp_path: Path) -> None:
     shown = [*document(run_of_cells(cell(), cell("contiguous"))).drawings[:1], drawn("wide", min_width=1500)]

@@ -15,12 +15,12 @@ from kvbench.metrics.model import CanaryCounts
 from kvbench.report.comparisons import THROUGHPUT
 from kvbench.report.recommend import Recommendation, recommend
 from kvbench.report.recommend_lines import lines
-from kvbench.runs.model import MeasuredCell, Run
+from kvbench.runs.model import Run
 from kvbench.runs.read import read_run
 from kvbench.workload.file import resolve
 from tests.support.quality_results import KLD_OUTSIDE, figures, outside, with_quality
 from tests.support.quality_results import measured_run as run
-from tests.support.report_cells import FAST, FASTER, LATE, SLOW, SOON, WIDE, cell, in_engine_time, refused, wrong
+from tests.support.report_cells import FAST, FASTER, LATE, SLOW, WIDE, cell, in_engine_time, refused, wrong
 from tests.support.report_cells import run as run_without_quality
 
 FP8: dict[str, Any] = {"kv_cache_dtype": "fp8_e4m3"}
@@ -32,25 +32,6 @@ UNKNOWN = dict.fromkeys(("paged-p16-fp8_e4m3", "paged-p16-int8_per_token_head"))
 
 def text(said: Recommendation) -> str:
     return "\n".join(lines(said, width=500))
-
-
-@pytest.mark.parametrize(
-    ("other", "taken"),
-    [
-        (cell(page_size=8, throughput=FAST), True),
-        (cell(page_size=8, ttft=SOON), True),  # level, and a better p95
-        (cell(page_size=8, throughput=FAST, tpot=(30.0, 30.1, 30.2)), False),
-        (cell(page_size=8, throughput=WIDE), False),
-        (cell(page_size=8, throughput=FAST, reasons=("lag",)), False),
-        (cell(throughput=FAST, **FP8), False),
-    ],
-)
-def test_only_what_is_decided_to_be_better_at_no_risk_is_recommended(other: MeasuredCell, taken: bool) -> None:
-    base = cell()
-    said = recommend(run(base, other))
-    chosen = other if taken else base
-    assert said.configuration == chosen.name and said.settings == chosen.settings
-    assert said.changed == ({"page_size": 16} if taken else {})
 
 
 def test_only_what_was_measured_and_is_within_the_limits_is_recommended() -> None:

@@ -20,6 +20,7 @@ from kvbench.cli.main import cli
 from kvbench.common.console import print_table
 from kvbench.common.errors import UsageError
 from kvbench.report.document import Document, document
+from kvbench.report.figures.registry import FIGURES
 from kvbench.report.headline import headline
 from kvbench.report.page import PLOTLY_JS, markdown, page, template_file, write_report
 from kvbench.report.style import looks
@@ -180,6 +181,11 @@ def test_a_server_that_tells_nothing_of_its_kv_has_no_figure_of_it(make: Callabl
             pd.read_parquet(path)[list(dict.fromkeys(known))].to_parquet(path)
         shown = [drawing.key for drawing in document(read_run(made.folder)).drawings]
         assert "ledger" not in shown and any(key.startswith("kv-timeline") for key in shown) == found
+
+
+def test_every_figure_has_a_name_of_its_own_and_draws_nothing_without_data() -> None:
+    assert [figure.name for figure in FIGURES.values()] == list(FIGURES)
+    assert all(not chapter.drawings for chapter in document(run_of_cells(cell())).chapters)
 
 
 def test_colours_are_the_same_whatever_else_was_measured() -> None:

@@ -87,6 +87,9 @@ def test_cells_of_two_windows_are_compared_by_the_whole_run_which_is_said() -> N
     assert served(other, base, TTFT).ratio == pytest.approx(1 / 3)
     (row,) = effect_table(Comparisons.of(both)).rows
     assert [value.note.endswith("whole run") for value in row.values[3:]] == [False, True, True, True]
+    settled = changed(cell(page_size=8), {"steady_output_throughput": None, "output_throughput": 9.0})
+    windows = [row["output_tokens_per_s_window"] for row in flat_rows(run(cell(), settled))]
+    assert windows == ["steady window", "whole run"]
     assert sorted(frontier_frame(both)["ttft"]) == [300.0, 900.0]
     columns = frontier_table(frontier_frame(both)).columns[3:5]
     assert [column.title.endswith("whole run") for column in columns] == [True, True]
@@ -94,19 +97,27 @@ def test_cells_of_two_windows_are_compared_by_the_whole_run_which_is_said() -> N
     assert ttft.ratio == pytest.approx(1 / 3)
 
 
-@pytest.mark.parametrize(("tokens", "note"), [(1.09, ""), (1.1, "1.1 tokens a chunk")])
-def test_an_itl_of_several_tokens_says_so_and_tpot_stands_first(tokens: float, note: str) -> None:
-    one = changed(cell(), {"tokens_per_chunk": tokens})
-    found = entries(main_table(run(one)))
-    assert found["itl_ms_p95"].note == note and found["tpot_ms_p50"].note == ""
-    assert list(found).index("tpot_ms_p50") < list(found).index("itl_ms_p95")
+OPEN = {"open_after_last_p50_ms": 3000.0}
+GOOD = {"goodput": 2.0, "steady_goodput": 2.5, "duration_s": 18.0}  # 48 requests a repeat
 
 
-@pytest.mark.parametrize(("share", "shown"), [(0.03, None), (0.031, 3000.0)])
-def test_streams_that_stay_open_have_a_column_from_a_visible_share_on(share: float, shown: float | None) -> None:
-    one = changed(cell(), {"open_after_last_share": share, "open_after_last_p50_ms": 3000.0})
-    value = entries(main_table(run(one))).get("open_after_last_ms")
-    assert (value and value.sort) == shown
+@pytest.mark.parametrize(
+    ("metrics", "key", "shown"),
+    [
+        ({"tokens_per_chunk": 1.09}, "itl_ms_p95", ("20.0", "")),
+        ({"tokens_per_chunk": 1.1}, "itl_ms_p95", ("20.0", "1.1 tokens a chunk")),
+        ({"tokens_per_chunk": 4.0}, "tpot_ms_p50", ("20.0", "")),
+        (OPEN | {"open_after_last_share": 0.03}, "open_after_last_ms", None),
+        (OPEN | {"open_after_last_share": 0.031}, "open_after_last_ms", ("3,000", "3.1 %")),
+        (GOOD, "goodput", ("2.00", "75 %\nsteady 2.50")),
+    ],
+)
+def test_an_entry_has_what_its_number_needs_beside_it(metrics: dict, key: str, shown: tuple | None) -> None:
+    slo = {"load": {"slo": {"ttft_ms": 200.0, "tpot_ms": None}}}
+    table = main_table(run(changed(cell(), metrics), workload=slo))
+    value = entries(table).get(key)
+    assert (value and (value.text, value.note)) == shown
+    assert all("ttft <= 200 ms" in column.hint for column in table.columns if column.key == "goodput")
 
 
 def test_columns_are_shown_where_there_is_something_in_them() -> None:
@@ -148,14 +159,6 @@ def test_reasoning_has_columns_where_it_is() -> None:
     silent = changed(cell("contiguous"), told | {"total_reasoning_tokens": None, "without_output": 3})
     value = entries(main_table(run(changed(cell(), steady_latency={"ttfo_ms": {"p95": 900.0}}), silent)), "contiguous")
     assert (value["non_reasoning_tokens_per_s"].note, value["ttfo_ms_p95"].text) == ("9 without output", "–")
-
-
-def test_goodput_has_its_share_and_its_steady_window() -> None:
-    good = changed(cell(), {"goodput": 2.0, "steady_goodput": 2.5, "duration_s": 18.0})  # 48 requests a repeat
-    table = main_table(run(good, workload={"load": {"slo": {"ttft_ms": 200.0, "tpot_ms": None}}}))
-    value = entries(table)["goodput"]
-    assert (value.text, value.note) == ("2.00", "75 %\nsteady 2.50")
-    assert "ttft <= 200 ms" in next(c.hint for c in table.columns if c.key == "goodput")
 
 
 def test_hits_stand_beside_what_the_declared_state_allows() -> None:
@@ -232,12 +235,6 @@ def test_a_ratio_needs_two_valid_cells_in_every_table(broken: str) -> None:
     assert (found and found.text) == (None if broken == "contiguous" else "1")
 
 
-def test_the_csv_says_of_which_window_its_throughput_is() -> None:
-    one, other = cell(), changed(cell("contiguous"), {"steady_output_throughput": None, "output_throughput": 9.0})
-    found = {row["cell_id"]: row["output_tokens_per_s_window"] for row in flat_rows(run(one, other))}
-    assert found == {one.cell_id: "steady window", other.cell_id: "whole run"}
-
-
 def test_a_cell_with_wrong_answers_is_marked_and_counts_its_canaries() -> None:
     right = dataclasses.replace(cell("contiguous"), canaries=CanaryCounts(sent=9, answered=9, distinct=9))
     shown = run(wrong(), right)
@@ -280,7 +277,7 @@ def group(n: int, **more: Any) -> dict[str, Any]:
     return {"n": n, "ttft_ms": {"p50": 9.0, "p95": 20.0, "uncertain": ["p95"]}, **more}
 
 
-def test_the_most_urgent_class_comes_first_with_its_priority() -> None:
+def test_the_most_urgent_class_comes_first_with_its_priority_and_turns_have_a_table() -> None:
     def classes(**priorities: int) -> list[tuple[str, ...]]:
         found = {name: group(n, priority=priorities[name]) for name, n in (("batch", 30), ("chat", 10))}
         return [row[:1] + row[3:6] for row in texts(class_table(run(changed(cell(), per_class=found))))]
@@ -290,14 +287,11 @@ def test_the_most_urgent_class_comes_first_with_its_priority() -> None:
     ]  # fmt: skip
     assert [row[0] for row in classes(batch=0, chat=0)] == ["batch", "chat"]
     assert class_table(run(changed(cell(), per_class={"chat": group(10)}))).rows == ()  # one class only
-
-
-def test_first_and_later_turns_have_a_table() -> None:
-    one = changed(cell(), per_turn={"first": group(8, priority=0), "later": group(20)})
-    assert [(row[0], row[3], row[5]) for row in texts(turn_table(run(one)))] == [
+    turns = run(changed(cell(), per_turn={"first": group(8, priority=0), "later": group(20)}))
+    assert [(row[0], row[3], row[5]) for row in texts(turn_table(turns))] == [
         ("first turn", "8", "20.0 ms*"), ("later turns", "20", "20.0 ms*"),
     ]  # fmt: skip
-    assert {row.values[1].note for row in turn_table(run(one)).rows} == {"whole run"}  # as older runs stored them
+    assert {row.values[1].note for row in turn_table(turns).rows} == {"whole run"}  # as older runs stored them
     assert turn_table(run(cell())).rows == ()
 
 
@@ -325,9 +319,7 @@ def sections(shown: Run) -> list[Section]:
 
 
 def test_sections_without_rows_are_left_out() -> None:
-    assert [section.key for section in sections(run(cell()))] == [
-        "cells", "frontier", "quality",
-    ]  # fmt: skip
+    assert [section.key for section in sections(run(cell()))] == ["cells", "frontier", "quality"]
     (only,) = sections(run(missing=("paged-c3",)))
     assert only.table.rows[0].values[0].text == "paged-c3"
 
@@ -346,20 +338,13 @@ def test_quality_shows_the_worst_repeat_of_client_and_machine() -> None:
     assert [paged[f"machine_{k}"].text for k in machine] == ["0.42", "3.1 %", "3.20", "2"]
     assert (contiguous["valid"].text, contiguous["valid"].note) == ("no", "2 reasons")
     assert contiguous["machine_steal_share"].text == "–"
+    few = {"lag_p99_ms": 4.0, "lag_source": "server stamps", "lag_judged": False}
+    loop = {"loop_lag_p99_ms": 4.0, "lag_source": "kernel stamps"}
+    for lag, note in ((few, "not judged: too few chunks"), (loop, "kernel stamps")):
+        value = entries(quality_table([cell(client=lag)]))["client_lag_p99_ms"]
+        assert value.text == "4.0" and note in value.note
     plain = quality_table([cell()])
     assert [column.key for column in plain.columns] == ["configuration", "load", "valid"]  # no columns of dashes
-
-
-@pytest.mark.parametrize(
-    ("client", "text", "note"),
-    [
-        ({"lag_p99_ms": 4.0, "lag_source": "server stamps", "lag_judged": False}, "4.0", "not judged: too few chunks"),
-        ({"loop_lag_p99_ms": 0.3, "lag_source": "kernel stamps"}, "0.30", "kernel stamps"),
-    ],
-)
-def test_a_lag_that_was_not_judged_or_is_of_the_loop_says_so(client: dict, text: str, note: str) -> None:
-    value = entries(quality_table([cell(client=client)]))["client_lag_p99_ms"]
-    assert value.text == text and note in value.note
 
 
 def test_quality_of_an_open_loop_of_several_processes_has_slip_cost_and_processes() -> None:

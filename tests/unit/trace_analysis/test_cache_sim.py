@@ -143,8 +143,10 @@ def small(tmp_path) -> str:
     return str(path)
 
 
-def test_the_table_has_capacities_hit_rates_and_the_ceiling(capsys, small):
-    code, out, _ = run(capsys, small, "--pages", "2,5", "--pages", "1M", "--kv-bytes-per-token", "1024")
+def test_table_and_page_have_capacities_hit_rates_and_the_ceiling(capsys, small, tmp_path):
+    page = tmp_path / "curve.html"
+    words = ("--pages", "2,5", "--pages", "1M", "--kv-bytes-per-token", "1024", "--html", str(page))
+    code, out, _ = run(capsys, small, *words)
     lines = [" ".join(line.split()) for line in out.splitlines()]
     assert code == 0 and lines[0].startswith("[b]small.jsonl:")
     assert "2 32 32 KiB 0.00% 0.00% 0.00% 4 3" in lines
@@ -154,6 +156,8 @@ def test_the_table_has_capacities_hit_rates_and_the_ceiling(capsys, small):
     assert "infinite 33.33% 31.91% 100.00% 0 0" in lines
     assert any("8 pages (128 tokens, 128 KiB)" in line for line in lines)
     assert any(line.startswith("* ") for line in lines)
+    text = page.read_text(encoding="utf-8")
+    assert "33.33% of pages (8 pages)" in text and "5 pages, 80 tokens" in text and 'src="http' not in text
 
 
 def test_json_says_the_same_in_numbers(capsys, small):
@@ -171,15 +175,6 @@ def test_json_says_the_same_in_numbers(capsys, small):
     assert (at["pages_hit_rate"], at["tokens_hit_rate"], at["requests_hit_rate"]) == (1 / 4, 16 / 60, 1.0)
     assert (at["evicted_pages"], at["requests_longer_than_pool"]) == (6, 0)
     assert found["infinite_cache"]["pages_hit_rate"] == 1.0 and found["infinite_cache"]["num_pages"] == 8
-
-
-def test_html_holds_the_curve_and_the_ceiling_offline(capsys, small, tmp_path):
-    page = tmp_path / "curve.html"
-    code, out, _ = run(capsys, small, "--pages", "2,5", "--html", str(page))
-    text = page.read_text(encoding="utf-8")
-    assert code == 0 and str(page) in out.replace("\n", "")
-    assert "hit rate of pages" in text and "33.33% of pages (8 pages)" in text
-    assert "5 pages, 80 tokens" in text and 'src="http' not in text
 
 
 @pytest.mark.parametrize(

@@ -127,19 +127,6 @@ def test_rates_and_gaps_by_hand():
     assert found.fano[1] == pytest.approx(np.var([1, 2, 0, 0, 1, 0, 0, 0]) / 0.5)  # [0, 8); the one at 8 s is not in it
 
 
-@needs_slices
-def test_the_rows_before_a_slice_warm_its_cache():
-    whole, name = TRACES / "mooncake" / "conversation_trace.jsonl", "mooncake/conversation_600s-900s.jsonl"
-    if not whole.is_file():
-        pytest.skip(f"the rows before the slice are not in it; put the whole trace at {whole}")
-    first, count = 1750, SLICES[name]["n"]  # the slice is lines 1751 to 2728
-    trace = read_trace(whole).take(np.arange(first + count))
-    rates = hit_rates(trace, replay(trace, working_set(trace)).hits, warm_up=first)
-    warm = SLICES[name]["prefix_infinite_cache_warmed_by_rows_before"]
-    got = (round(rates.pages, 4), round(rates.tokens, 4), round(rates.full_pages, 4), round(rates.median_request, 3))
-    assert got == (warm["block_hit"], warm["token_hit"], warm["fullblock_hit"], warm["per_req_p50"])
-
-
 def test_reservations_and_pages_by_hand():
     four = memory(np.array([16, 17, 64, 2048]))
     assert four.reserve_max_util == pytest.approx((16 + 17 + 64 + 2048) / 4 / 2048)

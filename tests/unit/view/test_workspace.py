@@ -37,9 +37,7 @@ def test_every_run_is_a_row_the_newest_first_and_other_commands_are_counted(tmp_
     ("file", "content"),
     [
         ("manifest.json", '{"form'),
-        ("manifest.json", "[]"),
         ("manifest.json", '{"format": 99, "workload": {}, "plan": []}'),
-        ("manifest.json", '{"format": 1, "workload": {"name": "x"}, "plan": [{"cells": 3}]}'),
         ("manifest.json", '{"format": 1, "workload": {"name": "x", "load": 3}, "plan": [], "cpu": "none"}'),
         ("cells/a-c3/summary.json", '{"repeats": [{"repeat": "x"}], "config_id": "a"}'),
     ],
