@@ -15,7 +15,6 @@ from tests.support.synthetic_run import EVERY_SETTING, make_run
 from tests.support.toy_engine import Scenario
 
 _MOST_BYTES = 6_000_000
-SCRIPT = "<script>alert(1)</script>"
 _BOTTOMS = """() => ["effects", "frontier"].map(
   id => document.querySelector(`#${id} .plot`).getBoundingClientRect().bottom)"""
 
@@ -69,11 +68,3 @@ def test_a_phone_scrolls_no_page_and_stacks_the_panels_of_throughput_against_lat
 def test_everything_that_opens_or_sorts_is_reached_by_keyboard(browser, report: Path) -> None:
     with browser.open(report) as page:
         assert page.unreached_by_tab() == []
-
-
-def test_names_from_outside_run_no_script(browser, tmp_path: Path) -> None:
-    run = read_run(make_run(tmp_path / "evil", Scenario(workload_name=SCRIPT, text=SCRIPT, repeats=1, num_requests=20)))
-    path = write_report(document(run), run.folder)[0]
-    with browser.open(path) as page:
-        assert page.problems() == []  # a dialog that opens is a problem
-        assert SCRIPT in page.text()

@@ -19,6 +19,7 @@ from rich.console import Console
 from kvbench.cli.main import cli
 from kvbench.common.console import print_table
 from kvbench.common.errors import UsageError
+from kvbench.report.cells import flat_rows
 from kvbench.report.document import Document, document
 from kvbench.report.figures.registry import FIGURES
 from kvbench.report.headline import headline
@@ -244,7 +245,8 @@ def test_no_ratio_of_an_invalid_pair_is_anywhere_in_the_report() -> None:
     late = {"throughput": (207.0,) * 3, "tpot": (41.4,) * 3, "ttft": (1035.0,) * 3, "reasons": ("repeat 1: lag",)}
     broken = document(run_of_cells(cell(**late), cell("contiguous"), cell(load=3, **late), cell("contiguous", load=3)))
     drawn = " ".join(drawing.figure.to_json() + drawing.title for drawing in broken.drawings)
-    for text in (markdown(broken), printed(broken, 100), drawn):
+    table = str(flat_rows(broken.cells, broken.decision.comparisons))
+    for text in (markdown(broken), printed(broken, 100), drawn, table):
         assert "2.07" not in text
     assert "--resume" in broken.next_steps[0].command
 

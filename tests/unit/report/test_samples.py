@@ -33,13 +33,9 @@ def test_equal_outputs_are_counted_over_requests_that_both_served(tmp_path: Path
     found = output_samples(shown(tmp_path, mine, outputs("abc", "abX", "xyz"), outputs("abc", "abd", "xyz", ids=False)))
     assert [str(each) for each in found.agreements] == ["2 of 3 equal in all tokens", "3 of 3 equal in text"]
     assert found.baseline == "paged (page 16)" and not found.random_weights
-
-
-def test_a_request_is_known_by_its_repeat_and_index(tmp_path: Path) -> None:
-    mine = pd.concat([outputs("first"), outputs("second", repeat=1)])
-    theirs = pd.concat([outputs("second", repeat=1), outputs("first")])
-    (agreement,) = output_samples(shown(tmp_path, mine, theirs)).agreements
-    assert (agreement.equal, agreement.both) == (2, 2)
+    both = [pd.concat([outputs("first"), outputs("second", repeat=1)][::step]) for step in (1, -1)]
+    (agreement,) = output_samples(shown(tmp_path / "both", *both)).agreements
+    assert (agreement.equal, agreement.both) == (2, 2)  # a request is known by its repeat and index
 
 
 def test_those_that_differ_most_often_come_first_with_the_place_of_the_first_difference(tmp_path: Path) -> None:

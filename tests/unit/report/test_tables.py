@@ -219,22 +219,6 @@ def test_a_ratio_beside_medians_that_contradict_it_says_what_they_give() -> None
     assert "medians" not in alike["ratio"].note
 
 
-@pytest.mark.parametrize("broken", ["paged", "contiguous"])
-def test_a_ratio_needs_two_valid_cells_in_every_table(broken: str) -> None:
-    late: dict[str, Any] = {"reasons": ("repeat 1: it lagged",)}
-    paged = cell(throughput=(200.0,) * 3, **(late if broken == "paged" else {}))
-    other = cell("contiguous", **(late if broken == "contiguous" else {}))
-    eight = cell(page_size=8, throughput=(300.0,) * 3)
-    shown = run(paged, other, eight)
-    every = [text for section in sections(shown) for row in texts(section.table) for text in row]
-    assert "2.00x" not in every and ("3.00x" in every) == (broken == "paged")
-    assert ("1.50x" in every) == (broken == "contiguous")  # page size 8 to the baseline, both valid
-    assert [row.get("ratio") for row in flat_rows(shown) if row["cell_id"] == paged.cell_id] != [2.0]
-    assert "ratio_min" not in next(row for row in flat_rows(shown) if row["cell_id"] == paged.cell_id)
-    found = entries(main_table(shown), "contiguous").get("ratio")
-    assert (found and found.text) == (None if broken == "contiguous" else "1")
-
-
 def test_a_cell_with_wrong_answers_is_marked_and_counts_its_canaries() -> None:
     right = dataclasses.replace(cell("contiguous"), canaries=CanaryCounts(sent=9, answered=9, distinct=9))
     shown = run(wrong(), right)

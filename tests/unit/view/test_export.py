@@ -18,7 +18,7 @@ from tests.unit.view.test_server import FAST, SLOW, listing, write_run
 @pytest.fixture
 def results(tmp_path: Path) -> Path:
     folder = tmp_path / "results"
-    for day, cells in enumerate((SLOW, FAST, FAST)):
+    for day, cells in enumerate((SLOW, FAST)):
         write_run(folder, day, cells)
     (write_run(folder, 3, FAST) / "manifest.json").write_text("{")
     return folder
@@ -28,10 +28,10 @@ def test_every_page_is_there_and_every_link_leads_to_one(results: Path, tmp_path
     before, public = listing(results), tmp_path / "public"
     with pytest.raises(SystemExit) as ended:
         main(["view", str(results), "--export", str(public)])
-    assert ended.value.code == 0 and f"{public / 'index.html'} (4 runs" in capsys.readouterr().out
+    assert ended.value.code == 0 and f"{public / 'index.html'} (3 runs" in capsys.readouterr().out
     assert listing(results) == before
     files = {path for path in public.rglob("*") if path.is_file()}
-    assert len(list(public.glob("runs/*.html"))) == 3
+    assert len(list(public.glob("runs/*.html"))) == 2
     assert len(list(public.glob("compare/*.html"))) == 1 and len(list(public.glob("plotly-*.js"))) == 1
     for page in public.rglob("*.html"):
         text = page.read_text()
@@ -40,7 +40,7 @@ def test_every_page_is_there_and_every_link_leads_to_one(results: Path, tmp_path
         for link in links:
             assert link == "data:," or (page.parent / link).resolve() in files, (page.name, link)
     index = (public / "index.html").read_text()
-    assert index.count('href="runs/') == 3 and index.count('href="compare/') == 1 and "damaged" in index
+    assert index.count('href="runs/') == 2 and index.count('href="compare/') == 1 and "damaged" in index
     assert "Capacity" not in index and str(tmp_path) not in index
 
 
