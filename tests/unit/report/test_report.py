@@ -31,7 +31,13 @@ from kvbench.runs.read import read_run
 from tests.support.records import put, take
 from tests.support.report_cells import cell, refused, wrong
 from tests.support.report_cells import run as run_of_cells
-from tests.support.report_parts import plain_document
+from tests.support.report_parts import (
+    frontier_drawing,
+    frontier_frame,
+    ledger_drawing,
+    plain_document,
+    timeline_drawing,
+)
 from tests.support.synthetic_run import PAIR, make_run
 from tests.support.toy_engine import Scenario
 
@@ -115,7 +121,7 @@ def test_everything_from_outside_is_escaped(tmp_path: Path) -> None:
 # --- The document ---
 
 
-STATES = {"incomplete": "incomplete", "open_loop": "valid", "one_cell": "valid", "foreign": "valid", "nothing": "empty"}
+STATES = {"incomplete": "incomplete", "open_loop": "valid", "foreign": "valid", "nothing": "empty"}
 
 
 @pytest.mark.parametrize("variant", STATES)
@@ -168,20 +174,20 @@ def test_the_axis_says_whole_run_where_no_window_was_steady() -> None:
 
 
 def _axes(shown: Run) -> str:
-    """All texts of axes and panels."""
-    return " ".join(json.dumps(json.loads(d.figure.to_json())["layout"]) for d in document(shown).drawings)
+    """All texts of axes and panels of the frontier."""
+    return json.dumps(json.loads(frontier_drawing(shown, frontier_frame(shown)).figure.to_json())["layout"])
 
 
 def test_a_server_that_tells_nothing_of_its_kv_has_no_figure_of_it(make: Callable[..., Run]) -> None:
-    made = make(repeats=1, concurrencies=(3,))
-    assert any(drawing.key.startswith("kv-timeline") for drawing in document(made).drawings)
+    made = make(repeats=1, concurrencies=(3,), num_requests=10)
+    assert timeline_drawing(made, made.loads[0]) and ledger_drawing(made)
     for column, found in (("kv_cache_usage_perc", True), ("t", False)):  # another engine tells its usage alone
         for one in made.cells:
             path = one.folder / "server.parquet"
             known = ["t", "repeat", "num_requests_running", "num_requests_waiting", column]
             pd.read_parquet(path)[list(dict.fromkeys(known))].to_parquet(path)
-        shown = [drawing.key for drawing in document(read_run(made.folder)).drawings]
-        assert "ledger" not in shown and any(key.startswith("kv-timeline") for key in shown) == found
+        shown = read_run(made.folder)
+        assert ledger_drawing(shown) is None and (timeline_drawing(shown, shown.loads[0]) is not None) == found
 
 
 def test_every_figure_has_a_name_of_its_own_and_draws_nothing_without_data() -> None:

@@ -15,7 +15,7 @@ from kvbench.report.client_quality import calibrations, quality_table, worst_of_
 from kvbench.report.comparisons import TTFT, Comparisons, leaders, served
 from kvbench.report.figures.distributions import EVERY, distributions
 from kvbench.report.side_by_side import CellSide, ratios
-from kvbench.report.tables import ReportTable, Section, Value
+from kvbench.report.tables import Column, ReportTable, Section, Value, cell_table
 from kvbench.runs.metric_names import measured
 from kvbench.runs.model import MeasuredCell, Run
 from tests.support.records import put
@@ -131,6 +131,8 @@ def test_columns_are_shown_where_there_is_something_in_them() -> None:
     keys = [column.key for column in capped.columns]
     assert keys.index("client_queue_ms_p95") == keys.index("ttft_ms_p95") + 1 and {"ratio", "running_mean"} <= set(keys)
     assert entries(capped, "paged (page 16)")["client_queue_ms_p95"].text == "120"
+    zeros = [Column(key, key, "", lambda one: Value("0", 0.0)) for key in ("failed", "scales")]
+    assert [column.key for column in cell_table(zeros, [plain], not_zero=("scales",)).columns] == ["failed"]
 
 
 def test_the_first_output_has_columns_where_it_is_seen_to_be_later_than_the_first_token() -> None:
