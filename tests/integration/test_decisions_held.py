@@ -14,7 +14,7 @@ import pytest
 from tests.support.decisions import STORED, decide, part_names
 
 HELD = json.loads(STORED.read_text())
-OF_RUNS = ("report", "recommend", "limits")
+OF_RUNS = ("report", "limits")
 MAIN_RUNS = ("mixed-cpu", "mixed-cpu-quality", "llamacpp-cpu/llamacpp", "vllm-cpu/sweep")
 
 
@@ -22,7 +22,7 @@ def in_rings():
     """The parts; of each run's decisions those of four runs in the main ring."""
     for part in part_names():
         kind, name = part.split(": ")
-        rest = kind in OF_RUNS and name.split()[0] not in MAIN_RUNS
+        rest = (kind in OF_RUNS and name.split()[0] not in MAIN_RUNS) or part == "pairs: gate/pairs"
         yield pytest.param(part, marks=[pytest.mark.full] * rest)
 
 

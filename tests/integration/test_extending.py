@@ -100,6 +100,7 @@ def test_a_command_is_listed_and_runs(package, tmp_path):
     assert len(speeds) > 1 and named.stdout.strip() == max(speeds, key=speeds.__getitem__)
 
 
+@pytest.mark.full
 def test_an_engine_is_launched_and_its_metric_and_figure_are_reported(run):
     assert json.loads((run / "manifest.json").read_text())["backend"] == "my-engine"
     done = next(json.loads(path.read_text()) for path in run.glob("cells/*/loads/*/done.json"))
@@ -118,6 +119,7 @@ def test_a_trace_of_the_new_format_is_described(package, tmp_path):
     assert shown["format"] == "my-csv" and shown["requests"] == 2
 
 
+@pytest.mark.full
 def test_a_claim_is_judged(package, tmp_path):
     judged = kvbench(package, "claims", "--only", "pages-waste-less", "--profile", "cpu", "--output-dir", tmp_path)
     assert judged.returncode == 0, judged.stdout + judged.stderr
@@ -127,6 +129,7 @@ def test_a_claim_is_judged(package, tmp_path):
     assert claim["rule"] == "Holds if pages waste fewer slots than reservations do."
 
 
+@pytest.mark.full
 def test_an_instrument_runs_the_loads_of_a_sweep(package, workload, run, tmp_path):
     words = ("sweep", workload, "--instrument", "replay", "--lockstep-minutes", "0", "--no-quality", "--no-calibration")
     replayed = kvbench(package, *words, "--output-dir", tmp_path, REPLAY=str(run))

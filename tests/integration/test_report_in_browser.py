@@ -11,7 +11,7 @@ from kvbench.report.document import document
 from kvbench.report.page import write_report
 from kvbench.runs.read import read_run
 from tests.support.browser import LAPTOP, PHONE
-from tests.support.synthetic_run import EVERY_SETTING, make_run
+from tests.support.synthetic_run import make_run
 from tests.support.toy_engine import Scenario
 
 _MOST_BYTES = 6_000_000
@@ -26,7 +26,7 @@ _FRONTIER = """() => [
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """report.html of a run with every configuration of the toy engine, and the quality of their answers."""
-    scenario = Scenario(configs=EVERY_SETTING, quality="beside")
+    scenario = Scenario(quality="beside")
     run = read_run(make_run(tmp_path_factory.mktemp("drawn") / "mixed" / "run", scenario))
     return write_report(document(run), run.folder)[0]
 

@@ -178,10 +178,8 @@ def write_run(
 
 BASELINE, CONTIGUOUS = CONFIGS[0], CONFIGS[1]
 PAIR = (BASELINE, CONTIGUOUS)
-OF_INT4 = Config("kv_cache_dtype-int4", kv_cache_dtype=INT4, varied={"kv_cache_dtype": INT4})
-EVERY_SETTING = (*CONFIGS, OF_INT4)
 VARIANTS: dict[str, Scenario] = {
-    "normal": Scenario(configs=EVERY_SETTING, repeats=2, quality="beside"),
+    "normal": Scenario(repeats=2, quality="beside"),
     "incomplete": Scenario(configs=(*PAIR, CONFIGS[3]), repeats=1, missing=("page_size-64",)),
     "open_loop": Scenario(configs=CONFIGS[2:4], repeats=1, rates=(2.0, 12.0), failures={"page_size-8": 3}),
     "one_cell": Scenario(configs=(BASELINE,), concurrencies=(24,)),

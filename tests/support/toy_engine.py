@@ -69,6 +69,7 @@ CONFIGS = (
     Config("enable_prefix_caching-true", prefix_caching=True, varied={"enable_prefix_caching": True}),
     Config("kv_cache_dtype-int8", kv_cache_dtype=INT8, varied={"kv_cache_dtype": INT8}),
     Config("preemption_mode-swap", preemption_mode="swap", varied={"preemption_mode": "swap"}),
+    Config("kv_cache_dtype-int4", kv_cache_dtype=INT4, varied={"kv_cache_dtype": INT4}),
 )
 
 
