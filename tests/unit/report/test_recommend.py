@@ -135,11 +135,11 @@ def test_the_effects_are_those_of_the_report_with_load_and_clock() -> None:
 def test_the_fallback_is_the_baseline_with_what_it_served() -> None:
     base = cell(throughput=(99.0, 100.0, 101.0), ttft=(490.0, 500.0, 510.0))
     other = cell(throughput=FAST, server={"prefix_cache_hits_total": 25, "prefix_cache_queries_total": 100}, **PREFIX)
-    how = {"command": [*COMMAND, "-o", "load.repeats=3"], "workload_file": COMMAND[2]}
-    said = recommend(run(base, other, **how))
+    changes = ["-o", "engine.page_size=32", "-o", "load.repeats=3"]
+    said = recommend(run(base, other, command=[*COMMAND, *changes], workload_file=COMMAND[2]))
     assert said.fallback[0].startswith("paged (page 16) (enable_prefix_caching: false)")
     assert all(part in said.fallback[1] for part in ("100", "500 ms", "20.0 ms", "load.repeats=3", "--url URL"))
-    assert "25 %" in said.fallback[2]
+    assert "25 %" in said.fallback[2] and "page_size=32" not in said.fallback[1]  # of the sweep's server
     assert recommend(run(base, cell(page_size=8))).fallback == ()  # it is the baseline itself
 
 
@@ -183,6 +183,9 @@ def test_what_is_open_is_named_with_the_command_that_decides_it() -> None:
     steps = recommend(one).unmeasured
     assert steps[0].command.endswith("--repeats 3") and any("GPU" in step.why for step in steps)
     assert any("24 at once" in step.why for step in steps)  # the only load
+    assert any("served figures have" in step.why for step in steps)  # one repeat; three are enough
+    enough = recommend(run(cell(), cell(page_size=8), command=COMMAND)).unmeasured
+    assert not any("served figures have" in step.why for step in enough)
 
 
 def test_doubts_about_the_run_come_first() -> None:
