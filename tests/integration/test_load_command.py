@@ -292,7 +292,9 @@ def test_an_interrupted_load_says_how_to_go_on_and_leaves_no_process(workload, t
     out = tmp_path / "out"
     command = [sys.executable, "-m", "kvbench", "load", str(workload), "--no-calibration", "--output-dir", str(out)]
     with server() as (_, url):
-        process = subprocess.Popen([*command, "--url", url, *words], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        own = os.environ | {"KVBENCH_FORK_SERVERS": ""}  # its children, and not this session's
+        command += ["--url", url, *words]
+        process = subprocess.Popen(command, cwd=ROOT, env=own, stdout=subprocess.PIPE, text=True)
         wait_until((out / begun).exists)
         time.sleep(0.5)
         children = psutil.Process(process.pid).children(recursive=True)
