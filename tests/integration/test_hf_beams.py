@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 
 from engine.sequence import SamplingParams
 from tests.support.fork_cases import MAX_LEN, POOLS, PROMPTS, ROOMY, assert_pressed, engine_for, requests
-from tests.support.hf_parts import Run, loaded, model_folder, one_thread, oracle
+from tests.support.hf_parts import Run, model_folder, one_thread, oracle
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +70,7 @@ def assert_beams(run: Run, folder: str, params: SamplingParams) -> None:
 
 @pytest.mark.parametrize(
     ("width", "length_penalty", "early_stopping"),
-    [(2, 0.0, True), (3, 1.0, False), (4, -1.0, "never"), (8, 1.0, True), (4, 0.0, False)],
+    [(3, 1.0, False), (4, -1.0, "never"), (8, 0.0, True)],
 )
 def test_beams_equal_generate(folder, width, length_penalty, early_stopping):
     """All prompts at once against each alone, half of the searches with EOS."""
@@ -84,25 +83,12 @@ def test_beams_equal_generate(folder, width, length_penalty, early_stopping):
 
 @pytest.mark.parametrize(
     ("page_size", "caching", "pool"),
-    [
-        (1, True, "recompute"),
-        (7, False, "recompute"),
-        (7, True, "swap"),
-        (16, False, "swap-small"),
-        (1, False, "swap-overlapping"),
-        (16, True, "swap-overlapping"),
-    ],
+    [(1, True, "recompute"), (7, False, "swap"), (16, False, "swap-small"), (16, True, "swap-overlapping")],
 )
 def test_beams_under_pressure(folder, page_size, caching, pool):
     """The pool holds one beam of the longest prompt and little more: its siblings take turns."""
-    engine = engine_for(
-        folder,
-        56,
-        max_model_len=48,
-        page_size=page_size,
-        enable_prefix_caching=caching,
-        **POOLS[pool][1],
-    )
+    settings = {"max_model_len": 48, "page_size": page_size, "enable_prefix_caching": caching}
+    engine = engine_for(folder, 56, **settings, **POOLS[pool][1])
     params = beam_params(4, 4, common_tokens(folder))
     run = Run(engine, requests(params))
     assert_beams(run, folder, params)
@@ -117,17 +103,3 @@ def test_beams_in_the_contiguous_layout(folder, slots, preemption):
     params = beam_params(3, 3, common_tokens(folder))
     assert_beams(Run(engine, requests(params)), folder, params)
     assert_pressed(engine, preemption)
-
-
-def test_the_model_s_own_eos_ends_beams(folder):
-    """Not stop tokens of the request but the ids that the model names, unless the request ignores them."""
-    stops = common_tokens(folder)
-    plain = loaded(folder)
-    model = replace(plain, info=replace(plain.info, eos_token_ids=stops))
-    for ignore_eos in (False, True):
-        params = replace(beam_params(4, 4), ignore_eos=ignore_eos)
-        run = Run(engine_for(folder, ROOMY, model), requests(params))
-        ends = expected_beams(folder, beam_params(4, 4, () if ignore_eos else stops))
-        assert {name: run.family(name) for name in PROMPTS} == ends
-        reasons = {answer.reason for answer in run.answers.values()}
-        assert reasons == {"length"} if ignore_eos else "stop" in reasons

@@ -15,7 +15,7 @@ from engine.config import EngineConfig
 from engine.model.attention import FUSION
 from engine.server.tokenizer import load_tokenizer
 from tests.support.hf_parts import SMALL
-from tests.support.http_server import RunningServer, running_server
+from tests.support.http_server import RunningServer, openai_client, running_server
 
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
@@ -57,7 +57,7 @@ def test_server_info_tells_what_became_of_auto(server: RunningServer) -> None:
 
 @pytest.fixture
 def client(server: RunningServer) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=server.base_url, api_key="none", max_retries=0, timeout=60) as made:
+    with openai_client(server) as made:
         yield made
 
 

@@ -86,6 +86,13 @@ def test_a_salt_that_is_another_prompts_key_finds_nothing():
     assert thief.page_hashes == seq.page_hashes[1:], "the keys are the same, and only verification tells them apart"
 
 
+def test_a_page_of_the_same_tokens_and_key_behind_another_prefix_is_no_hit(monkeypatch):
+    monkeypatch.setattr("engine.kv.prefix_cache.blake2b", NoHash)
+    cache, pool = small_cache()
+    seq = filled(cache, pool, [7, 7])
+    assert hits(cache, [7, 7, 7, 7, 7]) == seq.pages
+
+
 def test_of_two_that_computed_the_same_side_by_side_the_first_is_cached():
     cache, pool = small_cache()
     one, other = (Sequence.of(request(name, [1, 2, 3, 4])) for name in "ab")

@@ -19,6 +19,7 @@ compiles = pytest.mark.skipif(
 )
 
 
+@pytest.mark.full
 @pytest.mark.timeout(900)
 def test_in_the_interpreter():
     run_checks(Path(__file__).with_name("fused_layer_checks.py"))

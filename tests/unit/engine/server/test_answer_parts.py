@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.server.answer_parts import HEADER_CHARACTERS, AnswerParts, Delta
@@ -93,6 +93,7 @@ def parts_of(*, reasoning: bool = True, tools: bool = True, **options: bool) -> 
     return AnswerParts(Itself(), reasoning=reasoning, tools=tools, **options)
 
 
+@settings(max_examples=50)
 @given(TEXTS, CUTS, st.sampled_from([(True, False), (False, True), (True, True)]), st.booleans(), st.booleans())
 def test_any_pieces_give_the_parts_of_the_whole(text, sizes, parsers, thinking, late) -> None:
     options = dict(zip(("reasoning", "tools", "thinking"), (*parsers, thinking and parsers[0]), strict=True))

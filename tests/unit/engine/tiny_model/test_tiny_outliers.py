@@ -31,12 +31,6 @@ def logits(model: LlamaForCausalLM) -> torch.Tensor:
         return model(input_ids=IDS).logits
 
 
-def test_every_prediction_stays_the_same_to_the_bit(model):
-    before = logits(model)
-    scale_key_channels(model, 16.0)
-    assert torch.equal(logits(model), before)
-
-
 def test_the_ratio_grows_by_the_factor(model):
     scale_key_channels(model, 16.0)  # now that pair is the largest in every head
     before = outlier_ratios(model, IDS)
@@ -52,10 +46,6 @@ def test_the_command_changes_the_keys_of_a_folder_and_not_its_predictions(tmp_pa
     shipped, changed = (AutoModelForCausalLM.from_pretrained(f, dtype=torch.float32).eval() for f in (FOLDER, folder))
     assert torch.equal(logits(shipped), logits(changed))
     assert (outlier_ratios(changed, IDS) > 4 * outlier_ratios(shipped, IDS)).all()
+    assert outlier_ratios(shipped, IDS).max() > 5
     assert (folder / "model.safetensors").stat().st_size == (FOLDER / "model.safetensors").stat().st_size
     assert "before" in capsys.readouterr().out
-
-
-def test_the_shipped_model_has_outliers():
-    model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32).eval()
-    assert outlier_ratios(model, IDS).max() > 5

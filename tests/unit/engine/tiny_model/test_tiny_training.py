@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from engine.tiny_model import train as training
 from tests.support.hf_parts import one_thread
 
+pytestmark = pytest.mark.full
 HELD_OUT = Path(__file__).resolve().parents[4] / "engine" / "models" / "kvbench-tiny" / "heldout.txt"
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
          "num_key_value_heads": 1, "head_dim": 16}  # fmt: skip
