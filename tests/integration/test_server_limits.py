@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 
 from engine.server.app import MAX_BODY_BYTES, body_limit
+from engine.server.chat import RESERVED_OPTIONS
+from engine.server.errors import APIError
 from engine.server.tokenizer import ServerTokenizer
 from tests.support.fake_engine import branching, fake_engine
 from tests.support.http_server import RunningServer, running_server, shipped_tokenizer
@@ -32,6 +34,13 @@ def server() -> Iterator[RunningServer]:
     tokenizer = dataclasses.replace(shipped_tokenizer(), max_characters=1000)
     with running_server(fake_engine(branching, enable_prefix_caching=True), tokenizer) as running:
         yield running
+
+
+def test_the_longest_text_that_may_pass_is_all_tokens_of_the_longest_kind() -> None:
+    tokenizer = shipped_tokenizer()
+    assert tokenizer.max_characters == 1024 * max(map(len, tokenizer.backend.get_vocab(with_added_tokens=True)))
+    with pytest.raises(APIError, match=f"has {tokenizer.max_characters + 1} characters"):
+        tokenizer.encode("a" * (tokenizer.max_characters + 1))
 
 
 def padded(size: int) -> bytes:
@@ -72,7 +81,7 @@ def test_what_is_at_a_limit_is_served_and_what_is_beyond_is_refused(server, path
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "text"}] * 20_000}]}, "too_many"),
         ("/tokenize", {"messages": [{"role": "user"}] * 20_000}, "too_many"),
         ("/detokenize", b'{"tokens":[' + b'"",' * 500_000 + b"5]}", "invalid_value"),
-        (CHAT, {"messages": [{"role": "user"}], "chat_template_kwargs": {"tools": 5}}, None),
+        *((CHAT, {"messages": [{"role": "user"}], "chat_template_kwargs": {n: 5}}, None) for n in RESERVED_OPTIONS),
     ],
     ids=itertools.count(),
 )

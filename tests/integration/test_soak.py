@@ -12,13 +12,22 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.soak_client import Soak, Tally
-from tests.support.soak_plan import plan, probes
-from tests.support.soak_server import INT8_SLOT_BYTES, PAGES, SLOT_BYTES, SoakServer, memory_flags, soak_server
+from tests.support.soak import (
+    INT8_SLOT_BYTES,
+    PAGES,
+    SLOT_BYTES,
+    Soak,
+    SoakServer,
+    Tally,
+    memory_flags,
+    plan,
+    probes,
+    soak_server,
+)
 
 WORKERS = 24
 MEASUREMENTS = 8
-SEED = 7  # with it, the 500 requests of the short ones hold each kind of request that can be refused
+SEED = 7
 # Bytes that the resident memory may grow by over the last three quarters of the requests: 560 a request. Seen: 0.1 (of
 # 30,000 requests) to 1.2 MiB; a list that keeps the engine's ``Request`` of each takes 3.
 MEMORY_SLACK = 2 * 2**20

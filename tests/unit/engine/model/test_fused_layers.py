@@ -39,14 +39,14 @@ def test_what_a_program_rotates_stays_in_registers(kind):
 
 
 def test_settings_that_cannot_work_are_refused():
-    with pytest.raises(ValueError, match="fused_layers cannot be true with torch_compile"):
-        EngineConfig(fused_layers=True, torch_compile=True)
-    with pytest.raises(ValueError, match="fused_layers cannot be 'yes': it is true, false or left out"):
-        EngineConfig(fused_layers="yes")
-    with pytest.raises(ValueError, match="fused_layers cannot be true with kernel_backend 'torch'"):
-        EngineConfig(fused_layers=True, kernel_backend="torch")
-    with pytest.raises(ValueError, match="fused_layers cannot be true with dtype 'float16' on device 'cpu'"):
-        EngineConfig(fused_layers=True, dtype="float16", device="cpu")
+    for settings, words in (
+        ({"fused_layers": True, "torch_compile": True}, "true with torch_compile"),
+        ({"fused_layers": "yes"}, "'yes': it is true, false or left out"),
+        ({"fused_layers": True, "kernel_backend": "torch"}, "true with kernel_backend 'torch'"),
+        ({"fused_layers": True, "dtype": "float16", "device": "cpu"}, "true with dtype 'float16' on device 'cpu'"),
+    ):
+        with pytest.raises(ValueError, match=f"fused_layers cannot be {words}"):
+            EngineConfig(**settings)
     with pytest.raises(ValueError, match="fused_layers cannot be true with dtype 'float16' on device 'cpu'"):
         EngineConfig(fused_layers=True, dtype="float16").check_against_device("cpu")
     assert EngineConfig(fused_layers=True, dtype="float16", device="cuda").fused_layers
