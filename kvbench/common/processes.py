@@ -15,7 +15,6 @@ the child's first process only, and a shell there passes nothing on.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import shutil
 import signal
@@ -23,54 +22,41 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Protocol
 
 import psutil
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+from kvbench.common.child_setup import prepare_child
+
 _MARK = "KVBENCH_LAUNCH"
 _KILLED_S = 2.0  # a killed process is gone as soon as the kernel has taken it apart
-_BACKGROUND_NICE = 5  # the load client gets the better priority where both share a small machine
 _RELEASED = b"released"
 _KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)  # the latter is how a shell reports it
 
 
-_LIBC = ctypes.CDLL(None, use_errno=True)  # loaded before any fork: no import in the child
-
-
-def _in_child(background: bool, adopts: bool, death_signal: signal.Signals) -> Callable[[], None]:
-    parent = os.getpid()
-
-    def prepare() -> None:
-        if background:
-            os.nice(_BACKGROUND_NICE)  # the kernel caps the sum at 19
-            with contextlib.suppress(OSError):  # its wake-ups do not interrupt the load client
-                os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-        if adopts:
-            _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        die_with(parent, death_signal)
-
-    return prepare
-
-
-def die_with(parent: int, death_signal: signal.Signals = signal.SIGKILL) -> None:
-    """Makes this child get ``death_signal`` when ``parent`` ends, even by a kill; ends it if that is gone."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, death_signal)
-    if os.getppid() != parent:
-        os._exit(1)
-
-
-class Child(subprocess.Popen[bytes]):
+class Child:
     """A launched process. ``mark``: stands in its environment and its descendants', and so identifies its family.
 
-    ``known``: members of its family that were seen while it lived.
+    ``known``: members of its family that were seen while it lived. The rest is as of ``subprocess.Popen``.
     """
 
     mark: str = ""
     known: frozenset[psutil.Process] = frozenset()
     _watchdog: subprocess.Popen[bytes] | None = None
+    pid: int
+    returncode: int | None
+    stdin: IO[bytes] | None
+    stdout: IO[bytes] | None
+    stderr: IO[bytes] | None
+
+    def poll(self) -> int | None:
+        raise NotImplementedError
+
+    def wait(self, timeout: float | None = None) -> int:
+        raise NotImplementedError
 
     def watch(self, folder: Path | None = None) -> None:
         """Starts a watchdog that kills the family and removes ``folder`` if we are killed before ``stop``."""
@@ -100,6 +86,32 @@ class Child(subprocess.Popen[bytes]):
             self._watchdog = None
 
 
+class _Started(subprocess.Popen[bytes], Child):
+    """A child with an interpreter and a memory layout of its own."""
+
+
+@dataclass(frozen=True)
+class LaunchRequest:
+    """The arguments of ``launch``. ``env``: the whole environment, with the ``mark``."""
+
+    command: Sequence[str]
+    stdin: int | IO[bytes] | None
+    stdout: int | IO[bytes] | None
+    stderr: int | IO[bytes] | None
+    background: bool
+    own_session: bool
+    death_signal: signal.Signals
+    env: Mapping[str, str]
+    cwd: Path | None
+    mark: str
+
+
+class Starter(Protocol):
+    """A quicker way to start some commands; None for one that is to be started plainly."""
+
+    def start(self, launch: LaunchRequest) -> Child | None: ...
+
+
 def launch(
     command: Sequence[str],
     *,
@@ -111,6 +123,7 @@ def launch(
     death_signal: signal.Signals = signal.SIGTERM,
     env: Mapping[str, str | None] | None = None,
     cwd: Path | None = None,
+    preloaded: Starter | None = None,
 ) -> Child:
     """Starts ``command`` in a session (and so a process group) of its own; a terminal's Ctrl-C reaches only us.
 
@@ -118,20 +131,28 @@ def launch(
     ``own_session`` False: in our process group, for one that is to be stopped together with us.
     ``death_signal``: what the kernel sends it when we are killed outright.
     ``env``: added to our environment; a variable that is None there is taken away.
+    ``preloaded``: what forks the child instead, if it can (``kvbench.common.preloaded``).
     """
     mark = uuid.uuid4().hex
     merged = {**os.environ, **(env or {}), _MARK: mark}
-    process = Child(
-        list(command),
-        stdin=stdin,
-        stdout=stdout,
-        stderr=stderr,
-        start_new_session=own_session,
-        preexec_fn=_in_child(background, own_session, death_signal),
-        env={name: value for name, value in merged.items() if value is not None},
-        cwd=cwd,
+    whole = {name: value for name, value in merged.items() if value is not None}
+    asked = LaunchRequest(list(command), stdin, stdout, stderr, background, own_session, death_signal, whole, cwd, mark)
+    return (preloaded and preloaded.start(asked)) or _start_plainly(asked)
+
+
+def _start_plainly(asked: LaunchRequest) -> Child:
+    parent = os.getpid()
+    process = _Started(
+        asked.command,
+        stdin=asked.stdin,
+        stdout=asked.stdout,
+        stderr=asked.stderr,
+        start_new_session=asked.own_session,
+        preexec_fn=lambda: prepare_child(parent, asked.background, asked.own_session, asked.death_signal),
+        env=asked.env,
+        cwd=asked.cwd,
     )
-    process.mark = mark
+    process.mark = asked.mark
     return process
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from kvbench.common import processes
 from kvbench.common.errors import EXIT_INVALID, EXIT_USAGE, MeasurementError
 from kvbench.common.parsing import json_at
+from kvbench.common.preloaded import Preloaded
 from kvbench.common.text import plural
 from kvbench.load.endpoints import Fields
 from kvbench.load.spec import ARRIVE_S, LoadSpec
@@ -33,6 +34,8 @@ _EXIT_LIMIT_S = 10.0
 # four times a second), while it writes.
 _SILENCE_S = {"start": 400.0, "begin": 30.0, "measured": 120.0}
 _SILENCE_PER_REQUEST_S = 0.05  # to read and write them
+
+LOAD_CLIENT = Preloaded("kvbench.load", "kvbench.load.__main__")
 
 Progress = Callable[[int, int, int, float], None]  # done, total, failed, elapsed seconds
 Phase = Callable[[str, int], None]  # "begin", DRAIN or "measured", the client's pid
@@ -88,6 +91,7 @@ def drive(
             stdout=subprocess.PIPE,
             stderr=errors,
             death_signal=signal.SIGKILL,  # without us nothing reads its output, and it may hang
+            preloaded=LOAD_CLIENT,
         )
         try:
             limit_s += ARRIVE_S if arguments else 0.0
@@ -122,7 +126,7 @@ class _Answered:
 
 
 def _follow(
-    process: subprocess.Popen[bytes],
+    process: processes.Child,
     answered: _Answered,
     limit_s: float,
     check: Callable[[], None],

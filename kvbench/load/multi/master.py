@@ -134,7 +134,7 @@ class SharedLoad:
             self.runner.register_message(name, act)
         self._children = [self._launch() for _ in range(useful)] if self.local else []
 
-    def _launch(self) -> subprocess.Popen[bytes]:
+    def _launch(self) -> processes.Child:
         place = ("--master-host", self.host, "--master-port", str(self.port))
         command = [sys.executable, "-m", "kvbench.load", "--worker", *place]
         # In our own process group, so that whoever stops us stops them; they also end when we do (PDEATHSIG).

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from typing import TypeVar
 
+from kvbench.common.child_setup import die_with
 from kvbench.common.errors import MeasurementError, UsageError, say
-from kvbench.common.processes import die_with
 from kvbench.common.text import and_more
 from kvbench.ray.cluster import (
     MAX_LOST,

@@ -1,0 +1,35 @@
+"""The set-up of a child process before its program begins: its priority, whom it adopts, when it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_BACKGROUND_NICE = 5  # the load client gets the better priority where both share a small machine
+
+_LIBC = ctypes.CDLL(None, use_errno=True)  # loaded before any fork: no import in the child
+
+
+def prepare_child(parent: int, background: bool, adopts: bool, death_signal: int) -> None:
+    """Sets up the calling process, a new child of ``parent``.
+
+    ``background``: at a lower priority and as a batch job. ``adopts``: it becomes the parent of its orphaned
+    descendants. ``death_signal``: what the kernel sends it when ``parent`` ends.
+    """
+    if background:
+        os.nice(_BACKGROUND_NICE)  # the kernel caps the sum at 19
+        with contextlib.suppress(OSError):  # its wake-ups do not interrupt the load client
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    if adopts:
+        _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    die_with(parent, death_signal)
+
+
+def die_with(parent: int, death_signal: int = signal.SIGKILL) -> None:
+    """Makes this child get ``death_signal`` when ``parent`` ends, even by a kill; ends it if that is gone."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, death_signal)
+    if os.getppid() != parent:
+        os._exit(1)
