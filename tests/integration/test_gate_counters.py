@@ -18,11 +18,7 @@ from kvbench.common.errors import MeasurementError, UsageError
 from tests.support.counter_files import Gate
 
 ROOT = Path(__file__).resolve().parents[2]
-GATE = (
-    "import sys; from kvbench.cli.gate_counters import counters as command; "
-    "sys.exit(command(sys.argv[1:], standalone_mode=False))"
-)
-ACCEPT = GATE.replace("counters as", "accept as")
+COMMAND = "import sys; from kvbench.cli.gate_counters import {0} as command; sys.exit(command(standalone_mode=False))"
 
 
 @pytest.fixture
@@ -38,44 +34,6 @@ def run(command, *arguments: object):
     if result.exception is not None:
         raise result.exception
     return result.return_value, result.output
-
-
-def python(*arguments: object, source: Path = ROOT, **environment: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": str(source), "COLUMNS": "200", **environment},
-        cwd=source,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-
-
-@pytest.mark.parametrize(
-    ("file", "old", "new", "code", "words"),
-    [
-        ("kv/paged.py", "(len(seq.pages) - 1, -1, -1)", "(len(seq.pages) - 1, seq.index == 0, -1)", 1, "leaked"),
-        ("scheduling/scheduler.py", "self._share)", "self._share, 4 + hash('share') % 8)", 4, "between"),
-    ],
-    ids=["leaks a page", "depends on a hash"],
-)
-def test_a_mutant_of_the_source_is_caught_and_cannot_be_accepted(gate, tmp_path, file, old, new, code, words):
-    """An extra preemption or copy is a patched engine in tests/unit/gate/test_counter_gate.py."""
-    source = tmp_path / "source"
-    for package in ("engine", "kernels", "kvbench"):
-        shutil.copytree(ROOT / package, source / package, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
-    text = (source / "engine" / file).read_text()
-    assert text.count(old) == 1, "the mutation no longer fits the source"
-    (source / "engine" / file).write_text(text.replace(old, new))
-    before = gate.lock_path.read_bytes()
-    seed = {"PYTHONHASHSEED": "0"}  # the second run then has 1: by chance two seeds may agree
-    done = python("-c", GATE, gate.workload_path, "--lock", gate.lock_path, source=source, **seed)
-    assert done.returncode == code, done.stdout + done.stderr
-    assert words in done.stdout and len(done.stdout.splitlines()) < 50
-    options = (gate.workload_path, "--lock", gate.lock_path, "--reason", "let it be")
-    refused = python("-c", ACCEPT, "counters", *options, source=source, **seed)
-    assert refused.returncode == code and "nothing was accepted" in refused.stderr
-    assert gate.lock_path.read_bytes() == before
 
 
 def test_the_files_of_a_verdict(gate, tmp_path, monkeypatch):
@@ -105,28 +63,46 @@ def test_some_scenarios_only(gate):
         assert code == expected and all(each in output for each in words), output
 
 
-def test_without_a_lock_nothing_is_compared(gate):
-    gate.lock_path.unlink()
-    code, output = run(counters, gate.workload_path, "--lock", gate.lock_path)
-    assert code == 5 and "accept: kvbench accept counters" in output
-    code, output = run(accept, "counters", gate.workload_path, "--lock", gate.lock_path, "--reason", "  a new gate ")
-    assert code == 0 and "accepted: the first lock file, 5 scenarios" in output and "reason: a new gate\n" in output
-    assert run(counters, gate.workload_path, "--lock", gate.lock_path)[0] == 0
+def test_an_engine_that_depends_on_a_hash_is_caught_and_cannot_be_accepted(gate, tmp_path):
+    """A mutant of the source, twice; other mistakes are patched engines in tests/unit/gate/test_counter_gate.py."""
+    source = tmp_path / "source"
+    for package in ("engine", "kernels", "kvbench"):
+        shutil.copytree(ROOT / package, source / package, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    scheduler = source / "engine" / "scheduling" / "scheduler.py"
+    text, old = scheduler.read_text(), "self._share)"
+    assert text.count(old) == 1, "the mutation no longer fits the source"
+    scheduler.write_text(text.replace(old, "self._share, 4 + hash('share') % 8)"))
+    before = gate.lock_path.read_bytes()
+    env = {**os.environ, "PYTHONPATH": str(source), "COLUMNS": "200"}
+    env["PYTHONHASHSEED"] = "0"  # the second run then has 1: by chance two seeds may agree
+    files = (str(gate.workload_path), "--lock", str(gate.lock_path))
+    for name, words in (("counters", files), ("accept", ("counters", *files, "--reason", "let it be"))):
+        command = [sys.executable, "-c", COMMAND.format(name), *words]
+        done = subprocess.run(command, env=env, cwd=source, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 4, done.stdout + done.stderr
+        if name == "counters":
+            assert "between" in done.stdout and len(done.stdout.splitlines()) < 50
+    assert "nothing was accepted" in done.stderr and gate.lock_path.read_bytes() == before
 
 
-def test_bad_input(gate, tmp_path, monkeypatch):
-    code, words = run(accept, "counters", gate.workload_path, "--lock", gate.lock_path, "--reason", "  ")
+def test_what_cannot_be_compared_is_no_pass(gate, tmp_path, monkeypatch):
+    files = (gate.workload_path, "--lock", gate.lock_path)
+    with monkeypatch.context() as patch:
+        patch.setattr("kvbench.gate.counters.replay.sys.executable", shutil.which("false"))
+        code, words = run(counters, *files)
+    assert code == 4 and "the second run of the scenarios failed with exit code 1" in words
+    code, words = run(accept, "counters", *files, "--reason", "  ")
     assert code == 2 and "--reason" in words
     assert run(counters, tmp_path / "none.yaml")[0] == 2
     gate.lock_path.write_text("{}")
-    assert run(counters, gate.workload_path, "--lock", gate.lock_path)[0] == 2
+    assert run(counters, *files)[0] == 2
+    gate.lock_path.unlink()
+    code, output = run(counters, *files)
+    assert code == 5 and "accept: kvbench accept counters" in output
+    code, output = run(accept, "counters", *files, "--reason", "  a new gate ")
+    assert code == 0 and "the first lock file, 5 scenarios" in output and "reason: a new gate\n" in output
+    assert run(counters, *files)[0] == 0
     monkeypatch.chdir(tmp_path)
     for command in ((counters,), (accept, "counters", "--reason", "r")):  # outside of the repository
         code, words = run(*command)
         assert code == 2 and str(tmp_path) in words
-
-
-def test_a_second_run_that_fails_is_no_regression(gate, monkeypatch):
-    monkeypatch.setattr("kvbench.gate.counters.replay.sys.executable", shutil.which("false"))
-    code, words = run(counters, gate.workload_path, "--lock", gate.lock_path)
-    assert code == 4 and "the second run of the scenarios failed with exit code 1" in words

@@ -1,4 +1,4 @@
-"""The lockstep protocol with an engine without tensors, whose steps take chosen times: ``python -m`` this.
+"""Engines in lockstep without tensors, whose steps take chosen times: in this process, or by ``python -m`` this.
 
 A step takes 10 ms, 1 ms more for each token that it computes, and some noise. Settings of the engine choose what goes
 wrong: ``page_size: 32`` dies in a turn, ``page_size: 64`` cannot be opened, ``max_num_batched_tokens: 48`` is 20 %
@@ -7,14 +7,16 @@ slower.
 
 from __future__ import annotations
 
-import os
+import json
 import random
-import sys
+from collections import deque
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 from engine import lockstep
 from engine.config import EngineConfig
+from kvbench.lockstep.process import EngineFailedError, EngineProcess, EngineRefusedError
 from tests.support.engine_parts import CountingExecutor, small_engine
 
 _NOW = [0.0]
@@ -34,7 +36,7 @@ class FakeCommands(lockstep.Commands):
 
         def timed() -> Any:
             if config.page_size == 32:
-                os._exit(3)
+                raise SystemExit(3)
             outputs = step()
             slower = 1.2 if config.max_num_batched_tokens == 48 else 1.0
             _NOW[0] += slower * (0.01 + 0.001 * len(outputs)) * noise.gauss(1.0, 0.005)
@@ -44,8 +46,40 @@ class FakeCommands(lockstep.Commands):
         return {"model": {"name": "counting", "vocab_size": 300}, "resolved": {"device": "cpu"}, "versions": {}}
 
 
+class FakeProcess(EngineProcess):
+    """Stands for the process: its engines compute in this one, as starting Python costs more than their steps."""
+
+    alive = True
+
+    def __init__(self, command: Any, log: Any, *, env: Any = None, check: Any = lambda: None) -> None:
+        self._check, self._commands, self._answers = check, FakeCommands(), deque()
+        self.options = frozenset(lockstep.OPTIONS)
+
+    def __exit__(self, *exc: object) -> None: ...
+
+    def greet(self) -> None: ...
+
+    def stay_on(self, cores: Any) -> None: ...
+
+    def send(self, **command: Any) -> None:
+        self._answers.append(json.loads(json.dumps(command)))
+
+    def receive(self, limit_s: float) -> dict[str, Any]:
+        self._check()
+        try:
+            return json.loads(json.dumps(self._commands.do(self._answers.popleft())))
+        except ValueError as error:
+            raise EngineRefusedError(str(error), self) from None
+        except SystemExit as end:
+            raise EngineFailedError(f"the engine's process ended with exit code {end.code}", self) from None
+
+
+def fake_clock(monkeypatch: Any) -> None:
+    """Steps take what the fake engines say."""
+    monkeypatch.setattr(lockstep, "time", SimpleNamespace(perf_counter=lambda: _NOW[0]))
+
+
 if __name__ == "__main__":
-    lockstep.time.perf_counter = lambda: _NOW[0]  # type: ignore[assignment]
+    lockstep.time = SimpleNamespace(perf_counter=lambda: _NOW[0])  # type: ignore[assignment]
     lockstep.Commands = FakeCommands  # type: ignore[misc]
     lockstep.main()
-    sys.exit(0)

@@ -79,37 +79,31 @@ class Known:
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "word"),
+    ("name", "setting", "low", "high", "word"),
     [
-        (2.1, 2.9, HELD),
-        (2.6, 5.0, HELD),
-        (1.6, 1.9, DID_NOT_HOLD),
-        (1.9, 2.1, UNDECIDED),
-        (None, None, UNDECIDED),
+        *(("mixed-lengths", "paged", *row) for row in (  # twice the throughput
+            (2.1, 2.9, HELD), (1.6, 1.9, DID_NOT_HOLD), (1.9, 2.1, UNDECIDED), (None, None, UNDECIDED),
+        )),
+        *((name, "paged", *row) for name in ("uniform-lengths", "single-user") for row in (  # a gain of at most 5 %
+            (0.97, 1.03, HELD), (0.88, 0.94, HELD), (1.06, 1.1, DID_NOT_HOLD), (0.98, 1.06, UNDECIDED),
+        )),
+        *(("prefix-unshared", True, *row) for row in (
+            (0.9, 0.97, HELD), (0.985, 0.995, DID_NOT_HOLD), (1.1, 1.2, DID_NOT_HOLD), (0.97, 1.01, UNDECIDED),
+        )),
     ],
-)
-def test_mixed_lengths_asks_for_twice_the_throughput(low, high, word):
-    assert JUDGES["mixed-lengths"]({"mixed-lengths": Known({"paged": effect(low, high)})}).word == word
+)  # fmt: skip
+def test_claims_of_one_ratio(name, setting, low, high, word):
+    verdict = JUDGES[name]({name: Known({setting: effect(low, high)})})
+    assert verdict.word == word
+    assert ("cost" in verdict.evidence) == (name in ("uniform-lengths", "single-user") and high < 0.95)
 
 
 def test_one_launch_decides_nothing():
     one = dataclasses.replace(effect(2.5, 2.9), n=1)
     verdict = JUDGES["mixed-lengths"]({"mixed-lengths": Known({"paged": one})})
-    assert verdict.word == UNDECIDED
-    assert "one launch" in verdict.reason
+    assert verdict.word == UNDECIDED and "one launch" in verdict.reason
     kinds = {f"prompts-{kind}": Known({"paged": one}) for kind in KINDS}
     assert JUDGES["kinds-of-prompts"](kinds).word == UNDECIDED
-
-
-@pytest.mark.parametrize("name", ["uniform-lengths", "single-user"])
-@pytest.mark.parametrize(
-    ("low", "high", "word"),
-    [(0.97, 1.03, HELD), (0.88, 0.94, HELD), (1.06, 1.1, DID_NOT_HOLD), (0.98, 1.06, UNDECIDED)],
-)
-def test_little_is_a_gain_of_at_most_5_percent(name, low, high, word):
-    verdict = JUDGES[name]({name: Known({"paged": effect(low, high)})})
-    assert verdict.word == word
-    assert ("cost" in verdict.evidence) == (high < 0.95)
 
 
 @pytest.mark.parametrize(
@@ -127,14 +121,6 @@ def test_paging_costs_3_percent_or_not(in_order, scattered, word):
     seconds = {RESERVED: [2.0, 2.0, 2.0], IN_ORDER: [2 * x for x in in_order], SCATTERED: [2 * x for x in scattered]}
     facts = KernelCost("cpu", "numba", 32, 1024, 16, seconds)
     assert JUDGES["paging-cost"]({"paging-cost": facts}).word == word
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "word"),
-    [(0.9, 0.97, HELD), (0.985, 0.995, DID_NOT_HOLD), (1.1, 1.2, DID_NOT_HOLD), (0.97, 1.01, UNDECIDED)],
-)
-def test_prefix_caching_without_shared_prompts(low, high, word):
-    assert JUDGES["prefix-unshared"]({"prefix-unshared": Known({True: effect(low, high)})}).word == word
 
 
 @pytest.mark.parametrize(
@@ -156,22 +142,24 @@ def test_a_shared_prefix_against_exact_reservations(one, five, word):
 
 
 @pytest.mark.parametrize(
-    ("shared", "word"),
-    [((0.45, 0.58, 0.4), HELD), ((0.45, 0.7, 0.0), DEPENDS), ((0.3, 0.7, 0.0), DID_NOT_HOLD)],
+    ("name", "counted", "word"),
+    [
+        ("shared-tokens", (0.45, 0.58, 0.4), HELD),
+        ("shared-tokens", (0.45, 0.7, 0.0), DEPENDS),
+        ("shared-tokens", (0.3, 0.7, 0.0), DID_NOT_HOLD),
+        ("batched-at-once", (7, 9.8, 13.6, 30.4), HELD),
+        ("batched-at-once", (7, 15, 14, 30), DEPENDS),
+        ("batched-at-once", (15, 15, 20, 30), DID_NOT_HOLD),
+    ],
 )
-def test_how_much_of_a_batch_is_shared(shared, word):
-    names = ("prefix-one-shot", "prefix-five-shot", "prefix-unshared")
-    found = {name: Known(counters={"shared": share}) for name, share in zip(names, shared, strict=True)}
-    assert JUDGES["shared-tokens"](found).word == word
-
-
-@pytest.mark.parametrize(
-    ("batched", "word"),
-    [((7, 9.8, 13.6, 30.4), HELD), ((7, 15, 14, 30), DEPENDS), ((15, 15, 20, 30), DID_NOT_HOLD)],
-)
-def test_how_many_requests_are_batched_at_once(batched, word):
-    counters = dict(zip(("max", "pow2", "oracle", "paged"), batched, strict=True))
-    assert JUDGES["batched-at-once"]({"useful-memory": Known(counters=counters)}).word == word
+def test_claims_of_what_a_batch_holds(name, counted, word):
+    if name == "shared-tokens":
+        kinds = ("prefix-one-shot", "prefix-five-shot", "prefix-unshared")
+        known = {kind: Known(counters={"shared": share}) for kind, share in zip(kinds, counted, strict=True)}
+    else:
+        counters = dict(zip(("max", "pow2", "oracle", "paged"), counted, strict=True))
+        known = {"useful-memory": Known(counters=counters)}
+    assert JUDGES[name](known).word == word
 
 
 @pytest.mark.parametrize(
@@ -201,11 +189,9 @@ def test_16_is_best_if_the_others_are_slower_and_ties_are_named():
     assert JUDGES["page-16"](page_sizes(**slower)).word == HELD
     assert JUDGES["page-16"](page_sizes(**slower | {"_64": (1.03, 1.05)})).word == DID_NOT_HOLD
     tie = JUDGES["page-16"](page_sizes(**slower | {"_8": (0.995, 1.01)}))
-    assert tie.word == DEPENDS
-    assert "pages of 8 " in tie.reason
+    assert tie.word == DEPENDS and "pages of 8 " in tie.reason
     undecided = JUDGES["page-16"](page_sizes(**slower | {"_64": (0.98, 1.05)}))
-    assert undecided.word == UNDECIDED
-    assert "64" in undecided.reason
+    assert undecided.word == UNDECIDED and "64" in undecided.reason
 
 
 def test_small_pages_are_wasteful_by_their_table_or_their_speed():

@@ -79,31 +79,41 @@ def test_a_layered_build_runs_its_own_source_with_our_dependencies(build, monkey
     assert build.how == "layered" and build.versions["numpy"] == numpy.__version__
 
 
-def test_a_build_is_kept_and_found_again(tiny, cache, build):
+def test_a_build_is_kept_and_found_again_and_the_working_tree_is_another(tiny, cache, build):
     (build.folder / "numba").mkdir()
     os.utime(build.folder / "build.json", (1, 1))
-    with Builds(cache) as builds:
-        again = builds.build(build.commit)
-        assert builds.build(build.commit) is again
+    write(tiny, {"engine/new.py": "x = 1\n"})
+    try:
+        with Builds(cache) as builds:
+            again = builds.build(build.commit)
+            assert builds.build(build.commit) is again
+            other = builds.build(find_commit(tiny, "."))
+    finally:
+        (tiny / "engine" / "new.py").unlink()
     assert (build.folder / "build.json").stat().st_mtime > 1  # its last use: by that the oldest goes
     assert not again.fresh and (again.folder, again.digest) == (build.folder, build.digest)
+    assert other.fresh and other.folder != build.folder and other.digest == build.digest  # one environment
+    assert build.env["NUMBA_CACHE_DIR"] != other.env["NUMBA_CACHE_DIR"]
+    assert (other.source / "engine" / "new.py").is_file() and not (build.source / "engine" / "new.py").exists()
+    facts = json.loads(json.dumps(other.facts()))
+    assert facts["dirty"] and facts["ref"] == "." and facts["sha"] == build.commit.sha
     with Builds(cache, rebuild=True) as builds:
         assert builds.build(build.commit).fresh
     assert not (build.folder / "numba").exists()
 
 
-def test_two_sides_have_two_folders_and_one_environment(tiny, cache, build):
-    write(tiny, {"engine/new.py": "x = 1\n"})
-    try:
-        with Builds(cache) as builds:
-            candidate = builds.build(find_commit(tiny, "."))
-    finally:
-        (tiny / "engine" / "new.py").unlink()
-    assert candidate.fresh and build.folder != candidate.folder and build.digest == candidate.digest
-    assert build.env["NUMBA_CACHE_DIR"] != candidate.env["NUMBA_CACHE_DIR"]
-    assert (candidate.source / "engine" / "new.py").is_file() and not (build.source / "engine" / "new.py").exists()
-    facts = json.loads(json.dumps(candidate.facts()))
-    assert facts["dirty"] and facts["ref"] == "." and facts["sha"] == build.commit.sha
+def test_no_kvbench_is_among_the_layers_and_a_folder_that_cannot_be_made_is_named(monkeypatch, tmp_path, tiny):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert builds_folder() == tmp_path / "kvbench" / "builds"
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # the standard: to be ignored
+    assert builds_folder() == Path.home() / ".cache" / "kvbench" / "builds"
+    (tmp_path / "file").write_text("")
+    with Builds(tmp_path / "file" / "builds") as builds, pytest.raises(MeasurementError, match=str(tmp_path)):
+        builds.build(find_commit(tiny, "HEAD"))
+    monkeypatch.setattr(sys, "path", ["", str(REPOSITORY), str(tiny), *sys.path, "/nowhere"])
+    layers = running_layers()
+    assert layers and not [p for p in layers if is_kvbench(p) or not p.is_dir()]
+    assert Path(numpy.__file__).parent.parent in layers
 
 
 @pytest.mark.parametrize("damage", ["half", "changed", "no_python", "other_format"])
@@ -240,29 +250,11 @@ def test_a_package_from_elsewhere_or_a_python_that_does_not_start_is_refused(tmp
         installed_versions(tmp_path, "layered")
 
 
-def test_no_kvbench_is_among_the_layers(monkeypatch, tiny):
-    monkeypatch.setattr(sys, "path", ["", str(REPOSITORY), str(tiny), *sys.path, "/nowhere"])
-    layers = running_layers()
-    assert layers and not [p for p in layers if is_kvbench(p) or not p.is_dir()]
-    assert Path(numpy.__file__).parent.parent in layers
-
-
-def test_where_builds_are_kept(monkeypatch, tmp_path, tiny):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert builds_folder() == tmp_path / "kvbench" / "builds"
-    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # the standard: to be ignored
-    assert builds_folder() == Path.home() / ".cache" / "kvbench" / "builds"
-    (tmp_path / "file").write_text("")
-    with Builds(tmp_path / "file" / "builds") as builds, pytest.raises(MeasurementError, match=str(tmp_path)):
-        builds.build(find_commit(tiny, "HEAD"))
-
-
 # --- source
 
 
-@pytest.mark.parametrize("ref", ["v1", "main~1", "HEAD^"])
-def test_a_ref_becomes_a_folder_with_its_files(repo, tmp_path, ref):
-    commit, folder = find_commit(repo / "deep", ref), tmp_path / "out" / "source"
+def test_a_ref_becomes_a_folder_with_its_files_and_is_made_again_after_somebody_removed_it(repo, tmp_path):
+    commit, folder = find_commit(repo / "deep", "main~1"), tmp_path / "out" / "source"
     assert not is_intact(commit, folder)
     check_out(commit, folder)
     assert (folder / "a.txt").read_text() == "one\n" and is_intact(commit, folder)
@@ -271,6 +263,11 @@ def test_a_ref_becomes_a_folder_with_its_files(repo, tmp_path, ref):
     assert not is_intact(find_commit(repo, "HEAD"), folder)
     (folder / "a.txt").write_text("changed\n")
     assert not is_intact(commit, folder)
+    shutil.rmtree(folder)  # git has it registered still
+    check_out(commit, folder)
+    assert is_intact(commit, folder) and len(git(repo, "worktree", "list").splitlines()) == 2
+    remove_source(folder)
+    assert not folder.exists() and len(git(repo, "worktree", "list").splitlines()) == 1
 
 
 def test_the_users_checkout_index_and_hooks_are_left_alone(repo, tmp_path, monkeypatch):
@@ -318,29 +315,14 @@ def test_the_working_tree_is_copied_as_it_is_and_named_after_its_contents(repo, 
         find_commit(repo, ".")
 
 
-def test_a_folder_is_made_again_after_somebody_removed_it_and_removing_leaves_nothing(repo, tmp_path):
-    commit, folder = find_commit(repo, "v1"), tmp_path / "out"
-    check_out(commit, folder)
-    shutil.rmtree(folder)  # git has it registered still
-    check_out(commit, folder)
-    assert is_intact(commit, folder) and len(git(repo, "worktree", "list").splitlines()) == 2
-    remove_source(folder)
-    assert not folder.exists() and len(git(repo, "worktree", "list").splitlines()) == 1
-
-
-def test_a_shallow_clone_serves_for_what_it_has(repo, tmp_path):
-    clone = tmp_path / "clone"
-    subprocess.run(["git", "clone", "-q", "--depth", "1", f"file://{repo}", str(clone)], check=True)
-    check_out(find_commit(clone, "HEAD"), tmp_path / "out")
+def test_what_is_no_commit_is_refused(repo, tmp_path, tmp_path_factory):
+    for ref in ("nonsense", "-h", "a b", ""):
+        with pytest.raises(UsageError, match="is no commit of"):
+            find_commit(repo, ref)
+    with pytest.raises(UsageError, match="--repo"):
+        find_commit(tmp_path_factory.mktemp("no_git"), "HEAD")
+    git(tmp_path, "clone", "-q", "--depth", "1", f"file://{repo}", "clone")
+    check_out(find_commit(tmp_path / "clone", "HEAD"), tmp_path / "out")
     assert (tmp_path / "out" / "a.txt").read_text() == "two\n"
     with pytest.raises(UsageError, match="shallow clone"):
-        find_commit(clone, "v1~0")
-
-
-@pytest.mark.parametrize("ref", ["nonsense", "-h", "a b", ""])
-def test_what_is_no_commit_is_refused(repo, ref, tmp_path_factory):
-    tmp_path = tmp_path_factory.mktemp("no_git")
-    with pytest.raises(UsageError, match="is no commit of"):
-        find_commit(repo, ref)
-    with pytest.raises(UsageError, match="--repo"):
-        find_commit(tmp_path, "HEAD")  # a folder without git
+        find_commit(tmp_path / "clone", "v1~0")

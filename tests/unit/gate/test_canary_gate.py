@@ -36,65 +36,46 @@ def offline(of, asked: int | None = 100, right: int = 100, **changes) -> Quality
 
 
 def judge(of, quality=None, doubt=None):
-    return (judge_canaries(run(of, workload={"name": "mixed"}), of, quality, doubt),) if of.canaries.sent else ()
+    return judge_canaries(run(of, workload={"name": "mixed"}), of, quality, doubt)
 
 
 def test_one_wrong_answer_in_full_precision_fails_whatever_is_known_of_its_quality():
-    (finding,) = judge(wrong(), offline(wrong(), right=50))
+    finding = judge(wrong(), offline(wrong(), right=50))
     assert (finding.outcome, finding.candidate, finding.suite) == (FAIL, 2.0, "limit")
     assert finding.id == "limit/mixed/paged (page 16)-24/canaries"
     assert "2 of 40" in finding.sentence and "passkey-7" in finding.sentence
     assert "wrong_answers.jsonl" in finding.details[0]
+    (other,) = judge_limits(run(wrong(), workload={"name": "m"}), [GateLimit("metric", "p95_ttft_ms", high=1e6)])
+    assert other.outcome == INVALID and "passkey-7" in other.sentence
+
+
+ONE, FOUR = counted(1, **FP8), counted(4, **FP8)
 
 
 @pytest.mark.parametrize(
-    ("of", "outcome"),
+    ("of", "quality", "outcome", "words"),
     [
-        (counted(0), PASS),
-        (counted(0, **FP8), PASS),  # none is not more than any rate
-        (counted(0, answered=0, distinct=0), INVALID),
-        (dataclasses.replace(counted(0), valid=False, invalid_reasons=("late",)), PASS),
+        (counted(0), None, PASS, ""),  # without a wrong answer nothing else need be known
+        (counted(0, **FP8), None, PASS, ""),  # none is not more than any rate
+        (counted(0, answered=0, distinct=0), None, INVALID, ""),
+        (dataclasses.replace(counted(0), valid=False, invalid_reasons=("late",)), None, PASS, ""),
+        (counted(3, **FP8), offline(FOUR), PASS, "0 of 100"),  # p = 0.004
+        (FOUR, offline(FOUR), FAIL, "0 of 100"),  # p = 0.0006
+        (FOUR, offline(FOUR, right=95), PASS, "5 of 100"),
+        (counted(20, **FP8), offline(FOUR, right=60), FAIL, "40 of 100"),
+        (counted(4, 60, 20, **FP8), offline(FOUR), PASS, "0 of 100"),  # 20 canaries, each three times: 1 of 20
+        (ONE, None, INVALID, "kvbench quality"),  # an offline rate that is not known
+        (ONE, offline(ONE, asked=None), INVALID, "kvbench quality"),
+        (ONE, offline(ONE, beside=True), INVALID, "kvbench quality"),
+        (ONE, offline(cell()), INVALID, "kvbench quality"),
     ],
 )
-def test_without_a_wrong_answer_nothing_else_need_be_known(of, outcome):
-    (finding,) = judge(of)
-    assert finding.outcome == outcome
-
-
-@pytest.mark.parametrize(
-    ("of", "right", "outcome"),
-    [
-        (counted(3, **FP8), 100, PASS),  # p = 0.004
-        (counted(4, **FP8), 100, FAIL),  # p = 0.0006
-        (counted(4, **FP8), 95, PASS),
-        (counted(20, **FP8), 60, FAIL),
-        (counted(4, 60, 20, **FP8), 100, PASS),  # 20 canaries, each three times: 1 of 20
-    ],
-)
-def test_a_quantised_kv_fails_only_beyond_its_offline_rate(of, right, outcome):
-    (finding,) = judge(of, offline(of, right=right))
-    assert finding.outcome == outcome and f"{100 - right} of 100" in finding.sentence
-
-
-@pytest.mark.parametrize(
-    ("quality", "doubt", "words"),
-    [
-        (None, None, "kvbench quality"),
-        (offline(counted(1, **FP8), asked=None), None, "kvbench quality"),
-        (offline(counted(1, **FP8), beside=True), None, "kvbench quality"),
-        (offline(cell()), None, "kvbench quality"),
-        (offline(counted(1, **FP8)), "measured with other code", "other code"),
-    ],
-)
-def test_a_quantised_kv_whose_offline_rate_is_not_known_cannot_be_judged(quality, doubt, words):
-    (finding,) = judge(counted(1, **FP8), quality, doubt)
-    assert finding.outcome == INVALID and words in finding.sentence
-
-
-def test_a_cell_without_canaries_has_no_finding_and_other_limits_on_a_wrong_one_say_why():
-    assert judge(cell()) == ()
-    (finding,) = judge_limits(run(wrong(), workload={"name": "m"}), [GateLimit("metric", "p95_ttft_ms", high=1e6)])
-    assert finding.outcome == INVALID and "passkey-7" in finding.sentence
+def test_a_quantised_kv_fails_only_beyond_its_offline_rate(of, quality, outcome, words):
+    finding = judge(of, quality)
+    assert finding.outcome == outcome and words in finding.sentence
+    if quality and outcome != INVALID and of.canaries.wrong:
+        doubted = judge(of, quality, "measured with other code")
+        assert doubted.outcome == INVALID and "other code" in doubted.sentence
 
 
 def test_the_command_judges_canaries_without_a_policy_and_beside_one(tmp_path, capsys):

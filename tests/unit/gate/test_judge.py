@@ -1,6 +1,5 @@
 """The verdict on tables whose answer is known, and what it says of the pairs it would need."""
 
-import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -33,16 +32,14 @@ def judged(y: np.ndarray, look: int = 0) -> dict[str, Finding]:
     return {finding.id: finding for finding in judge(table(y), DEFAULT_RULES, look).findings}
 
 
-def outcomes(y: np.ndarray, look: int = 0) -> dict[str, str]:
-    return {key: finding.outcome for key, finding in judged(y, look).items()}
-
-
-def test_no_change_passes_everywhere():
+def test_no_change_passes_everywhere_and_nothing_to_compare_is_no_pass():
     judgement = judge(table(noise(8)), DEFAULT_RULES, 0)
     assert judgement.outcome == PASS
     assert {f.outcome for f in judgement.findings} == {PASS} and len(judgement.findings) == 3 * (1 + 2 + 4)
     assert {f.figures["pairs_needed"] for f in judgement.findings} == {None}
     assert "8 pairs" in sentence(judgement) and "21" in sentence(judgement)
+    judgement = judge(table(np.full((8, 4, 3), np.nan)), DEFAULT_RULES, 0)
+    assert judgement.outcome == EMPTY and sentence(judgement) and len(judgement.notes) == 12
 
 
 @pytest.mark.parametrize("metric", range(3))
@@ -50,13 +47,12 @@ def test_a_change_for_the_worse_fails_and_one_for_the_better_does_not(metric):
     y = noise(10)
     y[:, 1, metric] += 0.12 * WORSE[metric]
     name = METRICS[metric].name
-    assert {key for key, outcome in outcomes(y, 1).items() if outcome == FAIL} == {
-        f"overall/{name}",
-        f"class/chat/{name}",
-        f"cell/chat/b/{name}",
-    }
+    failed = {key for key, finding in judged(y, 1).items() if finding.outcome == FAIL}
+    assert failed == {f"overall/{name}", f"class/chat/{name}", f"cell/chat/b/{name}"}
+    said = sentence(judge(table(y), DEFAULT_RULES, 1))  # what, where, how sure, after how many pairs
+    assert all(part in said for part in (METRICS[metric].title, "chat", "p = 0.00098", "10 pairs", "3 of 21"))
     y[:, 1, metric] -= 0.24 * WORSE[metric]
-    assert set(outcomes(y, 1).values()) == {PASS}
+    assert {finding.outcome for finding in judged(y, 1).values()} == {PASS}
 
 
 # By pair: 10 % slower but in one pair. The pattern without that pair's sign is as bad: p is 2 / 256 or more.
@@ -79,7 +75,7 @@ def test_a_slowdown_fails_with_a_small_p_and_an_effect_of_at_least_the_floor(pai
     assert p[0] < found.p <= p[1] and (found.outcome, found.figures["margin"]) == (outcome, 0.10)
 
 
-def test_not_within_the_margin_and_not_shown_is_undecided():
+def test_what_is_undecided_says_how_many_pairs_it_needs():
     y = noise(8, sd=0.001)
     y[:4, 3, 1] += 0.30
     y[4:, 3, 1] -= 0.12
@@ -89,30 +85,39 @@ def test_not_within_the_margin_and_not_shown_is_undecided():
     assert min(figures["pairs_needed"] for figures in undecided.values()) > 8
     assert max(figures["smallest_detectable"] for figures in undecided.values()) > 0.10
     assert f"{len(undecided)} of 21 " in sentence(judgement) and f"{METRICS[1].title} of code/b" in sentence(judgement)
-
-
-def test_too_few_pairs_show_nothing():
     three = judge(table(noise(3)), DEFAULT_RULES, 0)
     assert three.outcome == INCONCLUSIVE
     assert {f.figures["smallest_detectable"] for f in three.findings} == {None}
     assert {f.figures["pairs_needed"] for f in three.findings} == {6}  # 2^-6 is the first p of at most 0.02
-    assert "p is 0.12 at least" in sentence(three) and "about 6 pairs" in sentence(three)
+    assert "about 6 pairs" in sentence(three)
     one = judge(table(noise(1)), DEFAULT_RULES, 0)
-    assert (one.outcome, one.findings[0].interval, one.findings[0].outcome) == (INCONCLUSIVE, None, INCONCLUSIVE)
-    assert sentence(one)
-
-
-def test_more_pairs_than_a_comparison_takes_are_no_advice():
+    assert (one.outcome, one.findings[0].interval) == (INCONCLUSIVE, None) and sentence(one)
     y = noise(16, sd=0.001, cells=1)
     y[:, 0, 1] = np.where(np.arange(16) % 2, 0.12, -0.09)
-    judgement = judge(table(y), DEFAULT_RULES, 2)
-    (undecided,) = (f for f in judgement.findings if f.outcome == INCONCLUSIVE)
-    assert (undecided.metric, undecided.figures["pairs_needed"] > 16) == ("p95_ttft_ms", True)
-    assert f"about {undecided.figures['pairs_needed']} pairs" in sentence(judgement)
-    assert "takes 16 at most" in sentence(judgement)
+    assert "takes 16 at most" in sentence(judge(table(y), DEFAULT_RULES, 2))
     y[:, 0, 1] += METRICS[1].harm_of(0.04) - y[:, 0, 1].mean()  # at its margin no number of pairs is enough
     rules = replace(DEFAULT_RULES, metrics=(METRICS[0], replace(METRICS[1], floor=0.04), METRICS[2]))
     assert "more than 200 pairs" in sentence(judge(table(y, rules.metrics), rules, 2))
+
+
+@pytest.mark.parametrize(
+    ("pairs", "look", "outcome"),
+    [
+        (10, 1, FAIL),  # early: 2^-10 is below 0.0025
+        (7, 0, INCONCLUSIVE),  # 2^-7 is above 0.004
+        (8, 1, None),
+        (9, 0, None),
+        (12, 2, None),
+    ],
+)
+def test_the_clock_may_take_a_look_early_but_not_late_or_twice(pairs, look, outcome):
+    y = noise(pairs)
+    y[:, 0, 1] += 0.2
+    if outcome:
+        assert judge(table(y), DEFAULT_RULES, look).outcome == outcome
+    else:
+        with pytest.raises(ValueError, match=f"{pairs} pairs"):
+            judge(table(y), DEFAULT_RULES, look)
 
 
 OF_CLASS = tuple(cell.split("/")[0] for cell in CELLS)
@@ -133,7 +138,6 @@ def one_sided(pairs: int, lacking: str) -> PairTable:
         ("candidate", 9, 1, FAIL),  # 2^-9 is below 0.003
         ("candidate", 7, 0, INCONCLUSIVE),  # all other hypotheses pass
         ("base", 8, 0, INVALID),
-        ("base", 3, 0, INVALID),
     ],
 )
 def test_a_metric_that_one_side_has_lost_is_never_a_pass(lacking, pairs, look, outcome):
@@ -149,36 +153,16 @@ def test_a_metric_that_one_side_has_lost_is_never_a_pass(lacking, pairs, look, o
     assert {f.outcome for f in findings.values()} == {PASS} or pairs < 7
 
 
-def test_what_was_measured_goes_before_what_was_lost():
+def test_what_was_measured_goes_before_what_was_lost_and_what_one_side_has_is_not_empty():
     made = one_sided(8, "base")
     y = made.log_ratio.copy()
     y[:, :, 0] -= 0.2
     judgement = judge(replace(made, log_ratio=y), DEFAULT_RULES, 0)
-    assert judgement.outcome == FAIL and sentence(judgement).startswith("output throughput")
+    assert judgement.outcome == FAIL and sentence(judgement).startswith("output throughput over all cells")
     assert {f.outcome for f in judgement.findings} == {FAIL, PASS, INVALID}
-
-
-def test_nothing_but_what_one_side_has_is_not_empty():
     base = np.full((8, 1, 3), 50.0)
-    made = PairTable.from_values(base, base * np.nan, CELLS[:1], ("chat",), METRICS)
-    judgement = judge(made, DEFAULT_RULES, 0)
-    assert (judgement.outcome, judgement.compared) == (FAIL, [])
-    assert "output throughput of chat/a" in sentence(judgement) and "3 metrics" in sentence(judgement)
-
-
-def test_the_clock_may_take_a_look_early_but_not_late_or_twice():
-    y = noise(16)
-    y[:, 0, 1] += 0.2
-    assert judge(table(y[:10]), DEFAULT_RULES, 1).outcome == FAIL  # 2^-10 is below 0.0025
-    assert judge(table(y[:7]), DEFAULT_RULES, 0).outcome == INCONCLUSIVE  # 2^-7 is above 0.004
-    for pairs, look in ((8, 1), (9, 0), (12, 2)):
-        with pytest.raises(ValueError, match=f"{pairs} pairs"):
-            judge(table(y[:pairs]), DEFAULT_RULES, look)
-
-
-def test_nothing_to_compare_is_no_pass():
-    judgement = judge(table(np.full((8, 4, 3), np.nan)), DEFAULT_RULES, 0)
-    assert judgement.outcome == EMPTY and sentence(judgement) and len(judgement.notes) == 12
+    nothing = judge(PairTable.from_values(base, base * np.nan, CELLS[:1], ("chat",), METRICS), DEFAULT_RULES, 0)
+    assert (nothing.outcome, nothing.compared) == (FAIL, []) and "3 metrics" in sentence(nothing)
 
 
 def test_change_interval_and_sides_are_those_of_geometric_means():
@@ -199,7 +183,7 @@ def test_change_interval_and_sides_are_those_of_geometric_means():
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("shift", [699.0, 709.0, 720.0])
+@pytest.mark.parametrize("shift", [699.0, 720.0])
 def test_a_change_that_no_float_holds_is_a_finite_one(shift):
     """e^709 is the largest power that a float holds; a verdict is stored as JSON, which has no infinity."""
     for finding in judged(noise(8, sd=50.0) + shift).values():
@@ -207,36 +191,25 @@ def test_a_change_that_no_float_holds_is_a_finite_one(shift):
         assert finding.figures["smallest_detectable"] is None or np.isfinite(finding.figures["smallest_detectable"])
 
 
-def test_a_failure_says_what_where_how_much_and_how_sure():
-    y = noise(8, sd=0.001)
-    y[:, 2, 0] += np.log(1 - 0.2)
-    judgement = judge(table(y), DEFAULT_RULES, 0)
-    for part in ("output throughput of code/a", "20.0 %", "lower", "8 pairs", "p = 0.0039", "21", "1 %", "3 of 21"):
-        assert part in sentence(judgement)
-    passed = next(f for f in judgement.findings if f.id == TTFT)
-    assert "10 % higher or more is ruled out (p = 0.0039)" in passed.sentence
-    everywhere = noise(8, sd=0.001)
-    everywhere[:, :, 0] += np.log(1 - 0.2)
-    assert sentence(judge(table(everywhere), DEFAULT_RULES, 0)).startswith("output throughput over all cells")
-
-
 def test_power_without_a_floor_is_the_noncentral_ts_and_with_one_that_of_drawn_samples():
     harm, sd, pairs, critical = np.array([0.01, 0.04, 0.07]), np.array([0.03, 0.03, 0.05]), 10, 3.2
     expected = stats.nct.sf(critical, pairs - 1, harm / sd * np.sqrt(pairs))
     assert power(harm, sd, pairs, critical) == pytest.approx(expected, abs=2e-3)
-    x = harm + sd * np.random.default_rng(1).normal(size=(100_000, pairs, 3))
+    x = harm + sd * np.random.default_rng(1).normal(size=(50_000, pairs, 3))
     mean, t = x.mean(axis=1), x.mean(axis=1) / (x.std(axis=1, ddof=1) / np.sqrt(pairs))
     drawn = ((mean >= 0.05) & (t > critical)).mean(axis=0)
-    assert power(harm, sd, pairs, critical, 0.05) == pytest.approx(drawn, abs=6e-3)
+    assert power(harm, sd, pairs, critical, 0.05) == pytest.approx(drawn, abs=8e-3)
 
 
-@pytest.mark.parametrize(("pairs", "floor"), itertools.product((2, 16), (0.0, 0.03)))
+@pytest.mark.parametrize(("pairs", "floor"), [(2, 0.0), (16, 0.03)])
 def test_smallest_detectable_has_a_power_of_80_percent(pairs, floor):
     sd = np.array([0.001, 0.04, 0.3])
     seen = smallest_detectable(sd, pairs, 6.0, floor)
     assert power(seen, sd, pairs, 6.0, floor) == pytest.approx(0.8, abs=1e-3)
     assert (seen >= floor).all()
     assert smallest_detectable(np.array([0.0]), pairs, 6.0, floor) == [floor]
+    for many, published in ((2, 0.7979), (8, 0.9650), (16, 0.9835)):  # c4 of ISO 7870, Montgomery's appendix VI
+        assert unbiased(many) == pytest.approx(published, abs=5e-5)
 
 
 @pytest.mark.parametrize("up_to", [0.0, 0.28])  # a PASS is nearer, then a FAIL
@@ -256,8 +229,3 @@ def test_pairs_needed_settle_it_in_four_of_five_cases_and_one_fewer_does_not(up_
 
     assert settled(needed, 3 if up_to else 1) >= (0.75 if up_to else 0.79)
     assert settled(needed - 1, 1) < (0.9 if up_to else 0.81)
-
-
-def test_the_mean_of_sds_falls_short_of_the_true_one_by_c4():
-    for pairs, published in ((2, 0.7979), (8, 0.9650), (16, 0.9835)):  # ISO 7870, Montgomery's appendix VI
-        assert unbiased(pairs) == pytest.approx(published, abs=5e-5)

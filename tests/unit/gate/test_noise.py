@@ -107,23 +107,14 @@ def test_few_pairs_and_sides_that_differ_are_named():
     y = drawn()
     y[:, :, 0] += np.linspace(-0.02, 0.02, 24)[:, None]
     assert "output_throughput over all cells: a pair depends on the one before" in said(y)
+    y[:, :, 2] = np.nan  # a metric that no cell has
+    assert [line.metric for line in measured(y).each] == ["output_throughput"] * 3 + ["p95_ttft_ms"] * 3
+    with pytest.raises(ValueError, match="no cell has any of the metrics"):
+        measured(y * np.nan)
 
 
-def test_noise_of_other_looks_says_nothing_of_these(noise):
+def test_noise_survives_json_and_that_of_other_looks_says_nothing_of_these(noise):
+    assert RunnerNoise.parse(json.loads(json.dumps(noise.to_json()))) == noise
     assert "floor" in warnings_of(noise, replace(RULES, looks=RULES.looks[:1]))[0]
     (text,) = warnings_of(noise, DEFAULT_RULES)
     assert f"[8, {LAST}]" in text and "16" in text
-
-
-def test_noise_survives_json(noise):
-    assert RunnerNoise.parse(json.loads(json.dumps(noise.to_json()))) == noise
-    with pytest.raises(ValueError, match="format is 'x'"):
-        RunnerNoise.parse({**noise.to_json(), "format": "x"})
-
-
-def test_tables_that_show_no_noise_are_refused_and_a_metric_that_no_cell_has_has_no_line():
-    with pytest.raises(ValueError, match="no cell has any of the metrics"):
-        measured(np.full((8, 24, 3), np.nan))
-    y = drawn()
-    y[:, :, 2] = np.nan
-    assert [line.metric for line in measured(y).each] == ["output_throughput"] * 3 + ["p95_ttft_ms"] * 3

@@ -114,7 +114,4 @@ def test_floors_and_margins_are_relative_changes_for_the_worse():
     for metric in METRICS:
         assert metric.relative_of(metric.harm_of(0.2)) == pytest.approx(0.2)
     assert throughput.relative_of(-0.1) < 0 < throughput.relative_of(0.1)
-
-
-def test_the_look_of_so_many_pairs():
     assert [DEFAULT_RULES.look_for(pairs).pairs for pairs in (1, 8, 9, 16, 40)] == [8, 8, 12, 16, 16]

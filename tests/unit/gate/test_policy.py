@@ -33,20 +33,19 @@ def test_the_shipped_policy_writes_out_the_default_rules():
     assert DEFAULT_RULES.alpha + ALPHA == pytest.approx(0.01)
     assert sum(look.alpha_pass for look in DEFAULT_RULES.looks) == pytest.approx(0.05)
     assert {limit.kind for limit in policy.limits} == {"metric", "ratio", "quality"}
-
-
-def test_the_shipped_policy_holds_every_configuration_of_mixed_but_fp8_and_int4_to_the_limits_of_its_quality():
-    (within,) = (limit for limit in load_policy(SHIPPED).limits if limit.what == "within")
+    (within,) = (limit for limit in policy.limits if limit.what == "within")  # but of fp8 and int4
     cells = design_of(load_workload(SHIPPED.parents[1] / "workloads" / "mixed.yaml", profile="cpu")).cells
     left = [cell.cell_id for cell in cells if not matches(f"mixed/{cell.cell_id}", within.cells)]
     outside = ("fp8_e4m3", "int4_per_token_head")
     assert sorted(left) == sorted(f"paged-p16-{dtype}-c{users}" for dtype in outside for users in (3, 32))
 
 
-@pytest.mark.parametrize("text", ["", "timing:\nlimits:\n", "timing: {looks:}", None])
-def test_what_is_left_empty_is_left_out(read, text):
-    policy = load_policy(None) if text is None else read(text)
-    assert (policy.timing, policy.limits) == (DEFAULT_RULES, ())
+def test_what_is_left_empty_is_left_out(read, tmp_path):
+    for policy in (load_policy(None), read(""), read("timing:\nlimits:\n"), read("timing: {looks:}")):
+        assert (policy.timing, policy.limits) == (DEFAULT_RULES, ())
+    for path in (tmp_path / "none.yaml", tmp_path):
+        with pytest.raises(UsageError, match=str(path)):
+            load_policy(path)
 
 
 def test_timing_rules_are_those_of_the_file_and_the_rest_as_usual(read):
@@ -61,10 +60,8 @@ timing:
   classes: {quiet: "paged-*-c3", mixed ones: ["mixed/*", "prefix/*-c32"]}
 """).timing
     # 5 % of false passes over two looks, where a look does not say its own
-    assert [(look.pairs, look.alpha, look.alpha_pass) for look in timing.looks] == [
-        (9, 0.004, 0.025),
-        (18, 0.003, 0.01),
-    ]
+    found = [(look.pairs, look.alpha, look.alpha_pass) for look in timing.looks]
+    assert found == [(9, 0.004, 0.025), (18, 0.003, 0.01)]
     throughput, ttft = timing.metrics
     assert throughput == DEFAULT_RULES.metrics[0]
     assert ttft.floor == 0.05 and dict(ttft.margins) == {"overall": 0.06, "class": 0.075, "cell": 0.10}
@@ -113,38 +110,28 @@ REFUSED = {
     "timing: {looks: [{pairs: 7, alpha: 0.4%}]}": "alpha of 0.004 after 7 pairs",
     "timing: {looks: [{pairs: 7, alpha: 1%, alpha_pass: 0.5%}]}": "alpha_pass of 0.005 after 7 pairs",
     "timing: {looks: [{pairs: 12, alpha: 3%}, {pairs: 16, alpha: 2.1%}]}": "0.051",
-    "timing: {looks: [{pairs: 8, alpha: 60%}]}": "0.6",
     "timing: {looks: [{pairs: 12, alpha: 1%}, {pairs: 8, alpha: 1%}]}": "[12, 8]",
     "timing: {looks: [{pairs: 80, alpha: 1%}]}": "at most 20",
-    "timing: {looks: [{pairs: 8}]}": "timing.looks.0.alpha",
     "timing: {looks: [{pairs: 8, alpha: 4}]}": "timing.looks.0.alpha: 4",
     "timing: {metrics: {p95_tftt_ms: {floor: 1%}}}": "`p95_ttft_ms`?",
-    "timing: {metrics: {p95_ttft_ms: }}": "p95_ttft_ms",
     "timing: {metrics: {p95_ttft_ms: {floor: 3%, margins: {cells: 9%}}}}": "did you mean `cell`?",
     "timing: {metrics: {p95_ttft_ms: {floor: 4.5%}}}": "margin 4.00% is below the floor 4.50%",
-    "timing: {metrics: {p95_ttft_ms: off, p95_itl_ms: off, output_throughput: off}}": "at least one metric",
     "timing: {classes: {quiet: []}}": "timing.classes.quiet",
-    "limits: {metric: failed}": "list",
     "limits: [{metric: failed, max: 3, max: 4}]": "max",
     "limits: [{metric: p95_tftt_ms, max: 3}]": "p95_ttft_ms?",
-    "limits: [{ratio: output_troughput, min: 3}]": "output_throughput?",
     "limits: [{kld: median, max: 3}]": "'same_argmax'",
     "limits: [{metric: failed, maxx: 3}]": "`max`?",
     "limits: [{metric: failed}]": "give max or min",
     "limits: [{metric: failed, max: many}]": "'many'",
     "limits: [{metric: failed, max: .nan}]": "finite",
-    "limits: [{metric: failed, max: true}]": "true",
     "limits: [{metric: failed, max: 1, min: 2}]": "min 2 is above max 1",
     "limits: [{quality: passkeys, min: 1}]": "'passkey'",
-    "limits: [{quality: passkey}]": "give max or min",
     "limits: [{quality: within, max: 1}]": "remove max and min",
     "limits: [{max: 1}]": "metric, slo, ratio, kld, quality",
     "limits: [{metric: failed, kld: mean, max: 1}]": "metric and kld",
-    "limits: [{slo: 95%, min: 1}]": "slo 0.95",
     "limits: [{slo: 95}]": "less than 1",
     "limits: [{slo: 100%}]": "`metric: goodput_share` with `min: 1`",
     "limits: [{metric: failed, max: 1, of: a, to: b}]": "of and to",
-    "limits: [{ratio: goodput, min: 1, of: a}]": "of and to",
     "- a": "this file is a list",
     "timing: {looks: [": "YAML",
 }
@@ -156,12 +143,6 @@ def test_a_mistake_is_refused_with_what_to_write_instead(read, text):
         read(text)
     assert REFUSED[text] in str(refused.value)
     assert "gates.yaml" in str(refused.value) and "\n" not in str(refused.value)
-
-
-def test_a_file_that_cannot_be_read(tmp_path):
-    for path in (tmp_path / "none.yaml", tmp_path):
-        with pytest.raises(UsageError, match=str(path)):
-            load_policy(path)
 
 
 def test_globs_without_a_slash_are_of_the_cell():

@@ -78,14 +78,33 @@ def test_limits_that_hold_pass(run, gated, tmp_path, capsys):
     assert "PASS" in capsys.readouterr().out
 
 
-def test_a_broken_limit_is_a_regression_whatever_else_is_invalid(run, gated, capsys):
-    broken = "limits: [{metric: p95_ttft_ms, max: 0.001}, {metric: failure_rate, max: 0}]"
+def test_a_broken_limit_is_a_regression_whatever_else_is_invalid(run, gated):
+    broken = "limits: [{metric: p95_ttft_ms, max: 0.001}, {metric: server.nothing, max: 0}]"
     code, verdict = gated(run, broken)
-    assert (code, verdict.outcome) == (1, "fail")
+    assert (code, verdict.outcome) == (1, "fail") and {f.outcome for f in verdict.findings} == {"fail", "invalid"}
     assert "3 of 6 limits of mixed" in verdict.sentence and "0.00100 ms" in verdict.sentence
-    assert "FAIL" in capsys.readouterr().out
-    code, verdict = gated(run, broken.replace("failure_rate", "server.nothing"))
-    assert code == 1 and {f.outcome for f in verdict.findings} == {"fail", "invalid"}
+    cell = next(run.glob("cells/layout-contiguous*")).name
+    changed(run, f"cells/{cell}/summary.json", valid=False, invalid_reasons=["repeat 1: late"])
+    code, verdict = gated(run, KEPT)
+    assert (code, verdict.outcome) == (4, "invalid") and "late" in verdict.sentence
+    assert [f.id for f in verdict.of("invalid")] == [f"limit/mixed/{cell}/failure_rate"]
+    code, verdict = gated(run, "limits: [{metric: failure_rate, max: 0, cells: 'baseline*'}]")
+    assert code == 0 and cell in " ".join(verdict.notes)  # it is not judged, and not hidden
+
+
+def test_a_disturbed_repeat_and_damaged_files_that_no_limit_reads_are_notes(run, gated):
+    cell = next(run.glob("cells/baseline*")).name
+    planned = json.loads((run / "manifest.json").read_text())["plan"]
+    block = next(block for block in planned if cell in block["cells"])
+    changed(run, "manifest.json", plan=[*planned, block])
+    changed(run, f"cells/{cell}/summary.json", invalid_repeats={"9": ["others ran"]})
+    damaged = ("predictions.json", "lockstep/effects.json")
+    for name in damaged:
+        (run / name).parent.mkdir(exist_ok=True)
+        (run / name).write_text("{")
+    code, verdict = gated(run, KEPT)
+    assert (code, verdict.outcome) == (0, "pass")
+    assert all(each in " ".join(verdict.notes) for each in (cell, *damaged))
 
 
 def test_mistakes_are_usage_errors(run, gated, tmp_path, capsys):
@@ -98,35 +117,6 @@ def test_mistakes_are_usage_errors(run, gated, tmp_path, capsys):
         assert gated(folder, text) == (2, None) and said in capsys.readouterr().err
     for words, said in (((run,), "--policy"), ((run, "--polcy", "x"), "--polcy")):
         assert command(*words) == 2 and said in capsys.readouterr().err
-
-
-def test_an_invalid_cell_is_exit_code_4(run, gated):
-    cell = next(run.glob("cells/layout-contiguous*")).name
-    changed(run, f"cells/{cell}/summary.json", valid=False, invalid_reasons=["repeat 1: late"])
-    code, verdict = gated(run, KEPT)
-    assert (code, verdict.outcome) == (4, "invalid")
-    assert [f.id for f in verdict.of("invalid")] == [f"limit/mixed/{cell}/failure_rate"]
-    assert "late" in verdict.sentence
-    code, verdict = gated(run, "limits: [{metric: failure_rate, max: 0, cells: 'baseline*'}]")
-    assert code == 0 and cell in " ".join(verdict.notes)  # it is not judged, and not hidden
-
-
-def test_a_cell_without_its_disturbed_repeat_is_judged_and_that_is_said(run, gated):
-    cell = next(run.glob("cells/baseline*")).name
-    planned = json.loads((run / "manifest.json").read_text())["plan"]
-    block = next(block for block in planned if cell in block["cells"])
-    changed(run, "manifest.json", plan=[*planned, block])
-    changed(run, f"cells/{cell}/summary.json", invalid_repeats={"9": ["others ran"]})
-    code, verdict = gated(run, KEPT)
-    assert (code, verdict.outcome) == (0, "pass") and cell in " ".join(verdict.notes)
-
-
-@pytest.mark.parametrize("name", ["predictions.json", "lockstep/effects.json"])
-def test_a_damaged_file_that_no_limit_reads_is_a_note(run, gated, name):
-    (run / name).parent.mkdir(exist_ok=True)
-    (run / name).write_text("{")
-    code, verdict = gated(run, KEPT)
-    assert (code, verdict.outcome) == (0, "pass") and name in " ".join(verdict.notes)
 
 
 @pytest.mark.parametrize("how", ["status", "missing", "short", "damaged"])
@@ -158,7 +148,7 @@ MEASURED = result({INT8.config_id: figures(0.01)}, git=RUN, note="Random.")
 KLD = "limits: [{kld: mean, max: 0.02, cells: '*int8*'}]"
 
 
-def test_the_kld_of_the_run_and_of_other_code_which_needs_force(run, gated):
+def test_the_kld_of_the_run_and_of_other_code_which_needs_force(run, gated, capsys):
     code, verdict = gated(run, KLD)
     assert code == 4 and f"kvbench quality {run}" in verdict.sentence and RUN["sha"] in verdict.sentence
     (run / QUALITY).write_text(json.dumps(MEASURED.to_json()))
@@ -166,29 +156,20 @@ def test_the_kld_of_the_run_and_of_other_code_which_needs_force(run, gated):
     assert code == 0 and "Random." in verdict.notes
     assert gated(run, KLD.replace("0.02", "0.009"))[0] == 1
     versions = {"torch": "1.0", "transformers": "not told by the run"}
-    (run / QUALITY).write_text(
-        json.dumps(MEASURED.model_copy(update={"git": GitState(sha="fedcba"), "versions": versions}).to_json())
-    )
+    other = MEASURED.model_copy(update={"git": GitState(sha="fedcba"), "versions": versions})
+    (run / QUALITY).write_text(json.dumps(other.to_json()))
     code, verdict = gated(run, KLD)
     ran = json.loads((run / "manifest.json").read_text())["versions"]["torch"]
     assert code == 4 and "fedcba" in verdict.sentence and f"torch 1.0, of the run {ran}" in verdict.sentence
     assert gated(run, KLD, "--force")[0] == 0
-
-
-def test_every_configuration_is_held_to_the_limits_of_its_quality(run, gated):
-    within = "limits: [{quality: within}]"
-    for int8, code in ((figures(0.0004), 0), (outside(), 1), (None, 4)):
+    for text in ("{}", '{"format": "kvbench-quality/1", "of": 3}', "{"):
+        (run / QUALITY).write_text(text)
+        assert gated(run, KLD)[0] == 2 and QUALITY in capsys.readouterr().err
+    for int8, code in ((figures(0.0004), 0), (outside(), 1), (None, 4)):  # every configuration is held to its limits
         known = dict.fromkeys((config.config_id for config in PAIR), figures())
         known |= {INT8.config_id: int8} if int8 else {}
         (run / QUALITY).write_text(json.dumps(result(known, git=RUN, beside=True, model="kvbench-tiny").to_json()))
-        assert gated(run, within)[0] == code
-        assert gated(run, "limits: [{quality: within, cells: 'baseline*'}]")[0] == 0
-
-
-@pytest.mark.parametrize("text", ["{}", '{"format": "kvbench-quality/1", "of": 3}', "{"])
-def test_a_damaged_kld_is_refused(run, gated, text, capsys):
-    (run / QUALITY).write_text(text)
-    assert gated(run, KLD)[0] == 2 and QUALITY in capsys.readouterr().err
+        assert gated(run, "limits: [{quality: within}]")[0] == code
 
 
 STRICT = "timing: {metrics: {output_throughput: {floor: 1%}}}"
@@ -205,20 +186,15 @@ def compared(tmp_path) -> Path:
     return folder
 
 
-def test_a_comparison_is_judged_by_its_own_policy(compared, tmp_path):
+def test_a_comparison_is_judged_by_its_own_policy_and_anothers_verdict_lies_beside(compared, tmp_path):
     (tmp_path / "strict.yaml").unlink()  # what it held is in the manifest
     assert command(compared) == 1
     verdict = verdicts.read(compared)
     assert verdict.facts["policy"].endswith("strict.yaml") and verdict.reproduce == "kvbench compare main topic"
-    again = tmp_path / "copy.yaml"
-    again.write_text(STRICT)  # the same rules in another file are the same policy
-    assert command(compared, "--policy", again) == 1
+    (tmp_path / "copy.yaml").write_text(STRICT)  # the same rules in another file are the same policy
+    assert command(compared, "--policy", tmp_path / "copy.yaml") == 1
     assert verdicts.read(compared).facts["policy_digest"] == verdict.facts["policy_digest"]
     assert not list(compared.glob("judged-*"))
-
-
-def test_another_policys_verdict_lies_beside_the_comparisons_own(compared, tmp_path):
-    assert command(compared) == 1
     (tmp_path / "loose.yaml").write_text(LOOSE)
     assert command(compared, "--policy", tmp_path / "loose.yaml") == 0
     assert verdicts.read(compared).outcome == "fail"
@@ -226,8 +202,6 @@ def test_another_policys_verdict_lies_beside_the_comparisons_own(compared, tmp_p
     assert judged.outcome == "pass" and judged.facts["policy"].endswith("loose.yaml")
     assert judged.reproduce == f"kvbench gate {compared} --policy {tmp_path / 'loose.yaml'}"
     assert any("loose.yaml" in note for note in judged.notes)
-    assert command(compared, "--policy", tmp_path / "loose.yaml", "--output-dir", tmp_path / "out") == 0
-    assert verdicts.read(tmp_path / "out").outcome == "pass"
 
 
 def test_sides_that_differ_in_what_must_be_equal_are_judged_with_force_only(compared, capsys):
@@ -269,7 +243,7 @@ def test_a_damaged_comparison_ends_in_one_sentence(compared, capsys):
     for path in (compared / "manifest.json", compared / "served.json", *sorted(compared.rglob("a-c4/loads/1/*.json"))):
         kept = path.read_text()
         cases = [(place, wrong) for place in places(json.loads(kept)) for wrong in WRONG]
-        for place, wrong in rng.sample(cases, min(len(cases), 25)):
+        for place, wrong in rng.sample(cases, min(len(cases), 12)):
             data = json.loads(kept)
             node = functools.reduce(operator.getitem, place[:-1], data)
             node[place[-1]] = wrong
@@ -277,5 +251,5 @@ def test_a_damaged_comparison_ends_in_one_sentence(compared, capsys):
             code = command(compared, "--output-dir", compared / "out")
             said = capsys.readouterr().err
             assert code in (0, 1, 2, 3, 5) and "unexpected" not in said, (path.name, place, wrong, said)
-            assert code != 2 or len(said.strip().splitlines()) == 1
+            assert code != 2 or len(said.strip().splitlines()) == 1, said
         path.write_text(kept)

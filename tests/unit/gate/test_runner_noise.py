@@ -11,6 +11,7 @@ from kvbench.gate.compare.folder import GivenUp
 from kvbench.gate.compare.request import CompareRequest, StoredRequest
 from kvbench.gate.compare.runner_noise import noise_notes, store_noise
 from kvbench.gate.policy import load_policy
+from kvbench.gate.timing.noise import FEWEST_PAIRS
 from tests.support.compare_folders import noisy_pairs, stored_comparison
 
 RULES = load_policy(None).timing
@@ -32,11 +33,14 @@ def notes(path, *workloads):
 
 @pytest.mark.parametrize(
     ("pairs", "void", "code"),
-    [(20, None, EXIT_OK), (12, None, EXIT_OK), (12, GivenUp(13, "mixed/a"), EXIT_INVALID)],
+    [(20, None, EXIT_OK), (12, GivenUp(13, "mixed/a"), EXIT_INVALID), (3, None, EXIT_INVALID)],
 )
 def test_the_pairs_that_are_there_are_stored_however_the_calibration_ended(tmp_path, pairs, void, code):
     left, path = calibrated(tmp_path, pairs, void)
     assert left == code
+    if pairs < FEWEST_PAIRS:
+        assert path is None
+        return
     assert read_json(path)["pairs"] == pairs
     few = [note for note in notes(path, "mixed") if "is known from 20 or more" in note]
     assert len(few) == (pairs < 20)
@@ -46,21 +50,13 @@ def test_the_pairs_that_are_there_are_stored_however_the_calibration_ended(tmp_p
     assert "--method twins" in other and "--method launched" in other
 
 
-def test_too_few_pairs_are_not_stored_and_a_file_that_is_no_noise_is_refused(tmp_path):
-    assert calibrated(tmp_path, 3) == (EXIT_INVALID, None)
-    write_json(tmp_path / "x.json", {"format": "kvbench-noise/1"})
-    with pytest.raises(UsageError, match=r"x\.json is no noise of a runner .*kvbench-noise/1"):
-        notes(tmp_path / "x.json", "mixed")
-
-
 @pytest.mark.parametrize(
     "damage",
     [
         lambda data: data.pop("workloads"),
-        lambda data: data["each"][0].update(level="row"),
+        lambda data: data.update(format="kvbench-noise/1"),
         lambda data: data["each"][0].update(stands_for=[]),
         lambda data: data["each"][0]["worst_margin"].clear(),
-        lambda data: data.update(pairs=0),
     ],
 )
 def test_a_damaged_noise_file_gets_one_sentence(tmp_path, damage):

@@ -32,17 +32,14 @@ def other(section, **facts):
     return OURS | {section: OURS[section] | facts}
 
 
-def new_state():
-    sides = {"base": SideFacts(name="a"), "candidate": SideFacts(name="b")}
-    servers = {"base": {}, "candidate": {}}
-    return CompareState(subcommand="compare", reproduce="", cells=(), order_seed=1, **sides, servers=servers)
-
-
 class Recorder:
     """The state of a comparison, replaced with each server that is recorded."""
 
     def __init__(self):
-        self.state = new_state()
+        sides = {"base": SideFacts(name="a"), "candidate": SideFacts(name="b")}
+        servers = {"base": {}, "candidate": {}}
+        common = {"subcommand": "compare", "reproduce": "", "cells": (), "order_seed": 1}
+        self.state = CompareState(**common, **sides, servers=servers)
 
     def __call__(self, side, info=OURS, *, match=None, alone=False, force=False):
         info = ServerInfo.parse(info)
@@ -96,9 +93,6 @@ def test_every_later_launch_is_held_to_the_first_of_its_side(record):
     record("candidate", changed, force=True)
     assert ["torch" in each for each in record.state.differences] == [True]
     assert list(record.state.servers["candidate"].values()) == [ServerInfo.parse(OURS)]
-
-
-def test_sides_whose_loads_had_a_server_each_are_kept_once(record):
     for side in ("base", "base", "candidate"):
         record(side, alone=True)
     assert record.state.apart == {"w/paged": ("base", "candidate")}

@@ -71,7 +71,6 @@ def workload(tmp_path):
     [
         ("main", "ref", "main"),
         ("feature/x", "ref", "feature/x"),
-        ("HEAD~1", "ref", "HEAD~1"),
         (".", "ref", "."),
         ("ref:main", "ref", "main"),
         ("http://127.0.0.1:8000", "url", "http://127.0.0.1:8000"),
@@ -109,19 +108,16 @@ def test_settings_are_yaml_and_long_commands_that_end_differently_have_two_names
     ("text", "says"),
     [
         ("", "is empty"),
-        ("set:", "set: has nothing"),
         ("main", "--repo PATH"),  # in a folder without git
         ("mian", r"did you mean main\?"),
         ("a/b/c", "a/b/c"),
         ("no-such-program --port 1", "no program 'no-such-program'"),
-        ("no-such-program {port}", "no program 'no-such-program'"),
         ("cmd:'unclosed {port}", "quotes"),
         ("page_size=16,page_size=8", "page_size twice"),
         ("page_size=[1, 2]", "one value a setting"),
         ("set:16", "'16' is no setting"),
         ("set:load.concurrency=4", "load.concurrency"),
         ("page_size=[1", "not a YAML value"),
-        ("ref:nonsense", "'nonsense' is no commit"),
         ("run:/", r"manifest\.json"),
         (str(REPOSITORY), r"without manifest\.json"),
     ],
@@ -195,18 +191,10 @@ def test_a_ref_is_built_and_its_own_engine_is_launched(tiny, workload, builds, t
     assert shlex.split(opened.facts.command)[-3:] == [str(opened.build.python), "-m", "engine.server"]
 
 
-def test_another_project_is_launched_with_what_was_built(tiny, workload, builds):
-    command = "{python} {worktree}/serve.py {model} --port {port}"
-    opened = open_side(parse_side("main", tiny), workload, CompareRequest(repo=tiny, serve_cmd=command), builds)
-    assert isinstance(opened.choice.new_target(), LaunchedTarget)
-    words = shlex.split(opened.facts.command)
-    assert words[0] == "env" and f"PYTHONPATH={opened.build.source}" in words and words[-1] == "{port}"
-    assert words[-5:-3] == [str(opened.build.python), f"{opened.build.source}/serve.py"]
-
-
 @pytest.mark.parametrize(
     ("command", "says"),
     [
+        ("{python} {worktree}/serve.py {model} --port {port}", None),
         ("python3 serve.py --port {port}", r"neither \{python\} nor \{worktree\}"),
         ("{worktree}/no-such-program --port {port}", "no-such-program"),
         ("{python} {nonsense} {port}", "nonsense"),
@@ -215,6 +203,13 @@ def test_another_project_is_launched_with_what_was_built(tiny, workload, builds)
     ],
 )
 def test_a_launch_of_what_was_built_that_cannot_be_meant(tiny, workload, builds, command, says):
+    if says is None:  # another project is launched with what was built
+        opened = open_side(parse_side("main", tiny), workload, CompareRequest(repo=tiny, serve_cmd=command), builds)
+        assert isinstance(opened.choice.new_target(), LaunchedTarget)
+        words = shlex.split(opened.facts.command)
+        assert words[0] == "env" and f"PYTHONPATH={opened.build.source}" in words and words[-1] == "{port}"
+        assert words[-5:-3] == [str(opened.build.python), f"{opened.build.source}/serve.py"]
+        return
     with pytest.raises(UsageError, match=says):
         open_side(parse_side("main", tiny), workload, CompareRequest(repo=tiny, serve_cmd=command), builds)
 
@@ -234,12 +229,7 @@ def test_another_project_needs_a_launch_command_and_is_kept_as_its_commit(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("text", "kept"),
-    [
-        ("page_size=16", "set:page_size=16"),
-        (f"cmd:{sys.executable}", f"cmd:{sys.executable}"),
-        ("http://127.0.0.1:9", "url:http://127.0.0.1:9"),
-    ],
+    ("text", "kept"), [("page_size=16", "set:page_size=16"), ("http://127.0.0.1:9", "url:http://127.0.0.1:9")]
 )
 def test_a_side_is_kept_in_a_way_that_means_one_thing_and_repeated_as_it_was_given(workload, text, kept):
     side = open_side(parse_side(text), workload, NOTHING)
@@ -257,22 +247,14 @@ def test_a_stored_run(tiny, workload, tmp_path):
     assert opened.facts.versions == {"torch": "2"} and opened.name == "mixed/20260101T000000Z-1a2b3c4"
     with pytest.raises(UsageError, match="cannot be measured again"):
         opened.choice.new_target()
+    (run / "cells" / "paged-p16-c2").mkdir(parents=True)
+    (run / "cells" / "paged-p16-c2" / "summary.json").write_text(json.dumps({"settings": {"page_size": None}}))
+    assert measured_design(RunFolder(run), workload).configurations[0].settings["page_size"] is None  # as measured
     other = json.loads(json.dumps(workload.resolved)) | {"seed": 4}
     for change, says in (({"status": "incomplete"}, "is not complete"), ({"workload": other}, "differs in seed")):
         changed = parse_side(str(stored_run(tmp_path / says, workload, [], **change)), tiny)
         with pytest.raises(UsageError, match=says):
             open_side(changed, workload, NOTHING)
-
-
-def test_a_stored_design_keeps_the_order_of_its_workload_and_the_settings_that_were_measured(tmp_path):
-    (tmp_path / "swept.yaml").write_text(yaml.safe_dump(TINY | {"load": TINY["load"] | {"concurrency": [2, 4]}}))
-    swept = load_workload(tmp_path / "swept.yaml", profile="cpu")
-    run = stored_run(tmp_path / "a", swept, [100.0], cells="-c4")
-    for cell_id, page in (("paged-p16-c4", 16), ("contiguous-c4", None)):
-        (run / "cells" / cell_id / "summary.json").write_text(json.dumps({"settings": {"page_size": page}}))
-    design = measured_design(RunFolder(run), swept)
-    assert [cell.cell_id for cell in design.cells] == ["paged-p16-c4", "contiguous-c4"]
-    assert [c.settings["page_size"] for c in design.configurations] == [16, None]
 
 
 @pytest.mark.parametrize(
@@ -285,7 +267,6 @@ def test_a_stored_design_keeps_the_order_of_its_workload_and_the_settings_that_w
         (("main", "v1.2"), {"vocab_size": 9}, "--vocab-size"),
         (("page_size=8", "page_size=16"), {"target": "vllm"}, None),
         (("main", "v1.2"), {"target": "vllm"}, "--target"),
-        (("http://h:1", "http://h:2"), {"serve_cmd": "x {port}"}, "--serve-cmd"),
         (("http://h:1", "http://h:2"), {"rebuild": True}, "--rebuild"),
         (("page_size=8", "page_size=16"), {"build_cmd": "make"}, "--build-cmd"),
         (("main", "."), {"repo": REPOSITORY, "build_cmd": "x", "serve_cmd": "{python} {port}", "preset": "vllm"}, None),

@@ -35,14 +35,14 @@ def scipy_p(x: np.ndarray) -> float:
     return float(test.pvalue)
 
 
-@pytest.mark.parametrize(("pairs", "seed"), [(5, 1), (8, 2), (11, 3)])
+@pytest.mark.parametrize(("pairs", "seed"), [(5, 1), (9, 2)])
 def test_p_of_one_hypothesis_is_that_of_scipys_permutation_test(pairs, seed):
     x = sample(pairs, seed)
     assert single_p(x) == pytest.approx([scipy_p(column) for column in x.T], abs=1e-12)
     assert adjusted_p(x[:, :1]) == pytest.approx([scipy_p(x[:, 0])], abs=1e-12)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_adjusted_p_is_that_of_step_down_over_all_patterns_tried_one_by_one(seed):
     x = sample(8, seed, shift=0.9)
     t = every_t(x)
@@ -88,12 +88,6 @@ def test_noninferiority_is_the_same_test_from_the_margin():
     assert noninferior_p(np.full((8, 1), 0.02), np.array([0.02])).tolist() == [1]  # at the margin is not below it
 
 
-@pytest.mark.parametrize("pairs", [0, 21])
-def test_too_many_or_no_pairs_are_refused(pairs):
-    with pytest.raises(ValueError, match=f"{pairs} pairs"):
-        next(sign_patterns(pairs))
-
-
 @pytest.mark.parametrize(("pairs", "alpha", "may_reach"), [(8, 0.004, 1), (8, 0.02, 5), (10, 0.003, 3)])
 def test_critical_t_is_reached_by_as_many_patterns_as_alpha_allows(pairs, alpha, may_reach):
     x = sample(pairs, 10, shift=0.0)
@@ -101,3 +95,6 @@ def test_critical_t_is_reached_by_as_many_patterns_as_alpha_allows(pairs, alpha,
     largest = every_t(x).max(axis=1)
     assert (largest >= critical_t(x, alpha) - 1e-9).sum() == may_reach
     assert critical_t(x[:7], 2.0**-7 / 2) == np.inf  # no p is as small
+    for many in (0, 21):
+        with pytest.raises(ValueError, match=f"{many} pairs"):
+            next(sign_patterns(many))

@@ -86,8 +86,9 @@ def _gitlab_env(**env: str) -> dict[str, str]:
     return {**ours, **swept, "CI_COMMIT_SHA": "abc", **env}
 
 
-@pytest.mark.parametrize("policy", ["fail", "warn", "gitlab"])
-@pytest.mark.parametrize("code", range(len(WORDS)))
+@pytest.mark.parametrize(
+    ("policy", "code"), [*((policy, code) for policy in ("fail", "gitlab") for code in range(len(WORDS))), ("warn", 3)]
+)
 def test_the_exit_code_is_handed_on(run, code, policy):
     if policy == "gitlab":
         env = _gitlab_env(KVBENCH_BASE="v1", KVBENCH_CANDIDATE=HOSTILE)
@@ -101,16 +102,13 @@ def test_the_exit_code_is_handed_on(run, code, policy):
     assert call == ["compare", "v1", HOSTILE, "--workload", "w/a.yaml", "--workload", "w/b.yaml", *_LAST]
 
 
-def test_the_settings_of_another_engine_are_handed_on(run):
+def test_the_settings_of_another_engine_are_handed_on_and_github_keeps_a_run_for_the_history(run):
     env = {"BASE": "vllm serve {model}", "CANDIDATE": "b c", "ON_INCONCLUSIVE": "fail", **_COMPARED, **_OTHER_ENGINE}
     _, (call,), _ = run(_github("timing-gate.yml", "compare", "Compare"), _BASH, **env)
     assert call == ["compare", "vllm serve {model}", "b c", *_OTHER_WORDS, *_LAST]
     other = {f"KVBENCH_{name}": value for name, value in _OTHER_ENGINE.items()}
     _, (call,), _ = run(_gitlab("kvbench-timing"), _SH, **_gitlab_env(KVBENCH_BASE="a", **other))
     assert call == ["compare", "a", "abc", *_OTHER_WORDS, *_LAST]
-
-
-def test_github_keeps_a_run_for_the_history(run):
     script = _github("timing-gate.yml", "compare", "Its entry for the history, and the trend")
     done, calls, _ = run(script, _BASH, RELEASE=HOSTILE)
     assert done.returncode == 0, done.stderr
@@ -128,26 +126,21 @@ _JUDGED = [["gate", "sweep/w/r", "--policy", "l.yaml"]]
 def test_github_holds_the_sweep_to_its_limits(run):
     script = _github("timing-gate.yml", "compare", "Sweep, and its limits")
     env = {"SWEEP": "w.yaml", "LIMITS": "l.yaml", "RUN": "/w/r"}
-    for codes, code in (
-        ({}, 0),
-        ({"LIMIT": "1"}, 1),
-        ({"SWEPT": "4"}, 4),
-        ({"SWEPT": "4", "LIMIT": "1"}, 1),
-    ):
+    for codes, code in (({}, 0), ({"LIMIT": "1"}, 1), ({"SWEPT": "4"}, 4), ({"SWEPT": "4", "LIMIT": "1"}, 1)):
         done, calls, _ = run(script, _BASH, **env, **codes)
         assert (done.returncode, calls) == (code, [_SWEPT, *_JUDGED]), codes
     done, calls, _ = run(script, _BASH, **{**env, "LIMITS": "", "LIMIT": "1"})
     assert (done.returncode, calls) == (0, [_SWEPT])
-    shutil.rmtree(run.work / "sweep")
     script = script.replace("--output-dir sweep", "--output-dir nowhere")  # a sweep that left no run
+    shutil.rmtree(run.work / "sweep")
     done, calls, _ = run(script, _BASH, **env, SWEPT="2")
     assert (done.returncode, len(calls)) == (2, 1)
 
 
 @pytest.mark.parametrize(
     ("compared", "limit", "code", "kept"),
-    [(0, 0, 0, True), (1, 0, 1, True), (2, 0, 2, False), (4, 0, 4, False), (5, 0, 5, False), (0, 1, 1, True),
-     (0, 4, 4, True), (1, 4, 1, True), (3, 1, 1, True), (3, 0, 3, True)],
+    [(0, 0, 0, True), (1, 0, 1, True), (2, 0, 2, False), (5, 0, 5, False), (0, 4, 4, True), (1, 4, 1, True),
+     (3, 1, 1, True), (3, 0, 3, True)],
 )  # fmt: skip
 def test_gitlab_keeps_a_run_of_a_tag_and_counts_its_limits(run, compared, limit, code, kept):
     env = _gitlab_env(CI_COMMIT_TAG="v2", KVBENCH_BASE="v1", LIMIT=str(limit))

@@ -50,6 +50,8 @@ def test_an_interruption_that_does_not_recur_is_in_the_duration_and_in_no_gap_of
     assert gaps == pytest.approx(np.array(usual) * mean / 0.13)
     assert second[0] == second[1] == pytest.approx(first[2][-1])  # sent when the first had ended
     assert first[3:] == ([1, 1, 1], 0, "length", [5, 6, 7])
+    first, _ = typical([repetition(0.05, 0.01, 0.2, 0.05, 0.01)] * 3)  # what recurs at the same step stays
+    assert np.diff(first[2]) == pytest.approx([0.01, 0.2])
 
 
 def test_no_two_repeats_share_a_draw_and_all_requests_have_a_number_of_their_own():
@@ -61,57 +63,44 @@ def test_no_two_repeats_share_a_draw_and_all_requests_have_a_number_of_their_own
     assert len(set(prompts)) == len(prompts) == 16
 
 
+def drawn_of(**change):
+    """A load, its point and its four requests."""
+    load = LoadConfig.model_validate(LOAD | change)
+    point = load_point("closed", concurrency=2, rate=None, num_requests=4)
+    return load, point, requests_of(load, point, vocab_size=512, max_model_len=64, seed=3, repeat=1)
+
+
 def stored(folder, *repetitions):
     """The result of a load of two requests, stored in ``folder``."""
-    load = LoadConfig.model_validate(LOAD)
-    point = load_point("closed", concurrency=2, rate=None, num_requests=4)
-    drawn = requests_of(load, point, vocab_size=512, max_model_len=64, seed=3, repeat=1)
+    load, point, drawn = drawn_of()
     metrics = "vllm:num_requests_running 0\n"
     kept = [Repetition(each.steps[:, :4], each.turns, each.clock, each.rows, metrics) for each in repetitions]
     return store(folder, kept, load, point, RequestList(drawn[:2]), metrics)
 
 
-def test_the_duration_is_that_of_one_repetition(tmp_path):
+def test_the_duration_is_that_of_one_repetition_and_a_request_that_did_not_end_makes_it_invalid(tmp_path):
     usual = repetition(0.05, 0.01, 0.01, 0.05, 0.01)
     assert stored(tmp_path, usual, usual).valid
     assert json.loads((tmp_path / "load.json").read_text())["duration_s"] == pytest.approx(0.13)
-
-
-def test_a_request_that_did_not_end_makes_the_load_invalid(tmp_path):
-    usual = repetition(0.05, 0.01, 0.01, 0.05, 0.01)
     usual.rows[1] = (*usual.rows[1][:5], "abort", *usual.rows[1][6:])
     result = stored(tmp_path, usual)
     assert not result.valid and result.metrics.failed == 1
     assert result.invalid_reasons == result.server_faults == ("1 of 2 requests did not end",)
 
 
-@pytest.mark.parametrize(("state", "keeps"), [("cold", False), ("steady", True)])
-def test_an_engine_keeps_its_cache_where_the_load_declares_it(state, keeps):
-    load = LoadConfig.model_validate(LOAD | {"cache_state": state})
-    point = load_point("closed", concurrency=2, rate=None, num_requests=4)
-    drawn = requests_of(load, point, vocab_size=512, max_model_len=64, seed=3, repeat=1)
-    seat = Mock()
-    begin(seat, load, point, drawn, until=0.0)
-    assert seat.load.call_args.kwargs["keep_cache"] is keeps
-
-
 def test_a_primed_engine_computes_the_shared_prefixes_before_the_load_and_keeps_them():
-    shared = {"prompts": LOAD["prompts"] | {"shared_prefix": {"tokens": 4, "share": 1.0}}, "cache_state": "primed"}
-    load = LoadConfig.model_validate(LOAD | shared)
-    point = load_point("closed", concurrency=2, rate=None, num_requests=4)
-    drawn = requests_of(load, point, vocab_size=512, max_model_len=64, seed=3, repeat=1)
+    for state, keeps in (("cold", False), ("steady", True)):
+        seat = Mock()
+        begin(seat, *drawn_of(cache_state=state), until=0.0)
+        assert seat.load.call_args.kwargs["keep_cache"] is keeps
+    prompts = LOAD["prompts"] | {"shared_prefix": {"tokens": 4, "share": 1.0}}
+    load, point, drawn = drawn_of(prompts=prompts, cache_state="primed")
     engine = Mock(ended=True)
     begin(engine, load, point, drawn, until=math.inf)
     first, then = (call.kwargs for call in engine.load.call_args_list)
     prefix = tuple(drawn[0].prompt_token_ids[:4])
     assert [(tuple(ids), tokens) for ids, tokens, *_ in first["requests"]] == [(prefix, 1)] and not first["keep_cache"]
     assert len(then["requests"]) == 4 and then["keep_cache"]
-
-
-def test_what_an_engine_does_at_the_same_step_each_time_stays():
-    slow = (0.05, 0.01, 0.2, 0.05, 0.01)
-    first, _ = typical([repetition(*slow), repetition(*slow), repetition(*slow)])
-    assert np.diff(first[2]) == pytest.approx([0.01, 0.2])
 
 
 def test_where_the_steps_differ_the_repetition_of_median_duration_counts():
@@ -160,10 +149,8 @@ class CountingEngine:
 
 
 def test_the_counters_of_a_load_that_is_computed_again_are_of_all_times_and_of_nothing_before(tmp_path):
-    load = LoadConfig.model_validate(LOAD)
-    point = load_point("closed", concurrency=2, rate=None, num_requests=4)
+    load, point, drawn = drawn_of()
     job = Job(SimpleNamespace(load=load), RunFolder(tmp_path))
-    drawn = requests_of(load, point, vocab_size=512, max_model_len=64, seed=3, repeat=1)
     instrument = SteppedInstrument(job, TurnTaker(CountingEngine(), "a"), lambda point, repeat: drawn)
     for repeat in (1, 2):  # the second load's are not of the first one
         instrument.begin(point, repeat)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import sys
 import time
 from types import SimpleNamespace
 
@@ -13,14 +12,14 @@ import pytest
 
 from kvbench.common.errors import MeasurementError
 from kvbench.lockstep import sitting
-from kvbench.lockstep.process import EngineFailedError, EngineProcess
+from kvbench.lockstep.process import EngineFailedError
 from kvbench.lockstep.sitting import Sitting
 from kvbench.runs.engine_time import EFFECTS, FOLDER, read_engine_time
 from kvbench.runs.folder import RunFolder
 from kvbench.runs.results import Capacity
 from kvbench.workload.design import make_design
 from kvbench.workload.file import resolve
-from tests.support.loads import ROOT
+from tests.support.fake_lockstep import FakeProcess, fake_clock
 
 LIMITS = Capacity(vocab_size=300, max_model_len=128)
 BUDGETED = LIMITS.model_copy(update={"kv_budget_bytes": 1 << 30})
@@ -44,11 +43,11 @@ DATA = {
 @pytest.fixture
 def sit(tmp_path, monkeypatch):
     """Makes a sitting of the baseline and ``sweep`` over the scripted engines."""
-    command = (sys.executable, "-m", "tests.support.fake_lockstep")
-    monkeypatch.setattr(sitting, "LOCKSTEP_COMMAND", command)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setattr(sitting, "EngineProcess", FakeProcess)
+    fake_clock(monkeypatch)
 
-    def make(limit_s, is_enough=None, **sweep):
+    def make(limit_s, is_enough=None, launches=sitting.MOST_LAUNCHES, **sweep):
+        monkeypatch.setattr(sitting, "MOST_LAUNCHES", launches)
         workload = resolve(json.loads(json.dumps(DATA)), profile="cpu", source=None)
         design = make_design(workload.engine, sweep, workload.load_points, "one_at_a_time")
         capacity = {each.config_id: LIMITS for each in design.configurations}
@@ -89,9 +88,8 @@ def test_one_configuration_alone_is_measured_only_for_a_question_of_its_own(sit)
     assert sit(300).why_not()
 
 
-def test_the_status_line_follows_a_load_to_its_end(sit, monkeypatch):
-    monkeypatch.setattr(sitting, "MOST_LAUNCHES", 1)
-    shares, shown, making = [], [""], sit(300, page_size=[8])
+def test_the_status_line_follows_a_load_to_its_end(sit):
+    shares, shown, making = [], [""], sit(300, launches=1, page_size=[8])
 
     def show(text):
         shown[0] = text
@@ -136,14 +134,22 @@ def test_a_load_that_the_time_holds_once_but_not_in_enough_launches_is_left_out(
     assert {effect.cell.rsplit("-", 1)[1] for effect in found.effects} == {"c4"}
 
 
-def test_a_load_that_never_ends_is_given_up(sit, tmp_path):
-    with pytest.raises(MeasurementError, match=r"c4 .* --lockstep-minutes"):
-        sit(0.001, page_size=[8]).execute()
+@pytest.mark.parametrize(
+    ("limit_s", "page_size", "error", "words"),
+    [
+        (0.001, 8, MeasurementError, r"c4 .* --lockstep-minutes"),  # a load that never ends is given up
+        (20, 64, MeasurementError, "page_size cannot be 64"),  # no second engine opens
+        (300, 32, EngineFailedError, "exit code 3"),  # it dies
+    ],
+)
+def test_what_ends_a_sitting_is_said(sit, tmp_path, limit_s, page_size, error, words):
+    with pytest.raises(error, match=words):
+        sit(limit_s, page_size=[page_size]).execute()
     assert read_engine_time(tmp_path) is None
 
 
 def test_a_configuration_that_is_refused_is_named_and_the_others_are_measured(sit, tmp_path):
-    found = sit(20, page_size=[64, 8], max_num_batched_tokens=[48]).execute()
+    found = sit(20, launches=1, page_size=[64, 8], max_num_batched_tokens=[48]).execute()
     cells = {effect.cell for effect in read_engine_time(tmp_path).effects}
     assert any("p8" in cell for cell in cells) and any("48" in cell for cell in cells)
     assert not any("p64" in cell for cell in cells)
@@ -152,18 +158,14 @@ def test_a_configuration_that_is_refused_is_named_and_the_others_are_measured(si
 
 def test_only_what_fits_beside_the_others_takes_part(sit, tmp_path, monkeypatch):
     monkeypatch.setattr(sitting, "free_memory", lambda: 3 << 30)
-    made = sit(20, page_size=[8], max_num_batched_tokens=[48])
+    made = sit(20, launches=1, page_size=[8], max_num_batched_tokens=[48])
     made.capacity = {each.config_id: BUDGETED for each in made.design.configurations}
     by_size = next(each for each in made.design.configurations if "48" in each.config_id)
     made.capacity[by_size.config_id] = LIMITS.model_copy(update={"kv_budget_bytes": 5 << 29})  # 2.5 GiB
     [note] = [each for each in made.execute().notes if "48" in each]
     assert "2.5 GiB" in note
     assert {effect.cell.split("-c")[0] for effect in read_engine_time(tmp_path).effects} == {"paged-p8"}
-
-
-def test_an_engine_has_the_room_that_those_before_it_left(sit, monkeypatch):
     monkeypatch.setattr(sitting, "free_memory", lambda: 7 << 29)  # 3.5 GiB: of the baseline and one more
-    made = sit(20, page_size=[8], max_num_batched_tokens=[48])
     others = LIMITS.model_copy(update={"kv_budget_bytes": 3 << 29})
     made.capacity = {each.config_id: BUDGETED if each.is_baseline else others for each in made.design.configurations}
     found = made.execute()
@@ -176,23 +178,17 @@ def test_on_a_gpu_each_engine_needs_a_budget_and_the_hosts_memory_is_not_asked(s
     with pytest.raises(MeasurementError, match="set kv_budget"):
         sit(20, page_size=[8]).execute()
     monkeypatch.setitem(DATA["engine"], "kv_budget", "1MiB")
-    made = sit(20, page_size=[8])
+    made = sit(20, launches=1, page_size=[8])
     made.capacity = {each.config_id: BUDGETED for each in made.design.configurations}
     found = made.execute()
     assert found.effects and not any("room" in note for note in found.notes)
 
 
 def test_engines_on_other_threads_than_the_baseline_are_left_out_in_any_order(sit, tmp_path):
-    found = sit(20, num_threads=[2, 3], page_size=[8]).execute()
-    assert found.configurations == 2 and {e.cell.split("-c")[0] for e in read_engine_time(tmp_path).effects} == {
-        "paged-p8"
-    }
+    found = sit(20, launches=1, num_threads=[2, 3], page_size=[8]).execute()
+    cells = {effect.cell.split("-c")[0] for effect in read_engine_time(tmp_path).effects}
+    assert found.configurations == 2 and cells == {"paged-p8"}
     assert sum("num_threads" in note for note in found.notes) == 2
-
-
-def test_no_second_engine_that_opens_is_an_error_with_the_reason(sit):
-    with pytest.raises(MeasurementError, match="page_size cannot be 64"):
-        sit(20, page_size=[64]).execute()
 
 
 def test_an_engine_that_fails_in_a_later_launch_leaves_what_was_measured_before(sit, tmp_path, monkeypatch):
@@ -202,14 +198,9 @@ def test_an_engine_that_fails_in_a_later_launch_leaves_what_was_measured_before(
         launches.append(args)
         if len(launches) == 3:
             raise MeasurementError("the machine went down")
-        return EngineProcess(*args, **kwargs)
+        return FakeProcess(*args, **kwargs)
 
     monkeypatch.setattr(sitting, "EngineProcess", fails_later)
     found = sit(300, page_size=[8]).execute()
     assert found.finished and found.launches == 2 and "the machine went down" in found.notes[-1]
     assert {effect.launches for effect in read_engine_time(tmp_path).effects} == {2}
-
-
-def test_an_engine_that_dies_ends_the_sitting(sit):
-    with pytest.raises(EngineFailedError, match="exit code 3"):
-        sit(300, page_size=[32]).execute()
