@@ -167,6 +167,12 @@ def test_many_at_once_all_end_and_metrics_agree_with_what_was_sent() -> None:
         for name in ("time_to_first_token", "e2e_request_latency", "request_queue_time", "request_prefill_time"):
             assert metrics[f"{name}_seconds_count"] == 100
         assert metrics["inter_token_latency_seconds_count"] == sum(i % 20 for i in range(100))
+        first, decode, queue, prefill, whole = (
+            metrics[f"{name}_seconds_sum"]
+            for name in ("time_to_first_token", "request_decode_time", "request_queue_time", "request_prefill_time",
+                         "e2e_request_latency")
+        )  # fmt: skip
+        assert (first + decode, queue + prefill) == (pytest.approx(whole), pytest.approx(first))
         assert metrics["num_preemptions_total"] == server.engine.scheduler.num_preemptions
         assert server.post("/reset_prefix_cache").status == 200
         assert server.metrics()["kv_pages_cached"] == 0

@@ -8,7 +8,7 @@ from engine.kv.contiguous import Slab
 from tests.support.engine_parts import drain, request, small_engine
 
 
-@settings(max_examples=100, deadline=None, derandomize=True, database=None)
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
 @given(st.integers(1, 40), st.lists(st.tuples(st.booleans(), st.integers(1, 12)), max_size=60))
 def test_a_slab_against_a_map_of_single_slots(size, orders):
     slab, row, taken = Slab(size), [None] * size, []

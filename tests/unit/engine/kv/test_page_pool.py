@@ -102,5 +102,5 @@ class PoolModel(RuleBasedStateMachine):
 
 TestPoolModel = PoolModel.TestCase
 TestPoolModel.settings = settings(
-    max_examples=200, stateful_step_count=50, deadline=None, derandomize=True, database=None
+    max_examples=80, stateful_step_count=50, deadline=None, derandomize=True, database=None
 )

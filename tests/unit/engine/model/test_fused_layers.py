@@ -6,8 +6,10 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from engine.config import EngineConfig
+from engine.model.support_check import logits_differ
 from engine.planning import plan_engine
 from kernels.compile_ahead import compile_for, read_resources
 from kernels.layer_parts import Heads, Rotation
@@ -55,3 +57,14 @@ def test_settings_that_cannot_work_are_refused():
 def test_what_only_a_gpu_has_is_refused_before_anything_is_loaded():
     with pytest.raises(ValueError, match="cuda_graphs cannot be true"):
         plan_engine(EngineConfig(cuda_graphs=True), on_cpu=True)
+
+
+def test_in_half_precision_an_error_of_one_part_is_seen_and_that_of_one_token_is_rounding():
+    """A rounding may send a token to another expert; wrong pages or positions damage, say, all decodes of a prompt."""
+    expected = [torch.randn(23, 50, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2)]
+    one_token, decodes = ([t.clone() for t in expected] for _ in "ab")
+    one_token[0][3] += 1
+    decodes[1][19:] += 1
+    assert logits_differ(expected, one_token, torch.bfloat16) is None
+    assert "in the worst part" in logits_differ(expected, decodes, torch.bfloat16)
+    assert logits_differ(expected, one_token, torch.float32) is not None
