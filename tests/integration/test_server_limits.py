@@ -17,10 +17,12 @@ from typing import Any
 
 import pytest
 
+from engine.config import EngineConfig
+from engine.model.spec import ModelInfo
 from engine.server.app import MAX_BODY_BYTES, body_limit
 from engine.server.chat import RESERVED_OPTIONS
 from engine.server.errors import APIError
-from engine.server.tokenizer import ServerTokenizer
+from engine.server.tokenizer import ServerTokenizer, load_tokenizer
 from tests.support.fake_engine import branching, fake_engine
 from tests.support.http_server import RunningServer, running_server, shipped_tokenizer
 
@@ -37,8 +39,8 @@ def server() -> Iterator[RunningServer]:
 
 
 def test_the_longest_text_that_may_pass_is_all_tokens_of_the_longest_kind() -> None:
-    tokenizer = shipped_tokenizer()
-    assert tokenizer.max_characters == 1024 * max(map(len, tokenizer.backend.get_vocab(with_added_tokens=True)))
+    tokenizer = load_tokenizer(EngineConfig(max_model_len=256), ModelInfo("m", 8192, 1024, (0,), None))
+    assert tokenizer.max_characters == 256 * max(map(len, tokenizer.backend.get_vocab(with_added_tokens=True)))
     with pytest.raises(APIError, match=f"has {tokenizer.max_characters + 1} characters"):
         tokenizer.encode("a" * (tokenizer.max_characters + 1))
 
