@@ -10,7 +10,6 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -104,19 +103,25 @@ def assert_preempted(engine: Engine, preemption: str) -> None:
         assert stats.recomputed_tokens > 0
 
 
-def every() -> Iterator[Any]:
-    """Page size, chunked, caching, preemption, overlapping; in the main ring half of them, with every triple."""
-    for page, chunked, caching, how in itertools.product(PAGE_SIZES, (True, False), (False, True), PREEMPTION):
-        if chunked or how != "swap-small":
-            odd = (PAGE_SIZES.index(page) + chunked + caching + PREEMPTION.index(how)) % 2
-            yield full(page, chunked, caching, how, False) if odd else (page, chunked, caching, how, False)
-    yield (1, True, True, "swap", True)
-    yield (7, False, True, "recompute", True)
-    yield (16, True, False, "swap-small", True)
-    yield full(64, True, True, "swap", True)
+# Page size, chunked, caching, preemption: every pair of them in the main ring, all of them in the full one.
+PAIRS = [
+    (1, True, False, "recompute"), (1, False, True, "swap"), (1, True, True, "swap-small"),
+    (7, True, True, "recompute"), (7, False, False, "swap"), (7, True, False, "swap-small"),
+    (16, False, True, "recompute"), (16, True, False, "swap"), (16, True, True, "swap-small"),
+    (64, False, False, "recompute"), (64, True, True, "swap"), (64, True, False, "swap-small"),
+]  # fmt: skip
+EVERY = [one for one in itertools.product(PAGE_SIZES, (True, False), (False, True), PREEMPTION)
+         if one[1] or one[3] != "swap-small"]  # fmt: skip
+OVERLAPPING = [
+    full(1, True, True, "swap", True), (7, False, True, "recompute", True), (16, True, False, "swap-small", True),
+    full(64, True, True, "swap", True),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("page_size", "chunked", "caching", "preemption", "overlap"), every())
+@pytest.mark.parametrize(
+    ("page_size", "chunked", "caching", "preemption", "overlap"),
+    [*((*one, False) if one in PAIRS else full(*one, False) for one in EVERY), *OVERLAPPING],
+)
 def test_paged(root, expected, page_size, chunked, caching, preemption, overlap):
     """The pool holds little more than one longest sequence, so the newest is preempted again and again.
 
@@ -172,7 +177,7 @@ def test_contiguous(root, expected, chunked, overlap, reservation, preemption):
 
 @pytest.mark.parametrize(
     ("overlap", "shares", "preemption"),
-    [(False, 1, "swap-small"), (False, 3, "recompute"), (True, 1, "recompute"), (True, 3, "swap")],
+    [(False, 1, "swap-small"), full(False, 3, "recompute"), full(True, 1, "recompute"), (True, 3, "swap")],
 )
 def test_paged_by_priority(root, expected, overlap, shares, preemption):
     """Urgent requests drive running ones out in the middle of their prompts; several prompts advance side by side."""
@@ -276,7 +281,7 @@ def test_replayed_steps(root, expected, layout, preemption, overlap):
         assert_preempted(engine, preemption)
 
 
-@pytest.mark.parametrize("params", [{"temperature": 1.0}, {"n": 3, "top_p": 0.9}, {"best_of": 4}, {"beam_width": 3}])
+@pytest.mark.parametrize("params", [{"n": 3, "top_p": 0.9}, full({"best_of": 4}), {"beam_width": 3}])
 def test_sampled_tokens_do_not_depend_on_graphs(root, params):
     """Forks, candidates and beams read the logits buffer that the next replay writes over."""
     sampling = replace(PARAMS, **{"temperature": 0.8, "seed": 5, **params})
