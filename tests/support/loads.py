@@ -6,14 +6,15 @@ import contextlib
 import io
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
-import threading
+import tempfile
 import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pandas as pd
 
@@ -69,36 +70,33 @@ def requests_of(count: int, tag: int, max_tokens: int = 5, spacing_s: float | No
     return [RequestSpec(i, ("even", "odd")[i % 2], (tag, i), None, max_tokens, arrivals[i]) for i in range(count)]
 
 
-class TextChild:
-    """A child of ``processes.launch`` whose output is text."""
+class LoadProcess:
+    """A load process and the text that it prints; else as ``subprocess.Popen``."""
 
-    def __init__(self, child: processes.Child) -> None:
-        self._child = child
-        self.stdout, self.stderr = io.TextIOWrapper(child.stdout), io.TextIOWrapper(child.stderr)
+    def __init__(self, child: processes.Child, errors: IO[bytes]) -> None:
+        self._child, self._errors = child, errors
+        self.stdout = io.TextIOWrapper(child.stdout)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._child, name)
 
-    def communicate(self, timeout: float) -> tuple[str, str]:
-        """Waits for the end; returns what is left of stdout and stderr."""
-        said: dict[str, str] = {}
-        readers = [
-            threading.Thread(target=lambda name=name: said.update({name: getattr(self, name).read()}), daemon=True)
-            for name in ("stdout", "stderr")
-        ]
-        for reader in readers:
-            reader.start()
-        self.wait(timeout)
-        for reader in readers:
-            reader.join(timeout)
-        return said["stdout"], said["stderr"]
+    def communicate(self, timeout: float = 120) -> tuple[str, str]:
+        """Waits for its end; the rest of stdout, and stderr."""
+        out = self.stdout.read()
+        self._child.wait(timeout)
+        self._errors.seek(0)
+        return out, self._errors.read().decode()
 
 
-def start_load(*arguments: str, wrapper: str = "", **env: str) -> TextChild:
-    """``python -m kvbench.load`` in a process group of its own, output captured."""
-    command = [*wrapper.split(), sys.executable, "-m", "kvbench.load", *arguments]
-    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return TextChild(processes.launch(command, cwd=ROOT, env=env, preloaded=LOAD_CLIENT, **piped))
+def start_load(*arguments: str, wrapper: str = "", **env: str) -> LoadProcess:
+    """``python -m kvbench.load`` in a group of its own, forked from a process that has imported it."""
+    errors = tempfile.TemporaryFile()  # noqa: SIM115 - read by communicate
+    child = processes.launch(
+        [*wrapper.split(), sys.executable, "-m", "kvbench.load", *arguments], stdout=subprocess.PIPE, stderr=errors,
+        death_signal=signal.SIGKILL, env=env, cwd=ROOT,
+        preloaded=None if "PYTHONPATH" in env else LOAD_CLIENT,
+    )  # fmt: skip
+    return LoadProcess(child, errors)
 
 
 class LoadRunner:
@@ -124,8 +122,7 @@ class LoadRunner:
         (out / "spec.json").write_text(json.dumps(spec))
         return out / "spec.json"
 
-    def start(self, spec: Path, **env: str) -> TextChild:
-        """The load process, output captured."""
+    def start(self, spec: Path, **env: str) -> LoadProcess:
         return start_load(str(spec), **env)
 
     def run(self, requests: list[RequestSpec], name: str = "load", **fields: Any) -> Result:
@@ -134,7 +131,7 @@ class LoadRunner:
         return ended(self.start(spec), spec.parent)
 
 
-def wait_for(process: TextChild, done: int = 8) -> None:
+def wait_for(process: LoadProcess, done: int = 8) -> None:
     """Until the load says that so many requests are done."""
     for line in process.stdout:
         if json.loads(line)["done"] >= done:
@@ -142,7 +139,7 @@ def wait_for(process: TextChild, done: int = 8) -> None:
     raise AssertionError("the load ended before it was disturbed")
 
 
-def ended(process: TextChild, folder: Path) -> Result:
+def ended(process: LoadProcess, folder: Path) -> Result:
     """Waits for the end of a load, far longer than it needs, so that a busy machine passes."""
     out, err = process.communicate(timeout=120)
     return Result(process.returncode, out, err, folder)
