@@ -130,8 +130,9 @@ def test_what_was_measured_is_on_disk_while_a_part_runs_and_before_the_next_one_
     """A run that is killed leaves what it had, and a summary."""
     monkeypatch.setattr("ci.gpu.children.MEANWHILE_S", 0.2)
     out = tmp_path / "out"
-    look = f"print(open({str(out / 'summary.md')!r}).read(), open({str(out / 'kernels.json')!r}).read())\n"
-    wait = f"import os, time\nwhile not os.path.exists({str(out / 'summary.md')!r}): time.sleep(0.05)\n"
+    files = [str(out / name) for name in ("summary.md", "kernels.json")]
+    look = f"print(*(open(file).read() for file in {files}))\n"
+    wait = f"import os, time\nwhile not all(map(os.path.exists, {files})): time.sleep(0.05)\n"
     slow = scripted("slow", "write(rows=[{'case': 'x', 'us': 2.5}])\n" + wait + look, result="kernels.json")
     log = (main(slow, scripted("next", look)) / "log.txt").read_text()
     while_it_ran, afterwards = log.split("| slow | FAILED |")[1].split("| slow | passed |")

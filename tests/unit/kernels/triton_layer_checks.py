@@ -38,7 +38,7 @@ def normed(x: torch.Tensor, norm: Norm) -> torch.Tensor:
 @pytest.mark.parametrize("parts", ["norm", "add norm", "post add norm", "post add", "add"])
 def test_norms_and_the_residual_sum(dtype, size, parts):
     """Rows apart from each other, and small enough for eps to matter."""
-    x = draw(3, size + 5, dtype=dtype)[:, :size] * torch.tensor([[1.0], [1e-2], [30.0]], device=DEVICE).to(dtype)
+    x = (draw(3, size + 5, dtype=dtype) * torch.tensor([[1.0], [1e-2], [30.0]], device=DEVICE).to(dtype))[:, :size]
     residual = draw(3, size, seed=1, dtype=dtype)
     post = Norm(draw(size, seed=2, dtype=dtype), 1e-3, 1.0) if "post" in parts else None
     norm = Norm(draw(size, seed=3, dtype=dtype), 1e-5, 0.0) if "norm" in parts.split() else None
