@@ -18,7 +18,7 @@ from tests.support.kv_mutants import MUTANTS
 from tests.support.loads import ROOT
 
 EXACT = {name: planted for name, planted in MUTANTS.items() if "kv_cache_dtype" not in planted[1]}
-MAIN_RING = ("page of another sequence", "hash collision served")
+MAIN_RING = ("hash collision served",)
 SETTINGS = {"model": "kvbench-tiny", "device": "cpu", "num_threads": 1, "max_num_seqs": 16, "max_model_len": 1024}
 
 
@@ -40,9 +40,6 @@ def group() -> Iterator[measure.WeightsGroup]:
 def test_an_error_that_crashes_nothing_is_a_wrong_canary_at_a_full_pool(group, name):
     plant, settings = EXACT[name]
     config = measure.Subject.of(SETTINGS | settings, None).config
-    if name in MAIN_RING:
-        sound = group.full_pool_of(config, set())
-        assert not sound.canaries.wrong and not sound.problems and sound.preemptions > 10
     with plant() as fired:
         pool = group.full_pool_of(config, set())
     assert fired.times and pool.canaries.wrong > 0

@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from engine.execution.simulated_executor import StepWork
 from kvbench.capacity.gpus import find_gpu
 from kvbench.capacity.model import plan_model
 from kvbench.common.errors import UsageError
@@ -130,3 +131,8 @@ def test_a_broken_line_of_a_run_is_named(tmp_path, line):
         read_measured_run(tmp_path)
     with pytest.raises(UsageError, match=r"requests\.jsonl"):
         read_measured_run(tmp_path / "nothing")
+
+
+def test_a_logged_steps_decodes_read_what_the_kv_holds_beside_its_prompt():
+    assert logged_work(100, 4, 502) == StepWork(((100, 0),), 4, 402, 101, 5)
+    assert logged_work(100, 0, 502) == StepWork(((100, 0),), 0, 0, 0, 1)
