@@ -303,6 +303,12 @@ def timed(compare, machine):
     return command
 
 
+def test_work_is_expected_to_take_its_longest_time_so_far_and_the_first_counts_only_alone():
+    took = {"pair": [90.0, 30.0, 40.0], "launch": [5.0]}
+    known = clock.Clock(took=took)
+    assert [known.expected_s(work, 7.0) for work in ("pair", "launch", "unknown")] == [40.0, 5.0, 7.0]
+
+
 @pytest.mark.parametrize(
     ("of", "ended_after", "pairs", "says"),
     [

@@ -270,27 +270,21 @@ def test_an_option_that_means_nothing_is_refused(tiny, texts, options, says):
             require_used(sides, CompareRequest(**options))
 
 
-QUIET = (lambda text: None, lambda: None, Clock())  # shows nothing, checks nothing, limits nothing
-
-
 @pytest.mark.parametrize("error", [None, MeasurementError("it ended with code 1"), ServerRefusedError("page_size 7")])
 def test_each_configuration_is_launched_once_before_the_pairs_and_a_failure_is_left_to_them(tmp_path, workload, error):
     design = make_design(workload.engine, {"layout": ["contiguous"]}, workload.load_points, "one_at_a_time")
-    matches = match_designs("tiny", design, design)
     build = SimpleNamespace(fresh=True, commit=SimpleNamespace(sha="1" * 40, changes=None))
-    targets, opened, said = [Mock(**{"start.side_effect": error}) for _ in SIDES], {}, []
-    for name, target in zip(SIDES, targets, strict=True):
-        choice = SimpleNamespace(runs_already=False, new_target=lambda target=target: target)
+    target, opened, said = Mock(**{"start.side_effect": error}), {}, []
+    choice = SimpleNamespace(runs_already=False, new_target=lambda: target)
+    for name in SIDES:
         opened[name] = SimpleNamespace(side=PairSide("cmd", "serve", "serve"), name=name, choice=choice, build=build)
-    paired = PairedWorkload("tiny", opened, matches, {})
+    paired = PairedWorkload("tiny", opened, match_designs("tiny", design, design), {})
+    quiet = (lambda text: None, lambda: None, Clock())  # shows nothing, checks nothing, limits nothing
     if isinstance(error, ServerRefusedError):
         with pytest.raises(UsageError, match=r"page_size 7.*\{port\}"):
-            paired.compile(tmp_path, said.append, *QUIET)
+            paired.compile(tmp_path, said.append, *quiet)
         return
-    paired.compile(tmp_path, said.append, *QUIET)
-    build.fresh = False  # compiled before
-    paired.compile(tmp_path, said.append, *QUIET)
-    for target in targets:
-        assert [call.args[0] for call in target.start.call_args_list] == [match.base.settings for match in matches]
-        assert target.stop.call_count == 2
+    for build.fresh in (True, False):  # the second time it is compiled already
+        paired.compile(tmp_path, said.append, *quiet)
+    assert target.start.call_count == target.stop.call_count == 4  # two configurations of two sides
     assert sum("ended with code 1" in line for line in said) == (4 if error else 0)

@@ -167,6 +167,7 @@ def test_only_what_fits_beside_the_others_takes_part(sit, tmp_path, monkeypatch)
     assert {effect.cell.split("-c")[0] for effect in read_engine_time(tmp_path).effects} == {"paged-p8"}
     monkeypatch.setattr(sitting, "free_memory", lambda: 7 << 29)  # 3.5 GiB: of the baseline and one more
     others = LIMITS.model_copy(update={"kv_budget_bytes": 3 << 29})
+    made.notes.clear()
     made.capacity = {each.config_id: BUDGETED if each.is_baseline else others for each in made.design.configurations}
     found = made.execute()
     assert found.configurations == 2 and len([note for note in found.notes if "1.0 GiB are free" in note]) == 1
