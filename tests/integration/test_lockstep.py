@@ -148,6 +148,7 @@ def compare(workload_file, tmp_path, monkeypatch, capfd):
     return run
 
 
+@pytest.mark.full
 def test_a_pair_of_the_real_engine_is_measured_in_engine_time(compare, tmp_path):
     _, manifest, verdict, said = compare("max_num_seqs=4", "max_num_seqs=1")
     assert manifest["method"] == "lockstep", said.out + said.err
