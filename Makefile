@@ -8,12 +8,15 @@ ARGS ?=
 
 QUICK ?=
 VLLM_PYTHON ?=
+BASE ?=
 
-.PHONY: help sweep test bench bench-peers install lint clean
+.PHONY: help sweep test test-all test-touched bench bench-peers install lint clean
 
 help:
 	@echo "make sweep          install if needed, run $(WORKLOAD), print the table and the path of the report"
-	@echo "make test           install if needed, run linters and tests"
+	@echo "make test           install if needed, run linters and the tests of the main ring: 8 minutes on 2 cores"
+	@echo "make test-all       all tests: also the Triton interpreter in full, Ray, fuzzers, soak, every model family"
+	@echo "make test-touched   of those beyond the main ring, what a change touches: BASE=COMMIT, else the last day's"
 	@echo "make bench          kernels, engine, bookkeeping and peers: 10 minutes on 2 cores; a table into results/bench/"
 	@echo "make bench QUICK=1  the corners of it, 4 minutes"
 	@echo "make bench-peers    the engine beside Hugging Face and, with VLLM_PYTHON=/path/to/its/python, vLLM; the ratios,"
@@ -41,8 +44,17 @@ lint: install
 	@$(BIN)/lint-imports
 	@$(BIN)/python -m ci.plain_words
 
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
 test: lint
-	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	@$(PYTEST) -m 'not full' $(ARGS)
+
+test-all: lint
+	@$(PYTEST) $(ARGS)
+
+test-touched: install
+	@files=$$($(BIN)/python -m ci.touched $(BASE)) && if [ -n "$$files" ]; then $(PYTEST) -m full $(ARGS) $$files; \
+	else echo "the change touches no test beyond the main ring"; fi
 
 bench: install
 	@$(if $(QUICK),KVBENCH_BENCH=quick )$(BIN)/python -m tests.benchmarks.bench_run $(ARGS)

@@ -39,7 +39,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TextIO
 
 from engine.config import EngineConfig
-from engine.startup import no_garbage_collection, set_spin_count
+from engine.startup import no_garbage_collection, only_what_serving_needs, set_spin_count
 
 if TYPE_CHECKING:
     from engine.counters import StepRecord
@@ -235,7 +235,7 @@ class Commands:
     def _open(self, name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
         config = EngineConfig.from_mapping(settings)
         set_spin_count()
-        with no_garbage_collection():
+        with no_garbage_collection(), only_what_serving_needs(config.torch_compile):
             import torch
 
             from engine.build import assemble_engine, cpu_threads

@@ -14,7 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -42,6 +42,10 @@ class KernelCost:
     context: int
     page_size: int
     seconds: dict[str, list[float]]
+
+    def joined(self, other: KernelCost) -> KernelCost:
+        """Returns both measurements as one, of more layouts."""
+        return replace(self, seconds={place: times + other.seconds[place] for place, times in self.seconds.items()})
 
 
 def measure_kernel_cost(

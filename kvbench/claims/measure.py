@@ -17,6 +17,7 @@ from kvbench.common.errors import MeasurementError
 from kvbench.common.files import read_json
 from kvbench.effects.comparison import Comparison
 from kvbench.lockstep.intervals import (
+    EARLY_CONFIDENCE,
     FEWEST_LAUNCHES,
     FEWEST_POOLED,
     POOLED,
@@ -36,7 +37,6 @@ from kvbench.workload.design import Configuration, Design, capacities, normalise
 from kvbench.workload.file import Workload
 from kvbench.workload.settings import Settings, effective
 
-EARLY_CONFIDENCE = 0.99  # of the intervals that end a measurement before its fewest launches
 NARROW = 0.08  # half width of an interval beyond which more launches are not worth their time
 _OPEN_LIMIT_S = 120.0
 
@@ -55,6 +55,11 @@ class WorkloadFacts:
     launches: int = 0
     early: bool = False
     _ratios: dict[tuple[str, str], list[LaunchRatio]] = field(default_factory=dict)
+
+    def more(self, limit_s: float) -> None:
+        """Measures further launches, for ``limit_s`` seconds."""
+        self.sitting.limit_s = self.sitting.elapsed_s + limit_s
+        self.launches = self.sitting.execute().launches or 0
 
     def find(self, **settings: Any) -> Configuration:
         """The configuration with these settings, and the baseline's otherwise."""

@@ -37,7 +37,8 @@ Stopping. A sitting stops once every question is decided, and not before this ma
     own noise, one question               6
 
 Stopping when an interval happens to be narrow makes it cover too little, most of all where the noise is known from few
-launches: hence the larger numbers for a question's own noise. On machines that drift, burst and change their speed:
+launches: hence the larger numbers for a question's own noise. From 3 launches on it is answered early if its 99 %
+interval is narrow, as that of a large effect may be. On machines that drift, burst and change their speed:
 tests/benchmarks/lockstep_coverage.md.
 
 Interrupted steps. No step is left out for its length: what is long may be what an engine does worse. But launches that
@@ -66,6 +67,7 @@ from kvbench.metrics.definitions import ENGINE, THROUGHPUT
 POOLED = "pooled"
 """The basis of a comparison whose noise is known from other configurations too."""
 CONFIDENCE = 0.95
+EARLY_CONFIDENCE = 0.99  # of the intervals that answer a question before its fewest launches
 TARGET = 0.015  # half width of an interval that is narrow enough
 FEWEST_LAUNCHES = 5  # before the first decision to stop
 FEWEST_POOLED = 3  # launches, where the noise is known from at least ``POOLED_FREEDOM`` degrees of freedom
@@ -332,8 +334,15 @@ def fewest_launches(configurations: int) -> int:
 def goes_on(effects: Iterable[Comparison]) -> bool:
     """Tests whether another launch is needed: a question is undecided, or has too few launches."""
     questions = list(effects)
-    alone = FEWEST_LAUNCHES + (len(questions) == 1)
-    return any(
-        question.n < (FEWEST_POOLED if question.basis == POOLED else alone) or not is_decided(question)
-        for question in questions
-    )
+    fewest = {POOLED: FEWEST_POOLED, "": FEWEST_LAUNCHES + (len(questions) == 1)}
+    return not all(_is_answered(question, fewest[question.basis]) for question in questions)
+
+
+def _is_answered(question: Comparison, fewest: int) -> bool:
+    """Tests whether a question is decided, with fewer launches than ``fewest`` at ``EARLY_CONFIDENCE``.
+
+    A strict early look, after Haybittle 1971 and Peto et al. 1976, for large effects whose noise is their own.
+    """
+    if question.n < FEWEST_POOLED:
+        return False
+    return is_decided(question if question.n >= fewest else with_confidence(question, EARLY_CONFIDENCE))

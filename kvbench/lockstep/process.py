@@ -56,7 +56,7 @@ class EngineProcess:
         env: Mapping[str, str | None] | None = None,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        self._log, self._check, self._buffer = log, check, b""
+        self._log, self.check, self._buffer = log, check, b""
         self.options: frozenset[str] = frozenset()  # that its engines let a request have, once it has greeted
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as file:
@@ -78,6 +78,11 @@ class EngineProcess:
     @property
     def alive(self) -> bool:
         return self._process.poll() is None
+
+    def fileno(self) -> int:
+        """Returns the pipe of its answers, which ``select`` waits for."""
+        assert self._process.stdout is not None
+        return self._process.stdout.fileno()
 
     def greet(self) -> None:
         """Waits for its first line. Raises EngineFailedError if it speaks another protocol."""
@@ -101,7 +106,7 @@ class EngineProcess:
             if time.monotonic() > deadline:
                 raise EngineFailedError(f"the engine took no command within {_SEND_LIMIT_S:g} s", self)
             if not select.select([], [pipe], [], _CHECK_S)[1]:
-                self._check()
+                self.check()
                 continue
             try:
                 left = left[os.write(pipe, left[: select.PIPE_BUF]) :]  # so much never blocks where select says so
@@ -110,16 +115,14 @@ class EngineProcess:
 
     def receive(self, limit_s: float) -> dict[str, Any]:
         """The next answer. Raises EngineFailedError."""
-        assert self._process.stdout is not None
-        self._check()
-        deadline = time.monotonic() + limit_s
-        pipe = self._process.stdout.fileno()
+        self.check()
+        deadline, pipe = time.monotonic() + limit_s, self.fileno()
         while b"\n" not in self._buffer:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise EngineFailedError(f"the engine did not answer within {limit_s:g} s", self)
             if not select.select([pipe], [], [], min(left, _CHECK_S))[0]:
-                self._check()
+                self.check()
                 continue
             got = os.read(pipe, 1 << 20)
             if not got:
@@ -146,6 +149,18 @@ class EngineProcess:
             return EngineFailedError("the engine's process closed its output", self)
         how, lines = processes.how_it_ended(code), processes.last_lines(self._log)
         return EngineFailedError(f"the engine's process {how}; its last lines:\n{lines}", self)
+
+
+def wait_for_answers(processes: Sequence[EngineProcess], limit_s: float) -> Sequence[EngineProcess]:
+    """Waits until at least one of the processes has answered, or ended; returns those. Raises EngineFailedError."""
+    if len(processes) == 1:
+        return processes  # its ``receive`` waits
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        processes[0].check()
+        if readable := select.select(processes, [], [], _CHECK_S)[0]:
+            return readable
+    raise EngineFailedError(f"the engine did not answer within {limit_s:g} s", processes[0])
 
 
 def open_all(

@@ -6,7 +6,8 @@
       logs/<launch>.log                       the engines' process
 
 A launch is one process with an engine of every configuration; they share the weights. What it has no room for takes no
-part, and a note says so. Every engine computes the same requests to their end, and so does every launch: what scatters
+part, and a note says so. Engines with few threads leave cores free; then two launches compute side by side, each in
+turns of its own. Every engine computes the same requests to their end, and so does every launch: what scatters
 is the machine and the launch, not the requests. Launches go on until every effect on throughput is decided or the time
 is over (kvbench/lockstep/intervals.py). Loads come in the order of their users, most first: that is where memory
 decides. A load for which the time does not hold enough launches is left out, and the effects say so.
@@ -14,6 +15,7 @@ decides. A load for which the time does not hold enough launches is left out, an
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 import shutil
@@ -28,8 +30,9 @@ import numpy as np
 import pandas as pd
 
 from kvbench.common.errors import MeasurementError, UsageError
-from kvbench.common.machine import free_memory
+from kvbench.common.machine import free_memory, usable_cores
 from kvbench.common.records import read_record, write_record
+from kvbench.common.text import listing
 from kvbench.effects.comparison import Comparison
 from kvbench.lockstep import instrument as loads
 from kvbench.lockstep.intervals import (
@@ -59,10 +62,12 @@ from kvbench.runs.server_info import ServerInfo
 from kvbench.targets.base import contradiction
 from kvbench.workload.design import Cell, Configuration, Design, LoadPoint
 from kvbench.workload.file import Workload, runs_on_cpu
+from kvbench.workload.settings import Settings
 
 MOST_LAUNCHES = 20
 METRICS = (THROUGHPUT, "p95_ttft_ms", "p95_itl_ms")  # figures that are compared
 _LONGER = {1: 3, 2: 2}  # after so many launches: the limit for one more, as a multiple of limit_s (slow machines)
+_MOST_AT_ONCE = 2  # launches: more would share the memory's bandwidth among too many
 _WARM_UP_TURNS = 1  # of an engine whose turns' length is known
 
 Show = Callable[[str | Callable[[], str]], None]
@@ -76,7 +81,8 @@ class Sitting:
     ``limit_s``: no launch is begun that would not end by then, or by ``_LONGER`` times that while there are too few;
     ``open_limit_s``: until one engine is there. ``check``: called twice a second, may raise. ``is_enough``: whether so
     many launches answer the question, if that is another one than every effect on throughput (then one configuration
-    may be alone). ``option``: of the command, which allows more time.
+    may be alone). ``option``: of the command, which allows more time. ``on_effects``: gets what is known after each
+    launch. ``launches``: those that are measured, ``at_once`` side by side, in ``elapsed_s``.
     """
 
     run: RunFolder
@@ -89,10 +95,15 @@ class Sitting:
     check: Callable[[], None]
     is_enough: Callable[[int], bool] | None = None
     option: str = "--lockstep-minutes"
+    on_effects: Callable[[EngineTime], None] = lambda _: None
     notes: list[str] = field(default_factory=list)
     _others: list[Configuration] = field(default_factory=list)  # than the baseline, that take part
     _order_seed: int = field(default_factory=lambda: random.randrange(2**32))  # another in each sitting
     _turns: dict[str, dict[str, Any]] = field(default_factory=dict)  # by load: ``cold_facts``
+    launches: int = field(default=0, init=False)  # that are measured
+    at_once: int = field(default=1, init=False)
+    elapsed_s: float = field(default=0.0, init=False)
+    _loads: Sequence[LoadPoint] = ()  # that launches compute
     _questions: list[Comparison] = field(default_factory=list)  # effects on throughput, so far
 
     def __post_init__(self) -> None:
@@ -116,85 +127,111 @@ class Sitting:
         return None
 
     def execute(self) -> EngineTime:
-        """Measures and returns what effects.json holds. Raises MeasurementError where nothing could be measured."""
-        began, points, launch, elapsed = time.monotonic(), self.points, 0, 0.0
-        self._others = [c for c in self.design.configurations if not c.is_baseline]
+        """Measures and returns what effects.json holds. Raises MeasurementError where nothing could be measured.
+
+        Called again, it goes on with further launches.
+        """
+        began = time.monotonic() - self.elapsed_s
+        if not self.launches:
+            self._prepare()
+        while self.launches < MOST_LAUNCHES:
+            numbers = range(self.launches + 1, self.launches + self.at_once + 1)
+            self.show(f"engine time, {_words(numbers)}: starting {len(self._others) + 1} engines")
+            try:
+                self._loads = self._launch(numbers, self._loads, began)
+            except MeasurementError as error:
+                if not self.launches:
+                    raise
+                if self._others:
+                    self.notes.append(f"engine time ended in {_words(numbers)}: {error}")
+                self.elapsed_s = time.monotonic() - began
+                stored = self.effects(done=True)
+                if not stored.effects:
+                    raise
+                return stored
+            self.launches, self.elapsed_s = numbers[-1], time.monotonic() - began
+            self.on_effects(self.effects(done=False))
+            limit_s = _LONGER.get(self.launches, 1) * self.limit_s
+            again = goes_on(self._questions) if self.is_enough is None else not self.is_enough(self.launches)
+            if not again or self.elapsed_s + self.round_s > limit_s:
+                break
+        if self.launches == 1 and self.is_enough is None:
+            minutes = math.ceil(fewest_launches(len(self._others)) * self.elapsed_s / 60)
+            self.notes.append(f"one launch decides nothing: about {minutes} minutes would do ({self.option})")
+        return self.effects(done=True)
+
+    @property
+    def round_s(self) -> float:
+        """The seconds that the next launches will take."""
+        return self.elapsed_s * self.at_once / self.launches
+
+    def _prepare(self) -> None:
+        """Settles which configurations take part, and how many launches compute side by side."""
         assert self.baseline is not None
+        self._loads, self.at_once = self.points, launches_at_once(self.baseline.settings)
+        self._others = [c for c in self.design.configurations if not c.is_baseline]
         for configuration in list(self._others):
             if configuration.settings.get("num_threads") != self.baseline.settings.get("num_threads"):
                 reason = "engines of one process share their threads, and its num_threads is another"
                 self._leave_out(configuration, reason)
-        while launch < MOST_LAUNCHES:
-            launch += 1
-            self.show(f"engine time, launch {launch}: starting {len(self._others) + 1} engines")
-            try:
-                points = self._launch(launch, points, began)
-            except MeasurementError as error:
-                if launch == 1:
-                    raise
-                if self._others:
-                    self.notes.append(f"engine time ended in launch {launch}: {error}")
-                stored = self.effects(launch - 1, points, time.monotonic() - began, done=True)
-                if not stored.effects:
-                    raise
-                return stored
-            elapsed = time.monotonic() - began
-            self.effects(launch, points, elapsed, done=False)
-            limit_s = _LONGER.get(launch, 1) * self.limit_s
-            again = goes_on(self._questions) if self.is_enough is None else not self.is_enough(launch)
-            if not again or elapsed * (1 + 1 / launch) > limit_s:
-                break
-        if launch == 1 and self.is_enough is None:
-            minutes = math.ceil(fewest_launches(len(self._others)) * elapsed / 60)
-            self.notes.append(f"one launch decides nothing: about {minutes} minutes would do ({self.option})")
-        return self.effects(launch, points, time.monotonic() - began, done=True)
 
-    def _launch(self, launch: int, points: Sequence[LoadPoint], began: float) -> list[LoadPoint]:
-        """Measures the loads in one process with all engines; returns those that they have computed."""
-        order = random.Random(f"kvbench-sitting/{self._order_seed}/{launch}")
-        with EngineProcess(LOCKSTEP_COMMAND, self.folder.server_log(str(launch)), check=self.check) as process:
-            process.greet()
+    def _launch(self, numbers: Sequence[int], points: Sequence[LoadPoint], began: float) -> list[LoadPoint]:
+        """Measures the loads in a process for each launch, with all engines; returns the loads that they computed."""
+        order = random.Random(f"kvbench-sitting/{self._order_seed}/{numbers[0]}")
+        with contextlib.ExitStack() as stack:
+            processes = [
+                stack.enter_context(
+                    EngineProcess(LOCKSTEP_COMMAND, self.folder.server_log(str(number)), check=self.check)
+                )
+                for number in numbers
+            ]
+            for process in processes:
+                process.greet()
             until = began + _LONGER[1] * self.limit_s
-            engines = self._open(process, order, until)
-            if launch > 1:
+            engines = self._open(dict(zip(numbers, processes, strict=True)), order, until)
+            if numbers[0] > 1:
                 warm_up(engines, loads.users_of(points[0]), self._limit("max_model_len"), until, _WARM_UP_TURNS)
             took: list[float] = []
             for point in points:
-                if launch == 1 and took and not self._holds(point, len(points) - len(took), took, began):
+                if numbers[0] == 1 and took and not self._holds(point, len(points) - len(took), took, began):
                     return list(points[: len(took)])
                 started = time.monotonic()
-                self._measure(launch, point, engines, order, until)
+                self._measure(numbers, point, engines, order, until)
                 took.append(time.monotonic() - started)
         return list(points)
 
-    def _open(self, process: EngineProcess, order: random.Random, until: float) -> list[TurnTaker]:
-        """The engines that take part, in random order. On a GPU the engine itself says whether the device has room."""
+    def _open(self, processes: Mapping[int, EngineProcess], order: random.Random, until: float) -> list[TurnTaker]:
+        """Opens the engines that take part in each launch, in random order.
+
+        On a GPU the engine itself says whether the device has room.
+        """
         configurations = [c for c in self.design.configurations if c.is_baseline or c in self._others]
         order.shuffle(configurations)
         budgets = {config_id: capacity.kv_budget_bytes or 0 for config_id, capacity in self.capacity.items()}
-        room = free_memory() - sum(budgets[c.config_id] for c in configurations if c.is_baseline)
+        room = free_memory() // len(processes) - sum(budgets[c.config_id] for c in configurations if c.is_baseline)
         engines = []
         for configuration in configurations:
-            budget = 0 if configuration.is_baseline else budgets[configuration.config_id]
-            on_cpu = runs_on_cpu(configuration.settings.get("device", "auto"))
+            config_id, settings = configuration.config_id, configuration.settings
+            budget = 0 if configuration.is_baseline else budgets[config_id]
+            on_cpu = runs_on_cpu(settings.get("device", "auto"))
             try:
                 if on_cpu and budget > room:
                     raise UsageError(
                         f"its KV cache of {budget / 2**30:.1f} GiB has no room beside those of the others: "
                         f"{room / 2**30:.1f} GiB are free"
                     )
-                if not on_cpu and "kv_budget" not in configuration.settings:
+                if not on_cpu and "kv_budget" not in settings:
                     raise UsageError("set kv_budget: on a GPU each engine would take most of the memory that is free")
                 limit_s = max(1.0, min(self.open_limit_s, until - time.monotonic()))
-                [info] = open_all([(process, configuration.config_id, configuration.settings)], limit_s)
-                capacity = self.capacity[configuration.config_id]
-                if wrong := contradiction(configuration.settings, capacity, ServerInfo.read(info)):
-                    raise UsageError(wrong)
+                infos = open_all([(process, config_id, settings) for process in processes.values()], limit_s)
+                for info in infos:
+                    if wrong := contradiction(settings, self.capacity[config_id], ServerInfo.read(info)):
+                        raise UsageError(wrong)
             except UsageError as error:
                 self._leave_out(configuration, str(error))
                 continue
             room -= budget
-            engines.append(TurnTaker(process, configuration.config_id))
+            engines += [TurnTaker(process, config_id, number) for number, process in processes.items()]
         return engines
 
     def _leave_out(self, configuration: Configuration, reason: str) -> None:
@@ -207,6 +244,7 @@ class Sitting:
     def _holds(self, point: LoadPoint, left: int, took: Sequence[float], began: float) -> bool:
         """Tests whether the time holds enough launches with this load too; ``left``: loads not measured yet."""
         fewest, elapsed = fewest_launches(len(self._others)), time.monotonic() - began
+        fewest = math.ceil(fewest / self.at_once)
         if fewest * (elapsed + max(took)) <= self.limit_s:
             return True
         self.notes.append(
@@ -224,15 +262,15 @@ class Sitting:
         return loads.requests_of(self.workload.load, point, seed=self.workload.seed, repeat=1, **sizes)
 
     def _measure(
-        self, launch: int, point: LoadPoint, engines: list[TurnTaker], order: random.Random, until: float
+        self, numbers: Sequence[int], point: LoadPoint, engines: list[TurnTaker], order: random.Random, until: float
     ) -> None:
         cost, all_engines = None, tuple(engines)
         job = Job(self.workload, self.folder, check=self.check)
         instruments = [loads.SteppedInstrument(job, engine, lambda p, _: self._requests(p)) for engine in engines]
         for instrument in instruments:
-            instrument.begin(point, launch)
+            instrument.begin(point, instrument.engine.launch)
         tokens = sum(request.n * request.max_tokens for request in instruments[0].requests)
-        doing = f"engine time, launch {launch}: {point.load_id}, {len(engines)} engines"
+        doing = f"engine time, {_words(numbers)}: {point.load_id}, {len(self._others) + 1} engines"
         self.show(doing)
         try:
             if point.load_id not in self._turns:
@@ -257,25 +295,25 @@ class Sitting:
         for instrument in instruments:
             configuration = configurations[instrument.engine.name]
             cell = Cell(f"{configuration.config_id}-{point.load_id}", configuration, point)
-            result = instrument.measure(cell, launch)
-            if not result.valid:
+            result = instrument.measure(cell, instrument.engine.launch)
+            if not result.valid and instrument.engine in engines:
                 self._leave_out(configuration, "; ".join(result.invalid_reasons))
-                engines.remove(instrument.engine)
+                engines[:] = [engine for engine in engines if engine.name != configuration.config_id]
 
-    def effects(self, launches: int, points: Sequence[LoadPoint], seconds: float, *, done: bool) -> EngineTime:
+    def effects(self, *, done: bool) -> EngineTime:
         """Writes and returns effects.json, from the launches that are stored."""
         self._questions = []
         stored = EngineTime(
             finished=done,
-            launches=launches,
-            seconds=seconds,
+            launches=self.launches,
+            seconds=self.elapsed_s,
             limit_s=self.limit_s,
             order_seed=self._order_seed,
             configurations=1 + len(self._others),
             baseline=self.baseline.config_id if self.baseline else None,
             turns=self._turns,
             notes=tuple(self.notes),
-            effects=tuple(effect for point in points for effect in self._effects_at(point, launches)),
+            effects=tuple(effect for point in self._loads for effect in self._effects_at(point, self.launches)),
         )
         write_record(self.folder.path / EFFECTS, stored)
         return stored
@@ -323,6 +361,22 @@ class Sitting:
     def loads_of(self, cell: str, launches: int) -> list[Path]:
         """The folders of a cell's loads, one a launch."""
         return [self.folder.load(cell, launch + 1) for launch in range(launches)]
+
+
+def launches_at_once(settings: Settings) -> int:
+    """Returns how many launches compute side by side: on CPUs, as many as have cores of their own, at most two.
+
+    ``settings``: of the baseline. Two launches meet each other as they would meet any other program: all engines of
+    a launch alike.
+    """
+    threads = settings.get("num_threads")
+    if not threads or not runs_on_cpu(settings.get("device", "auto")):
+        return 1
+    return max(1, min(_MOST_AT_ONCE, usable_cores() // threads))
+
+
+def _words(numbers: Sequence[int]) -> str:
+    return f"launch {numbers[0]}" if len(numbers) == 1 else f"launches {listing(list(map(str, numbers)))}"
 
 
 def values_of_requests(metric: str, load: Path) -> list[np.ndarray]:

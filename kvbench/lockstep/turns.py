@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from kvbench.common.errors import MeasurementError
-from kvbench.lockstep.process import EngineFailedError, EngineProcess
+from kvbench.lockstep.process import TURN_LIMIT_S, EngineFailedError, EngineProcess, wait_for_answers
 
 STEP_COLUMNS = ("seconds", "prefill_tokens", "decode_tokens", "output_tokens")
 TURNS = (1, 2, 4, 8)
@@ -36,12 +36,14 @@ _WARM_FROM = 4  # the late steps of a turn: from here on (from 0)
 class TurnTaker:
     """An engine that takes part, and the steps of its present load.
 
+    ``launch``: its number; engines of one launch compute one at a time, and launches at the same time.
     ``clock``: its engine time [s]; ``steps``: rows of ``STEP_COLUMNS``;
     ``turns``: how many of them each turn had; ``output_tokens``: of all steps.
     """
 
     process: EngineProcess
     name: str
+    launch: int = 1
     clock: float = 0.0
     ended: bool = False
     steps: list[Sequence[float]] = field(default_factory=list)
@@ -54,8 +56,12 @@ class TurnTaker:
         self.clock, self.ended, self.steps, self.turns, self.output_tokens = 0.0, False, [], [], 0
         return answer["metrics"]
 
-    def take_turn(self, length: int) -> None:
-        answer = self.process.ask(do="turn", name=self.name, steps=length)
+    def begin_turn(self, length: int) -> None:
+        self.process.send(do="turn", name=self.name, steps=length)
+
+    def end_turn(self) -> None:
+        """Waits for the steps of the turn that was begun."""
+        answer = self.process.receive(TURN_LIMIT_S)
         self.steps += answer["steps"]
         self.turns.append(len(answer["steps"]))
         self.output_tokens += sum(step[-1] for step in answer["steps"])
@@ -67,17 +73,24 @@ class TurnTaker:
 
 
 def take_turns(engines: Sequence[TurnTaker], rng: random.Random, length: int, until: float) -> None:
-    """Lets every engine compute its load to the end, in turns of up to ``length`` steps.
+    """Lets every engine compute its load to the end, in turns of up to ``length`` steps; launches side by side.
 
     until: when it is given up [s, time.monotonic]. Raises MeasurementError then, of the engine if it alone is left.
     """
-    running = list(engines)
-    while running := [engine for engine in running if not engine.ended]:
+    computing: dict[int, TurnTaker] = {}  # by launch
+    while running := [engine for engine in engines if not engine.ended]:
         if time.monotonic() > until:
-            names = ", ".join(engine.name for engine in running)
+            names = ", ".join(dict.fromkeys(engine.name for engine in running))
             text = f"the load did not end in the time that it has (of {names})"
             raise EngineFailedError(text, running[0].process) if len(running) == 1 else MeasurementError(text)
-        min(running, key=lambda engine: (engine.clock, rng.random())).take_turn(length)
+        for launch in sorted({engine.launch for engine in running} - computing.keys()):
+            waiting = [engine for engine in running if engine.launch == launch]
+            computing[launch] = min(waiting, key=lambda engine: (engine.clock, rng.random()))
+            computing[launch].begin_turn(length)
+        answered = wait_for_answers([engine.process for engine in computing.values()], TURN_LIMIT_S)
+        for launch, engine in list(computing.items()):
+            if engine.process in answered:
+                computing.pop(launch).end_turn()
 
 
 def share_done(engines: Sequence[TurnTaker], output_tokens: int) -> float:

@@ -15,12 +15,15 @@ from rich.console import Console
 from kvbench.common import text as words
 from kvbench.common.console import QUIET_S, LiveText, Part, fit, print_plain
 from kvbench.common.text import clock
+from kvbench.effects.comparison import Call
 from kvbench.measure.instrument import Listener
+from kvbench.metrics.definitions import THROUGHPUT
+from kvbench.runs.engine_time import EngineTime
 from kvbench.runs.results import LoadResult
 from kvbench.sweep.show_load import one_line
 from kvbench.targets.choose import START_GUESS_S
 from kvbench.targets.prometheus import MetricsSample
-from kvbench.workload.design import Block, Cell
+from kvbench.workload.design import Block, Cell, Design
 
 
 class Estimator:
@@ -67,6 +70,28 @@ class Estimator:
     def total_s(self, blocks: Sequence[Block]) -> float:
         """The seconds for ``blocks`` from nothing."""
         return sum(self.start_s() + sum(self.load_s(c) for c in b.cells) for b in blocks if b.cells)
+
+
+def so_far(measured: EngineTime, design: Design) -> str:
+    """Says in one line what engine time has decided of output tokens/s, in the order of the workload."""
+    by_id = {cell.cell_id: cell for cell in design.cells}
+    base = next(configuration.label for configuration in design.configurations if configuration.is_baseline)
+    names: dict[str, list[str]] = {"": [], "level": [], "undecided": []}
+    for effect in measured.effects:
+        if effect.metric != THROUGHPUT:
+            continue
+        cell, comparison = by_id[effect.cell], effect.comparison
+        change = f"{100 * (comparison.ratio - 1):+.1f} %"
+        name = f"{cell.configuration.label} at {cell.load.load_id}"
+        if comparison.call in (Call.BETTER, Call.WORSE):
+            low, high = (f"{100 * (end - 1):+.1f}" for end in (comparison.low, comparison.high))
+            names[""].append(f"{name} {change} ({low} to {high})")
+        else:
+            names[comparison.call.value].append(name)
+    parts = [f"{call}: {', '.join(cells)}".removeprefix(": ") for call, cells in names.items() if cells]
+    launches = f"{measured.launches} launch{'' if measured.launches == 1 else 'es'}"
+    took = clock(measured.seconds or 0)
+    return f"engine time after {launches}, {took}; output tokens/s against {base}: {'; '.join(parts)}"
 
 
 WINDOW_S = 5.0

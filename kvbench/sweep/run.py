@@ -37,7 +37,7 @@ from kvbench.measure.instrument import Instrument, Job
 from kvbench.measure.words import repeat_notes
 from kvbench.metrics.canaries import WRONG_ANSWERS
 from kvbench.runs.aggregate import aggregate_cell
-from kvbench.runs.engine_time import EngineTime, read_engine_time
+from kvbench.runs.engine_time import EFFECTS, FOLDER, EngineTime, read_engine_time
 from kvbench.runs.folder import RunFolder, create_run
 from kvbench.runs.manifest import (
     StoredManifest,
@@ -54,7 +54,7 @@ from kvbench.runs.work import FolderWork, kept, work_in
 from kvbench.sweep.block import BlockRunner, ThisMachine, Unanswered, why_unanswered
 from kvbench.sweep.order import Measured, blocks_in_time, blocks_left
 from kvbench.sweep.plan import describe_plan, memory_notes, preflight
-from kvbench.sweep.progress import Estimator, SweepProgress
+from kvbench.sweep.progress import Estimator, SweepProgress, so_far
 from kvbench.targets.base import Target
 from kvbench.targets.choose import ChosenTarget
 from kvbench.workload.design import Block, Cell, design_of
@@ -187,7 +187,19 @@ class Sweep:
             if not self.resumed and run.remove_unmeasured():
                 self._say(f"removed: {run.path}, since nothing was measured")
             raise
+        self._report_so_far()
         return EXIT_INTERRUPTED
+
+    def _report_so_far(self) -> None:
+        """Reports what an interrupted run has decided, if that is anything. A failure costs nothing."""
+        has_effects = (self.run.path / FOLDER / EFFECTS).is_file()
+        has_loads = any(self.run.done_repeats(cell.cell_id) for cell in self.design.cells)
+        if not self.report or not (has_effects or has_loads):
+            return
+        try:
+            self.report(self.run.path, self.console)
+        except Exception as error:
+            self._note(f"there is no report yet ({error}); see `{self._report}`")
 
     def _measure(self, work: FolderWork) -> bool:
         """Measures what is left; returns whether every planned load is measured."""
@@ -285,7 +297,7 @@ class Sweep:
             self._note("engine time starts again: its earlier launches cannot be combined with new ones")
         sitting = Sitting(
             self.run, self.workload, self.design, job.capacity, 60 * self.lockstep_minutes, self.open_limit_s,
-            job.listener.status, job.check,
+            job.listener.status, job.check, on_effects=lambda measured: self._say(so_far(measured, self.design)),
         )  # fmt: skip
         if reason := sitting.why_not():
             self._note(f"engine time is not measured: {reason}")

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import count
@@ -55,20 +55,42 @@ def make_engine(**settings) -> Engine:
     return assemble_engine(config, _loaded(config.kv_cache_dtype, config.max_model_len))
 
 
+@dataclass(frozen=True)
+class RunningServer:
+    """A server that is ready, by its port and process id."""
+
+    port: int
+    pid: int
+
+
 @contextlib.contextmanager
-def server(*flags: str, environment: Mapping[str, str] | None = None) -> Iterator[int]:
-    """Its port, once it is ready. ``environment`` is added to this process's."""
+def server(*flags: str, environment: Mapping[str, str] | None = None) -> Iterator[RunningServer]:
+    """The engine's server on the benchmarks' model. ``environment`` is added to this process's."""
+    with launched("engine.server", "--model", model_name(), *flags, environment=environment) as running:
+        yield running
+
+
+@contextlib.contextmanager
+def launched(module: str, *flags: str, environment: Mapping[str, str] | None = None) -> Iterator[RunningServer]:
+    """A server as a process of its own while the block runs."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "engine.server", "--model", model_name(), "--port", "0", *flags],
+        [sys.executable, "-m", module, "--port", "0", *flags],
         cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, text=True, env={**os.environ, **(environment or {})},
     )  # fmt: skip
     try:
         ready = process.stdout.readline()
         assert ready.startswith("ready http://127.0.0.1:"), ready
-        yield int(ready.rsplit(":", 1)[1])
+        yield RunningServer(int(ready.rsplit(":", 1)[1]), process.pid)
     finally:
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=30)
+
+
+def wait_for(streams_have_begun: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not streams_have_begun():
+        assert time.monotonic() < deadline, "the streams have not begun"
+        time.sleep(0.05)
 
 
 @dataclass

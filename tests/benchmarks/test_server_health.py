@@ -22,7 +22,7 @@ import time
 
 import numpy as np
 import pytest
-from bench_engine import model_name, server
+from bench_engine import model_name, server, wait_for
 from bench_timing import choose, note
 
 from engine.model.spec import find_model
@@ -87,15 +87,13 @@ def test_health_at_full_load(benchmark, max_num_batched_tokens: int) -> None:
     vocab_size = find_model(model_name()).text_config["vocab_size"]
     benchmark.group = f"health of the server with {STREAMS} streams"
     flags = ("--max-num-batched-tokens", str(max_num_batched_tokens), "--max-num-seqs", str(STREAMS))
-    with server(*flags) as port:
+    with server(*flags) as running:
+        port = running.port
         idle = poll(port, 20)
         load = multiprocessing.get_context("fork").Process(target=_load, args=(port, vocab_size), daemon=True)
         load.start()
         try:
-            deadline = time.monotonic() + 60
-            while metric(port, "kvbench:num_requests_running") < STREAMS * 0.75:
-                assert time.monotonic() < deadline, "the streams have not begun"
-                time.sleep(0.1)
+            wait_for(lambda: metric(port, "kvbench:num_requests_running") >= STREAMS * 0.75)
             time.sleep(WARM_S)
             before, started = metric(port, "kvbench:generation_tokens_total"), time.perf_counter()
             busy = benchmark.pedantic(poll, args=(port, POLLS), rounds=1)

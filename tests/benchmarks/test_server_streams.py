@@ -17,19 +17,14 @@ import asyncio
 import contextlib
 import json
 import multiprocessing
-import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
-from bench_engine import model_name, server
+from bench_engine import RunningServer, launched, model_name, server, wait_for
 from bench_timing import choose, note
 
 LOADS = choose(full=[(64, 5), (256, 20), (256, 5)], quick=[(64, 5)], smoke=[(4, 5)])  # (streams, ms a step)
@@ -92,49 +87,38 @@ def client(port: int, streams: int) -> Iterator[Callable[[], tuple[int, float]]]
         process.kill()
 
 
-@contextlib.contextmanager
-def timed_server(step_ms: int, mode: str, *flags: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    environment = {**os.environ, "STEP_S": str(step_ms / 1e3)}
-    if mode == "two":
-        flags += ("--frontend-multiprocessing",)
-    else:
-        flags += ("--no-frontend-multiprocessing",)
-        environment["SWITCH_S"] = str(float(mode) / 1e3)
-    command = [sys.executable, "-m", "tests.support.timed_server", "--port", "0", "--async-scheduling", *flags]
-    process = subprocess.Popen(
-        command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, text=True, env=environment
-    )
-    try:
-        ready = process.stdout.readline()
-        assert ready.startswith("ready http://127.0.0.1:"), ready
-        yield process, int(ready.rsplit(":", 1)[1])
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=30)
+@pytest.fixture
+def measure(benchmark):
+    """Two readings while the streams of ``running`` are read: (events, when, CPU seconds) at the begin and the end."""
+
+    def of(running: RunningServer, streams: int) -> list[tuple[int, float, float]]:
+        readings = []
+        with client(running.port, streams) as count:
+            wait_for(lambda: count()[0] > 0)
+            time.sleep(WARM_S)
+
+            def read_twice() -> None:
+                readings.append((*count(), cpu_seconds(running.pid)))
+                time.sleep(SECONDS)
+                readings.append((*count(), cpu_seconds(running.pid)))
+
+            benchmark.pedantic(read_twice, rounds=1)
+        return readings
+
+    return of
 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("streams", "step_ms"), LOADS)
-def test_steps_beside_streams(benchmark, tmp_path, streams: int, step_ms: int, mode: str) -> None:
+def test_steps_beside_streams(benchmark, measure, tmp_path, streams: int, step_ms: int, mode: str) -> None:
     benchmark.group = f"{streams} streams, steps of {step_ms} ms"
-    log = tmp_path / "steps.csv"
-    flags = ("--max-num-seqs", str(streams), "--step-log", str(log))
-    found = {}
-    with timed_server(step_ms, mode, *flags) as (process, port), client(port, streams) as count:
-        deadline = time.monotonic() + 30
-        while not count()[0]:
-            assert time.monotonic() < deadline, "the streams have not begun"
-            time.sleep(0.05)
-        time.sleep(WARM_S)
-
-        def measure() -> None:
-            began = (*count(), cpu_seconds(process.pid))
-            time.sleep(SECONDS)
-            found["readings"] = began, (*count(), cpu_seconds(process.pid))
-
-        benchmark.pedantic(measure, rounds=1)
-    (events, begin, cpu), (events_2, end, cpu_2) = found["readings"]
+    environment, log = {"STEP_S": str(step_ms / 1e3)}, tmp_path / "steps.csv"
+    if mode != "two":
+        environment["SWITCH_S"] = str(float(mode) / 1e3)
+    flags = ("--async-scheduling", "--max-num-seqs", str(streams), "--step-log", str(log), PROCESSES[mode == "two"])
+    with launched("tests.support.timed_server", *flags, environment=environment) as running:
+        (events, begin, cpu), (events_2, end, cpu_2) = measure(running, streams)
     ends = [float(line.split(",")[0]) for line in log.read_text().splitlines()[1:]]
     gaps = np.diff([at for at in ends if begin <= at <= end]) * 1e3
     note(
@@ -147,21 +131,8 @@ def test_steps_beside_streams(benchmark, tmp_path, streams: int, step_ms: int, m
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("streams", choose(full=[8, 64], quick=[64], smoke=[4]))
 @pytest.mark.parametrize("flag", choose(full=PROCESSES, quick=PROCESSES, smoke=PROCESSES[:1]))
-def test_tokens_beside_streams(benchmark, streams: int, flag: str) -> None:
+def test_tokens_beside_streams(benchmark, measure, streams: int, flag: str) -> None:
     benchmark.group = f"{model_name()}, {streams} streams"
-    with server(flag, "--max-num-seqs", str(streams)) as port, client(port, streams) as count:
-        deadline = time.monotonic() + 60
-        while not count()[0]:
-            assert time.monotonic() < deadline, "the streams have not begun"
-            time.sleep(0.05)
-        time.sleep(WARM_S)
-        found = {}
-
-        def measure() -> None:
-            began = count()
-            time.sleep(SECONDS)
-            found["readings"] = began, count()
-
-        benchmark.pedantic(measure, rounds=1)
-    (events, begin), (events_2, end) = found["readings"]
+    with server(flag, "--max-num-seqs", str(streams)) as running:
+        (events, begin, _), (events_2, end, _) = measure(running, streams)
     note(benchmark, output_tokens_per_s=(events_2 - events) / (end - begin))

@@ -36,6 +36,7 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
+@pytest.mark.full
 @pytest.mark.timeout(LIMIT_S + 20)
 def test_checks_kernels_and_engine_end_to_end(tmp_path):
     parts = ("check", "kernels", "engine-qwen3-0.6b")
@@ -46,7 +47,8 @@ def test_checks_kernels_and_engine_end_to_end(tmp_path):
     assert names == {"manifest.json", "summary.md", "kernels.json", "engine.json", "log.txt"} <= set(summary.FILES)
     manifest = json.loads((folder / "manifest.json").read_text())
     assert [part["status"] for part in manifest["parts"]] == ["passed"] * 4
-    assert manifest["versions"]["torch"] == torch.__version__ and manifest["arguments"]["commit"] == "abc123"
+    assert torch.__version__.startswith(manifest["versions"]["torch"])  # which may lack the build, such as +cu130
+    assert manifest["arguments"]["commit"] == "abc123"
     assert manifest["ceilings"].keys() >= {"read_gb_per_s", "copy_gb_per_s", "matmul_fp32_tflop_per_s"}
 
     kernels = json.loads((folder / "kernels.json").read_text())
@@ -68,6 +70,7 @@ def test_checks_kernels_and_engine_end_to_end(tmp_path):
     assert text.strip() in out
 
 
+@pytest.mark.full
 @pytest.mark.timeout(LIMIT_S + 20)
 def test_settings_and_long_decodes_end_to_end(tmp_path):
     """Real engines in turns, and the simulator's predictions of the same design."""
@@ -90,6 +93,7 @@ def test_settings_and_long_decodes_end_to_end(tmp_path):
     assert "Engine time of settings" in (tmp_path / "out" / "summary.md").read_text()
 
 
+@pytest.mark.full
 def test_a_termination_still_leaves_a_summary(tmp_path):
     process = start(tmp_path, "out", "--device", "cpu", "--tiny", "--part", "check", "kernels")
     for line in process.stdout:  # of the part that follows facts

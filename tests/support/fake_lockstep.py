@@ -11,6 +11,7 @@ import json
 import random
 from collections import deque
 from collections.abc import Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,7 @@ from kvbench.lockstep.process import EngineFailedError, EngineProcess, EngineRef
 from tests.support.engine_parts import CountingExecutor, small_engine
 
 _NOW = [0.0]
+_READABLE = Path("/dev/null").open()  # noqa: SIM115  # at any moment, as a pipe once its engine has answered
 
 
 class FakeCommands(lockstep.Commands):
@@ -52,7 +54,7 @@ class FakeProcess(EngineProcess):
     alive = True
 
     def __init__(self, command: Any, log: Any, *, env: Any = None, check: Any = lambda: None) -> None:
-        self._check, self._commands, self._answers = check, FakeCommands(), deque()
+        self.check, self._commands, self._answers = check, FakeCommands(), deque()
         self.options = frozenset(lockstep.OPTIONS)
 
     def __exit__(self, *exc: object) -> None: ...
@@ -61,11 +63,14 @@ class FakeProcess(EngineProcess):
 
     def stay_on(self, cores: Any) -> None: ...
 
+    def fileno(self) -> int:
+        return _READABLE.fileno()
+
     def send(self, **command: Any) -> None:
         self._answers.append(json.loads(json.dumps(command)))
 
     def receive(self, limit_s: float) -> dict[str, Any]:
-        self._check()
+        self.check()
         try:
             return json.loads(json.dumps(self._commands.do(self._answers.popleft())))
         except ValueError as error:

@@ -1,8 +1,9 @@
-"""What the sweep's integration tests share: a tiny workload, the fake server, and running the command line."""
+"""What tests of sweeps share: a tiny workload, servers and loads that are real or scripted, and the command line."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import json
 import os
@@ -11,17 +12,26 @@ import subprocess
 import sys
 import time
 import unittest.mock
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import yaml
 
 from kvbench.cli.main import main
-from kvbench.measure.http import HttpInstrument
+from kvbench.common.errors import MeasurementError
+from kvbench.common.files import write_json
+from kvbench.measure.http import HttpInstrument, TargetInstrument
+from kvbench.metrics.latency import summarise
+from kvbench.requests.request import RequestSpec
 from kvbench.runs.results import LoadResult
+from kvbench.runs.server_info import KVRoom, ServerInfo
 from kvbench.sweep import order
+from kvbench.targets.base import ModelFacts, Target
 from tests.support.loads import FAKE, ROOT
 
 # A busy test machine may make the client late and take cores from the server; that is not what is tested here.
@@ -47,18 +57,100 @@ TINY: dict[str, Any] = {
 }
 
 
+class Up(Target):
+    """A server that is there, with room for ``tokens`` (None: it does not tell), unless it is ``gone``."""
+
+    starts_cold = True
+
+    def __init__(self, tokens: int | None = None, gone: bool = False) -> None:
+        super().__init__("http://127.0.0.1:1")
+        self.gone, self.model = gone, ModelFacts("m", 8192, 256)
+        self.info = ServerInfo(capacity=KVRoom(capacity_tokens=tokens)) if tokens else ServerInfo()
+
+    def start(self, settings: Any, log: Path) -> None:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.write_text("up\n")
+
+    def server_info(self) -> ServerInfo:
+        return self.info
+
+    def check_alive(self) -> None:
+        if self.gone:
+            raise MeasurementError("the server was killed")
+
+    def reset_prefix_cache(self) -> bool:
+        return True
+
+
+def answered(requests: Sequence[RequestSpec]) -> pd.DataFrame:
+    """Rows of requests of one user, each answered with its last token after 0.1 s."""
+    rows = []
+    for i, request in enumerate(requests):
+        first, last = i + 0.05, i + 0.1
+        rows.append({
+            "index": i, "class": request.cls, "prompt_tokens": len(request.prompt_token_ids),
+            "output_tokens": request.max_tokens, "t0": float(i), "ts": float(i), "first": first, "last": last,
+            "end": last, "chunk_times": [first, last], "ok": True, "error_kind": None, "text": "x",
+        })  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+@dataclass
+class Script:
+    """Loads without a server and a client, which take no time.
+
+    ``disturbed``: how often each load (cell id, repeat) will still be disturbed; ``results``: what else its result
+    says; ``launches``: the blocks whose servers were started, in order.
+    """
+
+    disturbed: Counter[tuple[str, int]] = field(default_factory=Counter)
+    results: dict[tuple[str, int], dict[str, Any]] = field(default_factory=dict)
+    launches: list[str] = field(default_factory=list)
+    target: type[Target] = Up
+
+    @property
+    def instrument(self) -> type[TargetInstrument]:
+        script = self
+
+        class Scripted(TargetInstrument):
+            def open(self, block: Any) -> None:
+                script.launches.append(block.block_id)
+                self.job = dataclasses.replace(self.job, new_target=script.target)
+                super().open(block)
+
+            def run(self, cell: Any, repeat: int, out: Path) -> LoadResult:
+                result, load = super().run(cell, repeat, out), (cell.cell_id, repeat)
+                script.disturbed[load] -= 1
+                reasons = (DISTURBED,) if script.disturbed[load] >= 0 else ()
+                told = {"valid": not reasons, "invalid_reasons": reasons, "disturbances": reasons}
+                return result.model_copy(update=told | script.results.get(load, {}))
+
+            def send(self, point: Any, requests: Any, requests_file: Path, out: Path) -> LoadResult:
+                self.job.listener.load_progress(1, len(requests), 0, 0.1)
+                rows = answered(requests)
+                rows.to_parquet(out / "requests.parquet")
+                write_json(out / "load.json", {})
+                write_json(out / "counters.json", {})
+                metrics = summarise(rows, {"mode": point.mode, "concurrency": point.concurrency})
+                return LoadResult(metrics=metrics, wall_s=1.0)
+
+        return Scripted
+
+
+DISTURBED = "other processes used 0.50 of a core"
+
+
 @dataclass
 class Bench:
     """A folder with a workload; runs kvbench in it.
 
-    ``again``: disturbed loads are invalid and are measured again. Without it, loads that run in this process count as
-    undisturbed; else what else runs on the machine would decide what is launched and what is valid.
+    ``script``: loads are as it says, and disturbed ones are measured again. Without it, loads over HTTP that run in
+    this process count as undisturbed; else what else runs on the machine would decide what is launched and valid.
     """
 
     folder: Path
     env: dict[str, str] = field(default_factory=dict)
-    timeout_s: float = 100.0
-    again: bool = False
+    script: Script | None = None
 
     def write(self, name: str = "tiny.yaml", **sections: Any) -> Path:
         """TINY with ``load`` keys and whole sections replaced."""
@@ -88,7 +180,7 @@ class Bench:
             "FAKE_LAUNCHES": str(self.folder / "launches.jsonl"),
             "TMPDIR": str(self.folder),
             "NO_COLOR": "1",
-            "KVBENCH_WAIT_IDLE": "2" if self.again else "0",  # minutes
+            "KVBENCH_WAIT_IDLE": "2" if self.script else "0",  # minutes
             "GIT_DIR": str(self.folder / "no-git"),  # a commit while the tests run must not keep a run from resuming
         }
         return {**os.environ, **ours, **self.env, **env}
@@ -99,40 +191,36 @@ class Bench:
 
     def kvbench(self, *words: str, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
         """A command in this process, which has imported what it needs."""
-        out, err = io.StringIO(), io.StringIO()
-        measures_again = order.measures_again if self.again else lambda done, attempts: False
-        send = HttpInstrument.send if self.again else undisturbed
-        with (
-            unittest.mock.patch.object(order, "measures_again", measures_again),
-            unittest.mock.patch.object(HttpInstrument, "send", send),
-            unittest.mock.patch.dict(os.environ, self.environment(**env)),
-            contextlib.chdir(cwd),
-            contextlib.redirect_stdout(out),
-            contextlib.redirect_stderr(err),
-            pytest.raises(SystemExit) as ended,
-        ):
-            main(list(words))
+        out, err, patch = io.StringIO(), io.StringIO(), unittest.mock.patch
+        if script := self.script:
+            patches = [patch("kvbench.sweep.instruments.find_plugin", lambda *named: script.instrument)]
+        else:
+            patches = [patch.object(order, "measures_again", lambda done, attempts: False),
+                       patch.object(HttpInstrument, "send", undisturbed)]  # fmt: skip
+        with contextlib.ExitStack() as stack:
+            for each in (*patches, patch.dict(os.environ, self.environment(**env)), contextlib.chdir(cwd)):
+                stack.enter_context(each)
+            stack.enter_context(contextlib.redirect_stdout(out))
+            stack.enter_context(contextlib.redirect_stderr(err))
+            with pytest.raises(SystemExit) as ended:
+                main(list(words))
         assert "Traceback" not in err.getvalue() and "something unexpected" not in err.getvalue(), err.getvalue()
         return subprocess.CompletedProcess(words, ended.value.code, out.getvalue(), err.getvalue())
 
     def run(self, command: list[str], **env: str) -> subprocess.CompletedProcess[str]:
+        """A command in a process of its own."""
         done = subprocess.run(
-            command, cwd=ROOT, env=self.environment(**env), capture_output=True, text=True, check=False,
-            timeout=self.timeout_s,
-        )  # fmt: skip
-        assert "Traceback" not in done.stderr, done.stderr
-        assert "something unexpected" not in done.stderr, done.stderr
+            command, cwd=ROOT, env=self.environment(**env), capture_output=True, text=True, check=False, timeout=100.0
+        )
+        assert "Traceback" not in done.stderr and "something unexpected" not in done.stderr, done.stderr
         return done
 
     def start(self, *arguments: str, **env: str) -> subprocess.Popen[str]:
+        """``kvbench sweep`` in a process of its own, which the test may signal."""
         return subprocess.Popen(
-            self.command(*arguments),
-            cwd=ROOT,
-            env=self.environment(**env),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+            self.command(*arguments), cwd=ROOT, env=self.environment(**env), stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
 
     def only_run(self) -> Path:
         (run,) = self.results.glob("*/*")

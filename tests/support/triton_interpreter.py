@@ -43,6 +43,7 @@ class _Kept:
 def pytest_configure() -> None:
     """As a plugin of pytest (``-p``): for all checks of this process."""
     make_quick()
+    right_bfloat16(pytest.MonkeyPatch())
 
 
 def make_quick() -> None:

@@ -10,6 +10,11 @@ from typing import Any
 
 from ci.gpu.part import Planned, Report
 
+LOST = (
+    "CUDA error: an illegal memory access was encountered\n"
+    "CUDA kernel errors might be asynchronously reported at some other API call.\n"
+    "Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions."
+)
 ORDER = ("well", "raises", "also well", "segfault", "exits", "hangs", "noisy", "last")
 
 
@@ -23,7 +28,7 @@ class CASES:
     workers = 1
 
     def __init__(self, args: Any):
-        self._names = args.own or ORDER
+        self._names, self._lost = args.own or ORDER, False
         if "no start" in self._names:
             raise RuntimeError("cannot begin here")
 
@@ -33,6 +38,9 @@ class CASES:
 
     def run(self, name: str, report: Report) -> None:
         report.row(case=name, status="passed", process=os.getpid())
+        self._lost = self._lost or name == "loses the device"
+        if self._lost:  # as an illegal memory access does it to a CUDA process: every later call fails
+            raise RuntimeError(LOST)
         if name == "raises":
             innermost()
         elif name == "segfault":

@@ -28,6 +28,7 @@ def make_wheel(folder: Path, name: str) -> None:
         wheel.writestr(f"{info}/RECORD", f"{name}.py,,\n{info}/METADATA,,\n{info}/WHEEL,,\n{info}/RECORD,,\n")
 
 
+@pytest.mark.full
 def test_wheels_go_into_an_environment_that_sees_what_is_here(tmp_path, monkeypatch):
     """A missing wheel is a note, and costs the others nothing. Nothing is changed outside the folder."""
     pytest.importorskip("pip")
@@ -88,9 +89,7 @@ def test_without_wheels_this_python_is_used_as_it_is(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    "arguments", [[], ["--python", "3.12"], ["D", "--bogus"], ["D", "--skip"], ["D", "--python", "4"]]
-)
+@pytest.mark.parametrize("arguments", [[], ["D", "--bogus"], ["D", "--skip"], ["D", "--python", "4"]])
 def test_filling_a_folder_of_wheels_needs_a_folder_and_known_options(tmp_path, arguments):
     done = subprocess.run([str(WHEELS_SCRIPT), *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=30)
     assert done.returncode == 2 and done.stderr.startswith("ci/gpu_wheels.sh: error: ") and "--help" in done.stderr

@@ -87,41 +87,33 @@ def test_aims_are_met_or_missed(tmp_path):
     assert report.data["missed"] == ["slow", "fp8", "prefill"]
     assert told["good"] == "ratio 0.85 meets ≥ 0.85" and told["slow"] == "ratio 0.849 MISSES ≥ 0.85"
     assert told["fp8"] == "ratio 0.9 meets ≥ 0.8; time_ratio 0.6 MISSES ≤ 0.58"
-    assert (
-        told["lost"] == ""
-        and "meets ≤ 1.05" in told["page"]
-        and "meets ≥ 45" in told["swap"]
-        and "MISSES ≥ 0.8" in told["prefill"]
-    )
+    assert told["lost"] == "" and "meets ≤ 1.05" in told["page"]
+    assert "meets ≥ 45" in told["swap"] and "MISSES ≥ 0.8" in told["prefill"]
     tables.kernels(report, Namespace(device="cpu"))
-    assert not report.data["missed"] and not any(
-        "meets" in text or "MISSES" in text for text in rows_of(report).values()
-    )
+    shown = "".join(rows_of(report).values())
+    assert not report.data["missed"] and "meets" not in shown and "MISSES" not in shown
 
 
-def test_what_goes_beyond_a_quick_run_is_timed_last_and_in_another_process(monkeypatch):
+@pytest.fixture
+def planned(monkeypatch):
+    """(name, group) of what the part times."""
     monkeypatch.setattr(time_kernels, "get_backend", lambda name: None)
-    full, quick = (
-        [
-            (case.name, case.group)
-            for case in KernelTimes(Namespace(device="cuda", facts=None, tiny=False, quick=q, own=[])).plan()
-        ]
-        for q in (False, True)
-    )
+    return lambda **given: [(case.name, case.group) for case in KernelTimes(Namespace(facts=None, **given)).plan()]
+
+
+def test_what_goes_beyond_a_quick_run_is_timed_last_and_in_another_process(planned):
+    full, quick = (planned(device="cuda", tiny=False, quick=quick, own=[]) for quick in (False, True))
     assert full[: len(quick)] == quick and {group for _, group in quick} == {"main"}
     assert {group for _, group in full[len(quick) :]} == {"extreme"} and len(set(full)) == len(full)
-    names = {name for name, _ in full}
-    assert names >= {case.name for case in (*kernel_cases.decode_cases(False), *kernel_cases.prefill_cases(False))}
+    cases = (*kernel_cases.decode_cases(False), *kernel_cases.prefill_cases(False))
+    assert {name for name, _ in full} >= {case.name for case in cases}
 
 
 @pytest.mark.parametrize("tiny", [False, True])
-def test_long_decodes_are_timed_alone(monkeypatch, tiny):
-    monkeypatch.setattr(time_kernels, "get_backend", lambda name: None)
-    own = ["--decode-from", "32768"]
-    args = Namespace(device="cpu" if tiny else "cuda", facts=None, tiny=tiny, quick=False, own=own)
-    long = [case.name for case in KernelTimes(args).plan()]
+def test_long_decodes_are_timed_alone(planned, tiny):
+    long = planned(device="cpu" if tiny else "cuda", tiny=tiny, quick=False, own=["--decode-from", "32768"])
     cases = kernel_cases.tiny_decode_cases() if tiny else [
         Decode(1, 32768), Decode(64, 512, longest=32768), Decode(8, 32768), Decode(1, 131072),
         Decode(1, 32768, kv="fp8_e4m3"),
     ]  # fmt: skip
-    assert sorted(long) == sorted(case.name for case in cases)
+    assert sorted(name for name, _ in long) == sorted(case.name for case in cases)

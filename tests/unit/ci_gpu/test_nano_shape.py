@@ -33,14 +33,8 @@ def test_kv_tokens_read_are_what_a_decode_loop_counts():
 def test_the_floor_is_the_published_one(model, parameters, published):
     spec = find_model(model)
     text = spec.text_config
-    cost = model_cost(
-        parameters,
-        text["vocab_size"] * text["hidden_size"],
-        text["tie_word_embeddings"],
-        2,
-        spec.kv_shape("bfloat16").bytes_per_slot,
-    )
-    job = draw_job()
+    embedding, kv_bytes = text["vocab_size"] * text["hidden_size"], spec.kv_shape("bfloat16").bytes_per_slot
+    cost, job = model_cost(parameters, embedding, text["tie_word_embeddings"], 2, kv_bytes), draw_job()
     floor = floor_seconds(job, cost, H200_READ, H200_FLOPS)
     assert job.output_tokens / floor["total"] == pytest.approx(published, rel=0.025)
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import importlib
 import json
-import logging
 from pathlib import Path
 
 import pytest
 
 from ci.gpu import __main__ as runner_module
 from ci.gpu import tune
-from ci.gpu.engine_job import WarningsAreFailures
 from ci.gpu.part import PartReport
 from ci.gpu.parts import ENTRIES, PARTS, plan_seconds, select_parts
 from ci.gpu.requirements import BROUGHT, read_requirements
@@ -111,17 +109,3 @@ def test_tune_asks_for_what_kvbench_knows(tmp_path):
     assert command[command.index("--max-minutes") + 1] == "1.333"
     known = {option for parameter in cli.commands["dev"].commands["tune"].params for option in parameter.opts}
     assert {word for word in command if word.startswith("--")} <= known
-
-
-def test_what_the_engine_warns_of_fails_the_part(tmp_path):
-    report = PartReport(tmp_path / "part.json", seconds=60)
-    log, handler = logging.getLogger("engine.execution.graphs"), WarningsAreFailures()
-    handler.report = report
-    logging.getLogger("engine").addHandler(handler)
-    try:
-        log.warning("decode runs without CUDA graphs: a batch of %d cannot be captured", 8)
-        log.info("all is well")
-    finally:
-        logging.getLogger("engine").removeHandler(handler)
-    reason = "decode runs without CUDA graphs: a batch of 8 cannot be captured"
-    assert report.data["failures"] == [{"what": "engine.execution.graphs", "reason": reason}]

@@ -30,14 +30,9 @@ def test_every_setting_is_compared_with_paged_kv_of_page_16_on_the_8b_shape(tmp_
         made = measurement(comparison, tmp_path)
         base, *others = made.design.configurations
         assert base.settings["model"] == "llama-3.1-8b" and base.settings["load_format"] == "dummy"
-        assert (base.settings["layout"], base.settings["page_size"], base.settings["kv_cache_dtype"]) == (
-            "paged",
-            16,
-            "auto",
-        )
-        assert (
-            len(made.design.cells) == len(made.design.configurations) and made.workload.load_points[0].concurrency == 64
-        )
+        assert [base.settings[name] for name in ("layout", "page_size", "kv_cache_dtype")] == ["paged", 16, "auto"]
+        assert len(made.design.cells) == len(made.design.configurations)
+        assert made.workload.load_points[0].concurrency == 64
         assert {each.settings["kv_budget"] for each in made.design.configurations} == {f"{comparison.budget_mib}MiB"}
         load = "decode" if comparison.overrides is settings.DECODE_HEAVY else "mixed"
         compared[load] |= {item for each in others for item in each.varied.items()}
@@ -88,17 +83,8 @@ class FakeSitting:
                 write_json(load / "done.json", {"metrics": {"output_throughput": 100.0, "ttft_ms": {"p95": 20.0}}})
                 write_json(load / "counters.json", COUNTERS)
                 if not cell.configuration.is_baseline:
-                    rows.append(
-                        {
-                            "cell": cell.cell_id,
-                            "metric": "output_throughput",
-                            "ratio": 1.25,
-                            "low": 1.2,
-                            "high": 1.3,
-                            "base": 96.0,
-                            "value": 120.0,
-                        }
-                    )
+                    effect = {"ratio": 1.25, "low": 1.2, "high": 1.3, "base": 96.0, "value": 120.0}
+                    rows.append({"cell": cell.cell_id, "metric": "output_throughput", **effect})
             write_json(self.path / "effects.json", {"launches": number, "effects": rows})
             assert self.is_enough(number) is (number >= settings.LAUNCHES)
         if isinstance(end, Exception):

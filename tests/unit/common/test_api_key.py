@@ -27,9 +27,7 @@ WORKLOAD = str(ROOT / "workloads" / "mixed.yaml")
     ("key", "words"),
     [
         (f"{KEY}\nsecond-line", "the key in KEY_OF_TEST has a line break within it"),
-        (f"{KEY}\r\nX-Header: 1", "the key in KEY_OF_TEST has a line break within it"),
         (f"{KEY}ü", "the key in KEY_OF_TEST has a character that no HTTP header can hold"),
-        (f"{KEY}\t{KEY}", "the key in KEY_OF_TEST has a character that no HTTP header can hold"),
         ("\n", "KEY_OF_TEST: this variable holds no key"),
     ],
 )

@@ -71,7 +71,7 @@ def problems(draw, shapes, sequences=6, new=(1, 40, 150), dtypes=(torch.float32,
 
 
 def build_cache(p: Problem, kind: str = "auto") -> HostileKV:
-    """The problem's tokens in caches of the format called ``kind``."""
+    """The problem's tokens in caches of the format called ``kind``; other slots are NaN (0 * NaN, vllm#30887)."""
     page_size = None if p.contiguous else p.page_size
     return hostile_kv(p.lens, kind, p.kv_heads, p.shape[1:], page_size, p.random, dtype=p.dtype, device=p.device)
 
@@ -85,11 +85,12 @@ def draw_options(p: Problem) -> AttentionOptions:
 class Comparison:
     """A problem's cache and lengths, and the comparison of what a backend makes of them with float64.
 
-    ``every_form``: also without an output to write to, and with the new tokens' KV at hand.
+    ``every_form``: also without an output to write to, and with the new tokens' KV at hand. Of a quantised cache that
+    is what it was before it was quantised, and must not be read: else chunks would not attend to what decode does.
     """
 
     def __init__(self, p: Problem, tolerance: float, kind: str, every_form: bool):
-        self.problem, self.tolerance, self.every_form = p, tolerance, every_form
+        self.problem, self.tolerance, self.every_form, self.kind = p, tolerance, every_form, kind
         self.cache, self.options = build_cache(p, kind), draw_options(p)
         self.lens = torch.tensor(p.lens, device=p.device, dtype=p.index_dtype)
         self.exact = as_float64(self.cache.k), as_float64(self.cache.v)
@@ -137,7 +138,8 @@ def _compare_prefill(backend: AttentionBackend, comparison: Comparison, planned:
     comparison.check(backend.prefill_attention, expect, q, batch, plan=plan)
     if comparison.every_form:
         slots = torch.cat([s[len(s) - n :] for s, n in zip(cache.slots, p.new, strict=True)])
-        new_kv = tuple(x[slots].to(p.dtype) for x in comparison.exact)
+        lost = 0.0 if comparison.kind == "auto" else 1.0
+        new_kv = tuple((x[slots] + lost).to(p.dtype) for x in comparison.exact)
         comparison.check(backend.prefill_attention, expect, q, batch, plan=plan, new_kv=new_kv)
 
 

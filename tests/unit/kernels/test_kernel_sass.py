@@ -50,6 +50,7 @@ def test_no_row_is_bound_by_instructions_and_all_variants_have_one():
         assert list(loops) == sass.loop_variants()
 
 
+@pytest.mark.full
 def test_a_few_loops_compiled_now_are_as_the_table_says():
     loops = sass.measure(SAMPLE)
     rows = sass.read_table().get(triton.__version__, {}).get("loops", {})

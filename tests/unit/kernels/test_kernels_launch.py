@@ -97,18 +97,11 @@ def test_blocks_are_enough_for_every_sequence(counts, block_q):
         assert blocks <= len(counts) * cdiv(counts[0], block_q)
 
 
-def test_pages_that_the_kernels_are_compiled_for():
-    assert kernel_page_size(16, 1) == 16 and kernel_page_size(256, 1) == 256
+def test_what_the_kernels_are_compiled_for():
+    assert kernel_page_size(16, 1) == 16 and kernel_page_size(256, 1) == 256 and kernel_page_size(2000, 2) == 2000
     assert kernel_page_size(2000, 1) == kernel_page_size(8192, 1) == ONE_PAGE
-    assert kernel_page_size(2000, 2) == 2000
-
-
-def test_hardware_conversion_of_fp8():
-    assert fp8_hardware("fp8_e4m3", 89) and fp8_hardware("fp8_e4m3", 120)
-    assert not fp8_hardware("fp8_e4m3", 86) and not fp8_hardware("fp8_e5m2", 90)
-
-
-def test_padded_dims():
+    converts = {(kind, arch): fp8_hardware(kind, arch) for kind in ("fp8_e4m3", "fp8_e5m2") for arch in (86, 89, 120)}
+    assert [key for key, itself in converts.items() if itself] == [("fp8_e4m3", 89), ("fp8_e4m3", 120)]
     assert [padded_dim(d) for d in (1, 16, 20, 64, 80, 128, 192)] == [16, 16, 32, 64, 128, 128, 256]
     assert [padded_dim(d, "fp8_e4m3") for d in (16, 80)] == [32, 128], "two dots share it"
     assert [padded_dim(d, "int4_per_token_head") for d in (16, 80)] == [64, 128], "four do"

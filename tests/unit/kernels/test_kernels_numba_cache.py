@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 CODE = """
 from kernels.numba_cpu import build_worker, run_decode
 print(build_worker(2, 16, 16, 0, 0).cache_hits, run_decode.cache_hits)
@@ -20,6 +22,7 @@ def cache_hits(sources: Path) -> list[str]:
     return run.stdout.split()
 
 
+@pytest.mark.full
 def test_the_next_process_loads_compiled_kernels_until_a_source_that_they_inline_changes(tmp_path):
     """Numba's own stamp covers the file of the kernel, not those it inlines from."""
     shutil.copytree("kernels", tmp_path / "kernels", ignore=shutil.ignore_patterns("__pycache__"))

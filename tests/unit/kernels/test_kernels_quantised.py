@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kernels import get_backend
-from kernels.kv_formats import FP8_E4M3, FP8_E5M2, INT4, INT8, KV_FORMATS, find_format
+from kernels.kv_formats import FP8_E4M3, FP8_E5M2, INT4, INT8, KV_FORMATS
 from kernels.quantized import FP8_MAX, QuantizedKV, count_saturated, raw_tensors
 
 FORMATS = list(KV_FORMATS.values())
@@ -109,13 +109,17 @@ def fp8_values(format) -> list[float]:
 @by_backend
 @pytest.mark.parametrize("format", FP8_MAX, ids=lambda f: f.name)
 def test_fp8_codes_are_the_nearest_with_ties_to_even(backend, format):
-    """Against enumeration: every value, every midpoint, and a float32 to either side of each midpoint."""
+    """Against enumeration: every value, every midpoint, and a float32 to either side of each midpoint.
+
+    What is beyond the range saturates and never becomes NaN.
+    """
     values = torch.tensor(fp8_values(format), dtype=torch.float64)
     assert values[-1] == FP8_MAX[format]
     middle = (values[1:] + values[:-1]) / 2
     beside = [torch.nextafter(middle.float(), torch.tensor(to)) for to in (-math.inf, math.inf)]
-    x = torch.cat([values.float(), middle.float(), *beside])
-    distance = (x.double()[:, None] - values[None]).abs()
+    beyond = torch.tensor([1.03, 1.1, 1e30, math.inf]) * values[-1].float()
+    x = torch.cat([values.float(), middle.float(), *beside, beyond])
+    distance = (x.double().clamp(max=2 * FP8_MAX[format])[:, None] - values[None]).abs()
     nearest = distance.argmin(1)
     tie = (distance == distance.gather(1, nearest[:, None])).sum(1) == 2
     expected = torch.where(tie & (nearest % 2 == 1), nearest + 1, nearest)  # of two codes in a row one is even
@@ -126,18 +130,10 @@ def test_fp8_codes_are_the_nearest_with_ties_to_even(backend, format):
 
 
 @by_backend
-@pytest.mark.parametrize("format", FP8_MAX, ids=lambda f: f.name)
-def test_fp8_beyond_the_range_saturates_and_never_becomes_nan(backend, format):
-    x = torch.tensor([math.inf, -math.inf, 3e38, -3e38, 460.0, -60000.0, 1e9, 0.0])[None, None].repeat(1, 1, 3)
-    cache = written(backend, QuantizedKV.zeros(format, 1, 1, x.shape[2], "cpu", scale=1e-3), x)
-    torch.testing.assert_close(cache.load(slice(None)), x.sign() * FP8_MAX[format] * cache.scale, rtol=1e-6, atol=0)
-
-
-@by_backend
 @by_name
 def test_what_a_model_got_wrong_stays_visible_until_it_is_overwritten(backend, format):
     """NaN loads as NaN, in the row (integer formats) or the value (fp8) where it was, and nowhere else."""
-    x = sample("random", 4, 2, 33)
+    x = sample("random", 4, 2, 39)
     cache, expected = new_cache(format, 4, x), torch.zeros(x.shape, dtype=torch.bool)
     expected[1, 0, slice(None) if format in PER_HEAD else 5] = True
     for wrong in (math.nan, math.inf) if format in PER_HEAD else (math.nan,):
@@ -163,7 +159,7 @@ def test_codes_and_scales_by_hand():
 @given(
     tokens=st.integers(1, 9),
     heads=st.integers(1, 3),
-    dim=st.sampled_from([1, 7, 33, 64]),
+    dim=st.sampled_from([1, 39, 64]),  # each is compiled
     kind=st.sampled_from(["random", "outliers", "ties", "tiny"]),
     share=st.sampled_from([0.5, 1.0, 4.0]),
     seed=st.integers(0, 1000),
@@ -187,6 +183,7 @@ def test_numba_writes_the_very_bits_of_the_reference(format, tokens, heads, dim,
         assert torch.equal(expected, got)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(platform.machine().lower() not in ("x86_64", "amd64"), reason="names an x86-64 target")
 def test_fp8_loads_on_a_machine_without_float16_instructions(tmp_path):
     """Every code, compiled for the oldest x86-64, which virtual machines pretend to be: it was a segmentation fault."""
@@ -217,11 +214,7 @@ def test_bytes_of_a_row_are_the_bytes_in_memory(format, dim):
     tensors = raw_tensors(cache)
     assert all(t.shape[0] == 10 and t.is_contiguous() for t in tensors) and cache.shape == (10, 3, dim)
     assert sum(t.nbytes for t in tensors) == 10 * 3 * format.row_bytes(dim)
-
-
-def test_bytes_by_hand():
     assert [KV_FORMATS[name].row_bytes(128) for name in sorted(KV_FORMATS)] == [128, 128, 68, 132]
-    assert INT4.row_bytes(7) == 4 + 4 and find_format("auto") is None
 
 
 @pytest.mark.parametrize("scale", [None, 0.0, -1.0, math.inf, math.nan])

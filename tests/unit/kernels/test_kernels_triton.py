@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from triton.compiler import CompiledKernel
+from triton_cases import INTERPRETED, full
 
 from kernels.compile_ahead import compile_for, read_resources
 from kernels.kv_formats import KV_FORMATS
@@ -21,36 +21,24 @@ from kernels.triton_prefill import prefill_constants, prefill_kernel
 from kernels.variants import sample
 from tests.support.run_checks import run_checks
 
-ATTENTION = ("triton_checks.py",)
-OTHERS = (
-    "triton_bugs.py",
-    "triton_plan_checks.py",
-    "triton_write_checks.py",
-    "triton_layer_checks.py",
-    "triton_move_checks.py",
-    "triton_sample_checks.py",
-)
-WITHOUT_A_GPU = ("tune_device_checks.py",)
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+CHECKS = [*sorted(Path(__file__).parent.glob("triton_*checks.py")), Path(__file__).with_name("triton_bugs.py")]
+WITHOUT_A_GPU = [Path(__file__).with_name("tune_device_checks.py")]
 CACHES = {"k_ptr", "v_ptr", "k_cache_ptr", "v_cache_ptr"}
 SCALES = {"k_scales_ptr", "v_scales_ptr"}
 CODES = {"int8_per_token_head": "i8"}  # else bytes
 
 
-def beside(names: tuple[str, ...]) -> list[Path]:
-    return [Path(__file__).with_name(name) for name in names]
-
-
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("names", [ATTENTION, (*OTHERS, *WITHOUT_A_GPU)], ids=["attention", "others"])
-def test_kernels_in_the_interpreter(names):
-    run_checks(*beside(names))
+@pytest.mark.parametrize("ring", ["not full", full("full")], ids=["main", "full"])
+def test_kernels_in_the_interpreter(ring, monkeypatch):
+    monkeypatch.setenv("PYTEST_ADDOPTS", f"{os.environ.get('PYTEST_ADDOPTS', '')} -m '{ring}'")
+    run_checks(*CHECKS, *WITHOUT_A_GPU)
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_kernels_on_the_gpu():
-    run_checks(*beside(ATTENTION + OTHERS), interpret=False)
+    run_checks(*CHECKS, interpret=False)
 
 
 @cache
@@ -73,49 +61,35 @@ def compiled(name: str, arch: int, kind: str = "auto", dtype: str = "bf16", dims
     return compile_for(kernel, constants, arch, types, dtype)
 
 
-EVERYTHING = {"window": 4096, "softcap": True, "sinks": True}
-VARIANTS = [
-    ("decode", 80, "auto", "fp16"),
-    ("decode, direct", 89, "auto", "bf16"),
-    ("decode", 90, "auto", "bf16"),
-    ("prefill", 89, "auto", "bf16"),
-    ("prefill", 90, "auto", "bf16"),
-    ("prefill, short", 90, "auto", "bf16"),
-    *[("decode", 90, kind, "bf16") for kind in KV_FORMATS],
-    ("decode", 80, "fp8_e4m3", "bf16"),
-    ("prefill", 90, "fp8_e4m3", "bf16"),
-    ("prefill", 80, "int4_per_token_head", "bf16"),
-]
 compiles = pytest.mark.skipif(INTERPRETED, reason="TRITON_INTERPRET=1 replaces the compiler")
+EVERYTHING = {"dims": (80, 256), "page_size": 256, "window": 4096, "softcap": True, "sinks": True}
+VARIANTS = [
+    ("decode", 90, "auto", "bf16", {}),
+    ("prefill", 90, "auto", "bf16", {}),
+    ("decode", 90, "int4_per_token_head", "bf16", {}),
+    full("decode", 80, "auto", "fp16", {}),
+    full("decode, direct", 89, "auto", "bf16", {}),
+    full("prefill", 89, "auto", "bf16", {}),
+    full("prefill, short", 90, "auto", "bf16", {}),
+    *(full("decode", 90, kind, "bf16", {}) for kind in KV_FORMATS if kind != "int4_per_token_head"),
+    full("decode", 80, "fp8_e4m3", "bf16", {}),
+    full("prefill", 90, "fp8_e4m3", "bf16", {}),
+    full("prefill", 80, "int4_per_token_head", "bf16", {}),
+    *(full(name, 90, "auto", "bf16", EVERYTHING) for name in ("decode", "prefill")),
+]
 
 
-def check_code(kernel: CompiledKernel, arch: int) -> None:
+@compiles
+@pytest.mark.parametrize(("name", "arch", "kind", "dtype", "options"), VARIANTS)
+def test_kernels_compile_ahead_of_time(name, arch, kind, dtype, options):
+    kernel = compiled(name, arch, kind, dtype, **options)
     assert kernel.asm["cubin"]
     assert kernel.metadata.shared <= shared_bytes_limit(arch)
     assert "mma" in kernel.asm["ptx"], "no tensor cores"
     assert "cp.async" in kernel.asm["ptx"], "KV loads are not pipelined"
 
 
-@compiles
-@pytest.mark.parametrize(("name", "arch", "kind", "dtype"), VARIANTS)
-def test_kernels_compile_ahead_of_time(name, arch, kind, dtype):
-    check_code(compiled(name, arch, kind, dtype), arch)
-
-
-@compiles
-@pytest.mark.parametrize("name", ["decode", "prefill"])
-def test_every_option_compiles(name):
-    check_code(compiled(name, 90, dims=(80, 256), page_size=256, **EVERYTHING), 90)
-
-
-@compiles
-def test_what_a_program_of_decode_does_follows_from_its_number_alone():
-    """So what the first programs do in a small grid (triton_plan_checks.py), all do in a large one: heads are the
-    fastest axis."""
-    ttir = compiled("decode", 90, "auto", "bf16").asm["ttir"]
-    assert set(re.findall(r"tt\.get_program_id (\w)", ttir)) == {"x"} and "get_num_programs" not in ttir
-
-
+@pytest.mark.full
 @compiles
 def test_fp8_is_converted_by_the_chip_where_it_can():
     convert = "cvt.rn.f16x2.e4m3x2"
@@ -124,25 +98,30 @@ def test_fp8_is_converted_by_the_chip_where_it_can():
 
 
 @compiles
-@pytest.mark.parametrize("kind", ["auto", *KV_FORMATS])
-def test_no_dot_takes_fp8_and_all_sum_in_float32(kind):
+@pytest.mark.parametrize(
+    ("kind", "keys", "values"),
+    [
+        ("auto", "bf16", "bf16"),
+        ("int4_per_token_head", "f16", "bf16"),
+        full("int8_per_token_head", "f16", "bf16"),
+        full("fp8_e4m3", "f16", "f16"),
+        full("fp8_e5m2", "f16", "f16"),
+    ],
+)
+def test_no_dot_takes_fp8_and_all_sum_in_float32(kind, keys, values):
     """Two-level accumulation: Hopper's fp8 tensor cores lose a needle in a long context, 16-bit operands do not."""
     ttir = compiled("decode", 90, kind).asm["ttir"]
     dots = re.findall(r"tt\.dot .* : tensor<\w*x(\w+)> \* tensor<\w*x(\w+)> -> tensor<\w*x(\w+)>", ttir)
-    keys, values = {"auto": ("bf16", "bf16"), "fp8_e4m3": ("f16", "f16"), "fp8_e5m2": ("f16", "f16")}.get(
-        kind, ("f16", "bf16")
-    )
     assert len(dots) >= 4 and set(dots) == {(keys, keys, "f32"), (values, values, "f32")}
 
 
 @compiles
-def test_whole_page_tiles_read_the_page_table_once():
+@pytest.mark.parametrize("name", ["decode", full("prefill")])
+def test_whole_page_tiles_read_the_page_table_once(name):
     """One scalar load of int64 a tile where the tile divides the page; else one for each token."""
-
     a_load_for_each_token = r"tt\.load .* : tensor<\d+x!tt\.ptr<i64>>"
-    for name in ("decode", "prefill"):
-        assert re.search(a_load_for_each_token, compiled(name, 90).asm["ttir"])
-        assert not re.search(a_load_for_each_token, compiled(name, 90, page_size=256).asm["ttir"])
+    assert re.search(a_load_for_each_token, compiled(name, 90).asm["ttir"])
+    assert not re.search(a_load_for_each_token, compiled(name, 90, page_size=256).asm["ttir"])
 
 
 def cache_pointer_offsets(ttir: str, pointers: set[str]) -> list[str]:
@@ -160,15 +139,26 @@ def cache_pointer_offsets(ttir: str, pointers: set[str]) -> list[str]:
     return offsets
 
 
+OFFSETS = [("decode", 90, 16, "int4_per_token_head"), ("prefill", 90, 16, "auto"), ("write", 90, 16, "auto")]
+
+
 @compiles
-@pytest.mark.parametrize("kind", ["auto", "fp8_e4m3", "int8_per_token_head", "int4_per_token_head"])
 @pytest.mark.parametrize(
-    ("name", "page_size"), [("decode", 16), ("decode", 256), ("prefill", 16), ("prefill", 256), ("write", 16)]
+    ("name", "arch", "page_size", "kind"),
+    [
+        *OFFSETS,
+        *(
+            full(name, arch, page_size, kind)
+            for kind in ("auto", "fp8_e4m3", "int8_per_token_head", "int4_per_token_head")
+            for name, arch in (("decode", 90), ("prefill", 80), ("write", 90))
+            for page_size in (16, 256)
+            if (name, arch, page_size, kind) not in OFFSETS and (name, page_size) != ("write", 256)
+        ),
+    ],
 )
-def test_slot_offsets_are_64_bit(name, page_size, kind):
+def test_slot_offsets_are_64_bit(name, arch, page_size, kind):
     """slot * stride passes 2**31 in a large cache (vllm#47671, sglang#20389): the multiplication must be int64, not
     only its result. For scales too."""
-    arch = 90 if name != "prefill" else 80
     ttir = compiled(name, arch, kind, page_size=page_size).asm["ttir"]
     for group in (CACHES, SCALES if "int" in kind else set()):
         for pointer in group:
@@ -190,7 +180,10 @@ MOVE_TYPES = dict.fromkeys(("source_table_ptr", "target_table_ptr", "sources_ptr
 @compiles
 @pytest.mark.parametrize(
     ("unit_bytes", "align", "widest"),
-    [(32768, 16, "v2.b64"), (1024, 16, "v2.b64"), (240, 16, "v2.b64"), (24, 8, "b64"), (36, 4, "b32"), (3, 1, "b8")],
+    [
+        (32768, 16, "v2.b64"),
+        *(full(*unit) for unit in ((240, 16, "v2.b64"), (24, 8, "b64"), (36, 4, "b32"), (3, 1, "b8"))),
+    ],
 )
 def test_accesses_are_as_wide_as_the_alignment(unit_bytes, align, widest):
     """16 bytes a thread where a page allows: half as wide a word would halve what is in flight."""
@@ -219,7 +212,7 @@ def test_addresses_are_computed_in_64_bits():
 
 
 @compiles
-@pytest.mark.parametrize("arch", [80, 100])
+@pytest.mark.parametrize("arch", [80, full(100)])
 def test_the_noise_of_a_draw_stays_in_registers_and_its_logarithms_are_the_chip_s(arch):
     for variant in sample("bf16"):
         kernel = compile_for(variant.kernel, variant.constants, arch, variant.types, variant.default)

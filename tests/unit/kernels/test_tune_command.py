@@ -55,10 +55,7 @@ def test_cases_are_buckets_each_once():
         make_cases(["decode"], ["auto"], ["0"], [1], [1], 2)
 
 
-def test_a_line_tells_gain_and_thoroughness():
+def test_a_line_tells_the_gain():
     tiles = Tiles(16, 32, 128, 128, 3, 8)
-    better = Outcome(tiles, 80.0, 100.0, 12, ((tiles, "x"),), False)
-    assert describe(better) == (
-        "16 x 32, 3 stages, 8 warps: 100.0 -> 80.0 us (-20.0%); 12 candidates, 1 refused, out of time before the last"
-    )
-    assert "nothing is clearly faster" in describe(Outcome(tiles, 100.0, 100.0, 12, (), True))
+    assert "-20.0%" in describe(Outcome(tiles, 80.0, 100.0, 12, ((tiles, "x"),), False))
+    assert "%" not in describe(Outcome(tiles, 100.0, 100.0, 12, (), True))

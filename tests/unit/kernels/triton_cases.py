@@ -1,4 +1,4 @@
-"""What the checks of the Triton kernels share: a backend on any chip, right arithmetic in the interpreter."""
+"""What the checks of the Triton kernels share: the device, a backend on any chip, tolerances."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from kernel_cases import Problem, check_attention
 
 from kernels.triton_backend import TritonBackend, read_chip
 from kernels.triton_launch import Chip, Splits
-from tests.support.triton_interpreter import right_bfloat16
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -18,10 +17,9 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
-@pytest.fixture(autouse=True)
-def interpreted_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    if INTERPRETED:
-        right_bfloat16(monkeypatch)
+def full(*values: object):
+    """A row of a table of the full ring."""
+    return pytest.param(*values, marks=pytest.mark.full)
 
 
 class PoisonedSplits(Splits):

@@ -1,18 +1,13 @@
-"""Moves in Triton against torch indexing: in Triton's interpreter on CPU tensors, on the GPU where there is one.
-
-Not collected by itself (no test_ prefix): TRITON_INTERPRET must be set before Triton is imported, so
-test_kernels_triton.py runs this file in a process of its own.
-"""
+"""Moves in Triton against torch indexing. Run like triton_checks.py."""
 
 from __future__ import annotations
-
-import os
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from triton_cases import DEVICE
 
 from kernels import triton_move
 from kernels.kv_formats import KV_FORMATS
@@ -20,7 +15,6 @@ from kernels.quantized import FP8_DTYPE, QuantizedKV, raw_tensors
 from kernels.triton_move import TritonMover
 from tests.support.move_oracle import HOST_PAGES, PAGES, check_moves, page_moves, slab_moves
 
-DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.uint8)
 ALWAYS, NEVER = 0, 1 << 62  # runs from which the copy engine takes over
 UNITS = 7
@@ -87,6 +81,7 @@ def test_more_units_than_one_program_takes():
     check_copies([cache], 1, list(zip(order[:600], order[700:], strict=True)))
 
 
+@pytest.mark.full
 def test_offsets_beyond_2_to_the_31():
     """Pages of 1 MiB, the last of them at a byte offset past 2**31. Only pages that are written exist."""
     page, pages = 1 << 20, 2100
@@ -106,7 +101,7 @@ def test_a_record_holds_every_part_once():
     assert total <= mover.record_bytes < total + 16
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=6, deadline=None, derandomize=True)
 @given(
     planned=page_moves().map(lambda drawn: (True, *drawn)) | slab_moves().map(lambda moves: (False, 1, moves)),
     copy_engine_bytes=st.sampled_from([ALWAYS, NEVER]),

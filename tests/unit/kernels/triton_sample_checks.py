@@ -1,29 +1,20 @@
-"""The sampling kernel against torch's way of the same draws: in Triton's interpreter, on the GPU where there is one.
-
-Not collected by itself (no test_ prefix): TRITON_INTERPRET must be set before Triton is imported, so
-test_kernels_triton.py runs it in a process of its own.
-"""
+"""The sampling kernel against torch's way of the same draws. Run like triton_checks.py."""
 
 from __future__ import annotations
-
-import os
 
 import numpy as np
 import pytest
 import torch
 import triton
 import triton.language as tl
-from scipy import stats
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton_cases import DEVICE, full
 
 from engine.execution import gumbel, sampler
 from engine.execution.gumbel import allowed_tokens, random_bits, row_keys
 from engine.sequence import Request, SamplingParams, Sequence
 from kernels import triton_sample
 from kernels.triton_sample import gumbel_bits, noisy_score
-
-DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
-COUNT = 4 if DEVICE == "cpu" else 400
 
 
 def keys_of(count: int, seed: int = 0) -> torch.Tensor:
@@ -64,7 +55,7 @@ def worst_log2(x):
     "worst", [False, pytest.param(True, marks=pytest.mark.skipif(DEVICE == "cuda", reason="real"))]
 )
 def test_the_noise_is_gumbel(worst, monkeypatch):
-    """In units of log 2 and shifted by a constant: scipy's distribution of all of it, and torch's values one by one."""
+    """In units of log 2 and shifted by a constant: torch's values one by one."""
     if worst:
         monkeypatch.setattr(triton_sample, "hardware_log2", worst_log2)
     keys = keys_of(64)
@@ -74,9 +65,6 @@ def test_the_noise_is_gumbel(worst, monkeypatch):
     expected = gumbel.add_gumbel_(torch.zeros(len(keys), 1024), keys.cpu())
     assert float((noise - expected).abs().max()) < 2e-5
     assert torch.equal(noise.argmax(1), expected.argmax(1))
-    assert stats.kstest(noise.flatten().numpy(), "gumbel_r").pvalue > 1e-4
-    counts = np.bincount(noise.argmax(1).numpy() // 256, minlength=4)
-    assert stats.chisquare(counts).pvalue > 1e-4, "each token wins as often"
 
 
 class Draws:
@@ -103,19 +91,16 @@ class Draws:
         return out[:-1].flip(0).tolist()
 
 
-def check_draws(draws: Draws) -> None:
-    """The kernels draw what torch draws; both only what top-k and top-p allow."""
+def check_draws(draws: Draws) -> list[int]:
+    """The kernels draw what torch draws, whose distribution is a matter of tests/unit/engine/execution."""
     got = draws.by(triton_sample.draw_into, DEVICE)
     assert got == draws.by(gumbel.draw_into, "cpu")
-    for token, (row, *_), *limits in zip(got, draws.settings, *draws.columns[2:3], *draws.columns[4:], strict=True):
-        logits = draws.logits[row].cpu().float()
-        heat, top_k, top_p = (limit.numpy() for limit in limits)
-        assert token in allowed_tokens((logits - logits.max()).numpy(), heat, int(top_k), top_p)
-        assert torch.isfinite(logits[token])
+    return got
 
 
 @pytest.mark.parametrize(
-    ("vocab", "dtype"), [(1, torch.float32), (4097, torch.float32), (4096, torch.bfloat16), (9000, torch.float16)]
+    ("vocab", "dtype"),
+    [(1, torch.float32), (4097, torch.bfloat16), full(4096, torch.float32), full(9000, torch.float16)],
 )
 def test_draws_are_those_of_torch(vocab, dtype):
     """Some logits -inf, rows of a wider tensor; hot, cold and freezing; with every kind of limit."""
@@ -136,16 +121,9 @@ def test_nothing_is_drawn_but_what_is_allowed(limit):
     """A few values only, both zeros among them, so that ties lie at every edge; a flat row is searched for long."""
     values = torch.tensor([0.0, -0.0, -0.5, -1.0, 1.0])
     logits = values[torch.arange(40) * 7 % 5][None].to(DEVICE)
-    draws = Draws(logits, [(0, 2.0, *limit)] * COUNT)
     scores = (logits[0] - 1).cpu().numpy()
     allowed = allowed_tokens(scores, np.float32(2), limit[0] or 40, np.float32(limit[1]))
-    got = draws.by(triton_sample.draw_into, DEVICE)
-    assert got == draws.by(gumbel.draw_into, "cpu")
-    assert set(got) <= set(allowed.tolist())
-    if DEVICE == "cuda":  # the interpreter is slow
-        counts, weights = np.bincount(got, minlength=40)[allowed], np.exp(scores[allowed].astype(float) / 2)
-        assert counts.sum() == COUNT
-        assert stats.chisquare(counts, weights / weights.sum() * COUNT).pvalue > 1e-4
+    assert set(check_draws(Draws(logits, [(0, 2.0, *limit)] * 4))) <= set(allowed.tolist())
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,10 @@ def call(arguments: str, **more: Any) -> dict[str, Any]:
 
 
 ROLE = delta({"role": "assistant", "content": ""})
+EMPTY = {
+    "content": "", "reasoning": "", "reasoning_content": None, "reasoning_details": [{"type": "reasoning.text"}],
+    "refusal": None, "tool_calls": [{"index": 0, "type": "", "function": {"arguments": ""}}],
+}  # fmt: skip
 CHAT_STREAMS = {  # frames; times of the tokens; first output, first reasoning; reasoning tokens, text
     "text": ([ROLE, delta({"content": "a"}), delta({"content": "b"}, "length"), usage(2), DONE],
              [2, 3], 2, None, None, "ab"),
@@ -98,6 +102,9 @@ CHAT_STREAMS = {  # frames; times of the tokens; first output, first reasoning; 
     "role in every frame": ([delta({"role": "assistant", "content": "a"}),
                              delta({"role": "assistant", "content": "b"}, "length"), usage(2), DONE],
                             [1, 2], 1, None, None, "ab"),
+    "nothing in each field, a legacy call": ([delta({"role": "assistant", **EMPTY}), delta(EMPTY),
+                                              delta({"function_call": {"arguments": "{"}}, "tool_calls"), usage(2),
+                                              DONE], [3], 3, None, None, ""),
     "ids": ([ROLE, delta({}, token_ids=[7]), delta({"reasoning": "rs"}, token_ids=[8, 9]),
              delta({"content": "a"}, "stop", token_ids=[10]), usage(4, **thought(1)), DONE], [2, 3, 4], 4, 3, 2, "a"),
 }  # fmt: skip
@@ -313,7 +320,7 @@ def test_a_whole_answer_in_place_of_a_stream_is_told(endpoint: str, name: str) -
     assert (out.error_kind == "not_streamed") == (ENDPOINTS[endpoint].answer == name)
 
 
-@pytest.mark.soak
+@pytest.mark.full
 @pytest.mark.parametrize("endpoint", ["chat", "responses", "messages"])
 def test_no_spoilt_stream_raises_and_a_success_has_an_end_and_a_usage(endpoint: str) -> None:
     rng = random.Random(endpoint)

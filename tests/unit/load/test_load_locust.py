@@ -113,6 +113,7 @@ locustfile._drawn = draw_slowly
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("processes", [1, 2])
 def test_run_time_counts_from_the_first_request(steady_url: str, tmp_path: Path, processes: int) -> None:
     """The requests take longer to draw than the test may take."""
@@ -125,6 +126,7 @@ def test_run_time_counts_from_the_first_request(steady_url: str, tmp_path: Path,
     assert "counts from now" in said
 
 
+@pytest.mark.full
 def test_a_worker_that_comes_late_takes_no_part_and_holds_nobody_up(steady_url: str, tmp_path: Path) -> None:
     """16 requests at 2 users take 1.5 s; to a worker that comes meanwhile Locust would deal users out, too."""
     port, options = str(free_port()), ("--host", steady_url, "--kvbench-at", "c4")
@@ -149,6 +151,7 @@ def test_a_worker_that_comes_late_takes_no_part_and_holds_nobody_up(steady_url: 
     assert len(stamps_of(steady_url)) == 16
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("processes", [1, 2])
 def test_the_test_ends_with_the_server(tmp_path: Path, processes: int) -> None:
     more = two_processes() if processes > 1 else ()
@@ -167,7 +170,7 @@ def test_the_test_ends_with_the_server(tmp_path: Path, processes: int) -> None:
     ("arguments", "words"),
     [
         (("--kvbench-at", "c99"), "its loads are c2, c4"),
-        (("--host", "http://127.0.0.1:9"), "did not answer"),
+        pytest.param(("--host", "http://127.0.0.1:9"), "did not answer", marks=pytest.mark.full),
     ],
 )
 def test_a_mistake_is_one_sentence(tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:

@@ -1,6 +1,7 @@
 """Effects of engines in lockstep: estimates, errors and calls against closed forms, scipy and direct simulation."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from kvbench.lockstep.intervals import (
     fewest_launches,
     for_other_requests,
     goes_on,
+    is_decided,
     launch_ratios,
     noise,
     pooled_effects,
@@ -181,6 +183,14 @@ def test_the_smallest_effect_seen_is_found_in_four_of_five_sittings():
     seen = effect(launches_of(*(sd * np.array([-1, -0.5, 0, 0.5, 1]) / np.std([-1, -0.5, 0, 0.5, 1], ddof=1))))
     t = stats.ttest_1samp(y + math.log1p(seen.smallest), 0, axis=1)
     assert (t.pvalue <= 0.05).mean() == pytest.approx(0.8, abs=0.02)
+
+
+def test_a_large_effect_is_answered_early_only_by_its_99_percent_interval():
+    enough, too_wide = effect_between(0.49, 0.51, n=3), effect_between(0.465, 0.535, n=3)  # it may be +-0.1 wide
+    assert is_decided(enough) and is_decided(too_wide)
+    assert not goes_on([enough, enough])  # 2.3 times as wide at 99 %: +-0.023
+    assert goes_on([enough, too_wide]) and goes_on([enough, replace(enough, n=2)])
+    assert not goes_on([enough, replace(too_wide, n=5)])
 
 
 def test_a_sitting_goes_on_until_every_question_is_decided():

@@ -143,6 +143,12 @@ class CountingEngine:
         rows = [[0.0, 0.0, [0.1], [tokens], 0, "length", [1] * tokens] for _, tokens, *_ in self.requests]
         return {"requests": rows, "metrics": self.metrics}
 
+    def send(self, **command):
+        self.command = command
+
+    def receive(self, limit_s):
+        return self.ask(**self.command)
+
     @property
     def metrics(self):
         return f"vllm:num_requests_running 0\nvllm:generation_tokens_total {self.tokens}\n"

@@ -8,6 +8,7 @@ import re
 import time
 from types import SimpleNamespace
 
+import pandas as pd
 import pytest
 
 from kvbench.common.errors import MeasurementError
@@ -77,6 +78,41 @@ def test_effects_are_those_of_the_engines_and_the_sitting_stops_when_all_are_dec
     }  # fmt: skip
     latency = next(e for e in stored.effects if e.metric == "p95_itl_ms" and "48" in e.cell)
     assert latency.ratio == pytest.approx(1.2, abs=0.03) and latency.call == "worse"
+
+
+def test_launches_compute_side_by_side_where_each_has_cores_and_each_is_stored(sit, monkeypatch):
+    monkeypatch.setitem(DATA["engine"], "num_threads", 1)
+    monkeypatch.setattr(sitting, "usable_cores", lambda: 2)
+    told, made = [], sit(300, launches=4, page_size=[8], max_num_batched_tokens=[48])
+    made.on_effects = lambda measured: told.append(measured.launches)
+    found = made.execute()
+    assert (found.launches, told, made.at_once) == (4, [2, 4], 2)
+    throughput = {e.cell: e for e in found.effects if e.metric == "output_throughput" and e.cell.endswith("c4")}
+    assert {e.launches for e in throughput.values()} == {4}
+    slower = next(e for cell, e in throughput.items() if "48" in cell)
+    assert slower.call == "worse" and slower.ratio == pytest.approx(1 / 1.2, abs=0.01)
+    seconds = [sum(pd.read_parquet(load / "steps.parquet")["seconds"]) for load in made.loads_of("paged-p8-c4", 4)]
+    assert len(set(seconds)) == 4  # each launch has steps of its own
+
+
+@pytest.mark.parametrize(("settings", "cores", "at_once"), [
+    ({"num_threads": 1, "device": "cpu"}, 2, 2),
+    ({"num_threads": 1, "device": "cpu"}, 16, 2),
+    ({"num_threads": 2, "device": "cpu"}, 3, 1),
+    ({"device": "cpu"}, 16, 1),  # it takes all cores
+    ({"num_threads": 1, "device": "cuda"}, 16, 1),
+])  # fmt: skip
+def test_launches_share_no_core_and_no_gpu(settings, cores, at_once, monkeypatch):
+    monkeypatch.setattr(sitting, "usable_cores", lambda: cores)
+    assert sitting.launches_at_once(settings) == at_once
+
+
+def test_a_sitting_goes_on_with_further_launches(sit):
+    made = sit(300, is_enough=lambda launches: launches % 2 == 0, page_size=[8])
+    assert made.execute().launches == 2
+    found = made.execute()
+    assert found.launches == 4 and {effect.launches for effect in found.effects} == {4}
+    assert found.seconds == pytest.approx(made.elapsed_s)
 
 
 def test_one_configuration_alone_is_measured_only_for_a_question_of_its_own(sit):
@@ -167,7 +203,7 @@ def test_only_what_fits_beside_the_others_takes_part(sit, tmp_path, monkeypatch)
     assert {effect.cell.split("-c")[0] for effect in read_engine_time(tmp_path).effects} == {"paged-p8"}
     monkeypatch.setattr(sitting, "free_memory", lambda: 7 << 29)  # 3.5 GiB: of the baseline and one more
     others = LIMITS.model_copy(update={"kv_budget_bytes": 3 << 29})
-    made.notes.clear()
+    made = sit(20, launches=1, page_size=[8], max_num_batched_tokens=[48])
     made.capacity = {each.config_id: BUDGETED if each.is_baseline else others for each in made.design.configurations}
     found = made.execute()
     assert found.configurations == 2 and len([note for note in found.notes if "1.0 GiB are free" in note]) == 1

@@ -29,8 +29,12 @@ class ScriptedEngine:
     def __init__(self, name, seconds, log):
         self.name, self.left, self.clock, self.log = name, list(seconds), 0.0, log
 
-    def ask(self, do, name, steps):
+    def send(self, do, name, steps):
         assert do == "turn" and name == self.name
+        self.steps = steps
+
+    def receive(self, limit_s):
+        name, steps = self.name, self.steps
         taken, self.left = self.left[:steps], self.left[steps:]
         self.clock += sum(taken)
         self.log.append((name, len(taken)))
@@ -82,10 +86,13 @@ def test_a_load_that_does_not_end_in_time_is_given_up_and_an_engine_that_alone_g
 def test_how_far_a_load_is_counts_the_tokens_of_all_engines_and_what_has_ended_as_done():
     seats, _ = seats_of(a=[1.0] * 8, b=[1.0] * 8)  # a token a step
     assert share_done(seats, 8) == 0.0
-    seats[0].take_turn(4)
+    seats[0].begin_turn(4)
+    seats[0].end_turn()
     assert share_done(seats, 8) == pytest.approx(0.25)
-    seats[0].take_turn(4)
-    seats[1].take_turn(2)
+    seats[0].begin_turn(4)
+    seats[0].end_turn()
+    seats[1].begin_turn(2)
+    seats[1].end_turn()
     assert share_done(seats, 100) == pytest.approx((1.0 + 0.02) / 2)  # a ended early, of 100 tokens at most
 
 

@@ -101,23 +101,15 @@ def test_shares_of_prefixes_that_fill_everything_leave_nobody_out(number: int) -
 
 
 @pytest.mark.parametrize(("load", "at"), [({}, {}), (OPEN | {"request_rate": 4.0}, {"rate": 4.0})])
-def test_priorities_follow_the_class_and_change_nothing_else(load: dict, at: dict, tmp_path: Path) -> None:
-    urgent = build(mix(None, [item | {"priority": i} for i, item in enumerate(CLASSES)], **load), **at)
-    plain = build(mix(None, **load), **at)
-    assert {(r.cls, r.priority) for r in urgent} == {("chat", 0), ("question", 1), ("document", 2)}
-    assert [dataclasses.replace(r, priority=0) for r in urgent] == plain
-    assert stored(urgent, tmp_path) == urgent
-
-
-def test_answers_follow_the_class_and_change_nothing_else(tmp_path: Path) -> None:
-    answers = [{"n": 4}, {"n": 2, "best_of": 3}, {"n": 2, "beam_width": 4}]
+def test_priorities_and_answers_follow_the_class_and_change_nothing_else(load: dict, at: dict, tmp_path: Path) -> None:
+    answers = [{"n": 4, "priority": 0}, {"n": 2, "best_of": 3, "priority": 1}, {"n": 2, "beam_width": 4, "priority": 2}]
     classes = [item | own for item, own in zip(CLASSES, answers, strict=True)]
-    wide, plain = (build(mix(None, of, temperature=1.0)) for of in (classes, CLASSES))
-    assert {r.cls: r.answers for r in wide} == dict(zip([c["name"] for c in CLASSES], answers, strict=True))
-    assert {r.cls: (r.width, r.chooses) for r in wide} == {
-        "chat": (4, False), "question": (3, True), "document": (4, True)
+    wide, plain = (build(mix(None, of, temperature=1.0, **load), **at) for of in (classes, CLASSES))
+    assert {(r.cls, r.priority, r.width, r.chooses) for r in wide} == {
+        ("chat", 0, 4, False), ("question", 1, 3, True), ("document", 2, 4, True)
     }  # fmt: skip
-    assert [dataclasses.replace(r, n=1, best_of=None, beam_width=None) for r in wide] == plain
+    assert {r.cls: r.answers | {"priority": r.priority} for r in wide} == dict(zip(OF_CLASS, answers, strict=True))
+    assert [dataclasses.replace(r, n=1, best_of=None, beam_width=None, priority=0) for r in wide] == plain
     assert stored(wide, tmp_path) == wide
     assert not {"n", "best_of", "beam_width"} & {key for r in plain for key in r.to_row()}
 
@@ -297,15 +289,12 @@ def test_turns_and_think_times_are_of_their_distributions() -> None:
 
 def test_time_says_how_many_requests_there_are() -> None:
     timed = drawn(request_rate=2.0, duration_s=50)
-    assert timed[-1].arrival_s < 50
-    assert abs(len(timed) - 100) < 40
+    assert timed[-1].arrival_s < 50 and abs(len(timed) - 100) < 40
     talks = drawn(request_rate=2.0, duration_s=20, sessions=SESSIONS)
     assert max(t[0].arrival_s for t in conversations(talks)) < 20
-    steps = [{"rate": 2, "seconds": 10}, {"rate": 6, "seconds": 10}]
-    stepped = drawn(None, arrivals="step", steps=steps)
-    assert stepped.notes["plateaus"] == [[0, 10, 2], [10, 20, 6]]
+    stepped = drawn(None, arrivals="step", steps=[{"rate": 2, "seconds": 10}, {"rate": 6, "seconds": 10}])
     late = sum(r.arrival_s >= 10 for r in stepped)
-    assert late > 1.5 * (len(stepped) - late)
+    assert stepped.notes["plateaus"] == [[0, 10, 2], [10, 20, 6]] and late > 1.5 * (len(stepped) - late)
 
 
 def test_ramp_all_at_once_and_gamma() -> None:
@@ -316,6 +305,5 @@ def test_ramp_all_at_once_and_gamma() -> None:
     held = drawn(None, duration_s=30, ramp_up_s=10, **ramp)
     assert held.notes["plateaus"] == [[10, 30, 9]]
     assert {r.arrival_s for r in drawn(math.inf, request_rate="inf", num_requests=9)} == {0.0}
-    bursts = [r.arrival_s for r in drawn(request_rate=2.0, num_requests=500, arrivals="gamma", burstiness=0.2)]
-    gaps = np.diff(bursts)
+    gaps = np.diff([r.arrival_s for r in drawn(num_requests=500, request_rate=2.0, arrivals="gamma", burstiness=0.2)])
     assert gaps.std() / gaps.mean() == pytest.approx(1 / math.sqrt(0.2), rel=0.2)

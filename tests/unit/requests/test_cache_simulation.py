@@ -36,7 +36,7 @@ def overlapping(draw) -> list[ServedRequest]:
     return found
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     prompts=PROMPTS,
     lengths=st.lists(st.integers(1, 6), min_size=14, max_size=14),
@@ -102,7 +102,7 @@ def best_by_search(prompts, page, pages) -> int:
     return max(states.values())
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @example(prompts=[[1, 1], [2], [1, 2, 1], [2], [2, 1], [1, 1, 1]], page=1, spare=1)  # [2] is computed twice anyway
 @example(prompts=[[2, 1], [1], [2], [2, 1, 1]], page=1, spare=0)  # but [2, 1] is of no use without it
 @example(prompts=[[1, 1], [1, 1], [1, 2], [2, 1, 1], [1, 1, 1]], page=1, spare=2)  # [1, 1] is looked up only later
@@ -116,7 +116,7 @@ def test_the_best_order_is_the_best_there_is(prompts, page, spare):
     assert best >= sum(simulation.hits(pages))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(requests=overlapping(), page=st.sampled_from([1, 2, 3]), pages=st.integers(1, 20), best=st.booleans())
 def test_each_step_of_the_ledger_hits_no_more_than_the_one_before(requests, page, pages, best):
     primed = [requests[0].prompt[:4]]

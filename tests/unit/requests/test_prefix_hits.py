@@ -100,7 +100,7 @@ def by_trie(requests: list[RequestSpec], prefixes: list[tuple[int, ...]], page: 
     return sum(min(lookups[node], holders[node] - 1) for node in holders) * page
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     prompts=st.lists(st.lists(st.integers(0, 2), max_size=14), min_size=1, max_size=25),
     prefix=st.integers(0, 9),
@@ -121,7 +121,7 @@ def test_long_prompts_are_predicted_token_by_token():
     assert high == sum(1000 * i for i in range(59))
 
 
-@pytest.mark.parametrize("shared", [1, 255, 256, 257, 511, 512, 513, 700])
+@pytest.mark.parametrize("shared", [1, 255, 256, 257, 512, 700])
 def test_two_prompts_share_what_they_begin_with(shared):
     base = list(range(1000))
     two = [request([*base[:shared], 2000 + i, *base[shared:]]) for i in range(2)]
@@ -129,7 +129,7 @@ def test_two_prompts_share_what_they_begin_with(shared):
     assert predict_hits([request(base[:shared]), request(base)], cache_state="cold").high == shared
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(12))
 def test_no_order_and_no_page_size_serves_more_than_the_upper_end(seed: int) -> None:
     draw = random.Random(seed)
     page = draw.choice([1, 2, 4, 7])
@@ -149,7 +149,7 @@ def test_no_order_and_no_page_size_serves_more_than_the_upper_end(seed: int) -> 
         assert outside(served(requests, page, warm), bounds, "cold", complete=True)  # the second run is seen
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(5))
 def test_the_lower_end_holds_in_every_order(seed: int) -> None:
     draw = random.Random(seed)
     families = [tuple(draw.randrange(3) for _ in range(draw.randrange(4, 20))) for _ in range(2)]
@@ -165,7 +165,7 @@ def test_the_lower_end_holds_in_every_order(seed: int) -> None:
         assert bounds.low <= served(requests, 4, primed) <= bounds.high
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("state", ["cold", "primed"])
 def test_behind_a_chat_template_the_ends_hold_wherever_its_tokens_are(state: str, seed: int) -> None:
     """Of 5 tokens that the template adds, 0 to 5 are in front of the text."""

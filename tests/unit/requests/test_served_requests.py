@@ -135,7 +135,7 @@ def engine_load(monkeypatch, seed: int, *, slots: int, users: int | None, page: 
 def test_the_simulation_hits_what_the_engine_hits(monkeypatch, users, slots):
     """Also where it does not see what it is held against: ``cached_tokens`` only tells how long a prompt took."""
     seen = blind = told = prompt_tokens = 0
-    for seed in range(6):
+    for seed in range(3):
         requests, table = engine_load(monkeypatch, seed, slots=slots, users=users, page=4, step_tokens=16)
         served = served_requests(requests, table, 16)
         seen += sum(CacheReplay(served, 4).hits(slots // 4))

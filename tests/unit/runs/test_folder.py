@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
-import sys
+import signal
+import time
 
 import pandas as pd
 import pytest
 
 from kvbench.common.errors import UsageError
 from kvbench.common.files import write_json
-from kvbench.runs.folder import RunFolder, create_run, latest_incomplete, open_run
+from kvbench.runs.folder import RunFolder, create_run, latest_incomplete, open_run, read_table
 
 
 def make_run(base, name, status, sha="abc"):
@@ -50,6 +50,31 @@ def test_a_load_appears_whole_or_not_at_all(tmp_path, error, kept):
 
 
 ROW = {"ok": [True], "t0": [0.0], "ts": [0.0], "class": ["a"], "chunk_times": [[0.1]]}
+ROWS = pd.DataFrame(ROW | {"text": [None]})
+
+
+def test_tables_may_lack_columns_that_came_later_and_a_missing_file_has_no_rows(tmp_path):
+    assert read_table(tmp_path / "requests.parquet").empty
+    ROWS.to_parquet(tmp_path / "requests.parquet")
+    assert len(read_table(tmp_path / "requests.parquet")) == 1
+
+
+@pytest.mark.parametrize(
+    ("file", "column", "values", "why"),
+    [
+        ("requests.parquet", "ok", None, "no column 'ok'"),
+        ("requests.parquet", "class", [["a"]], "column 'class' is of list"),
+        ("requests.parquet", "chunk_times", [0.1], "column 'chunk_times' is of double"),
+        ("requests.parquet", "t0", ["soon"], "column 't0' is of"),
+        ("server.parquet", "t", ["soon"], "column 't' is of"),
+    ],
+)
+def test_columns_of_another_kind_are_refused(tmp_path, file, column, values, why):
+    rows = ROWS if file == "requests.parquet" else pd.DataFrame({"t": [0.5]})
+    changed = rows.drop(columns=column) if values is None else rows.assign(**{column: values})
+    changed.to_parquet(tmp_path / file)
+    with pytest.raises(UsageError, match=why):
+        read_table(tmp_path / file)
 
 
 @pytest.mark.parametrize(
@@ -113,20 +138,18 @@ def test_a_manifest_that_cannot_be_read_is_skipped_with_a_warning(tmp_path, caps
 
 
 def test_a_run_in_progress_is_left_alone(tmp_path):
-    run = make_run(tmp_path, "w", "running")
-    code = (
-        "import sys, pathlib; from kvbench.runs.folder import RunFolder\n"
-        f"with RunFolder(pathlib.Path({str(run.path)!r})).locked(): print('held', flush=True); sys.stdin.read()"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as holder:
-        assert holder.stdout.readline() == "held\n"
-        with pytest.raises(UsageError, match=str(holder.pid)), run.locked():
-            pass
-        with pytest.raises(UsageError, match="no incomplete run"):
-            latest_incomplete(tmp_path, "w")
-        holder.kill()
+    run, (held, holds) = make_run(tmp_path, "w", "running"), os.pipe()
+    if (holder := os.fork()) == 0:
+        with run.locked():
+            os.write(holds, b"1")
+            time.sleep(60)
+    assert os.read(held, 1) == b"1"
+    with pytest.raises(UsageError, match=str(holder)), run.locked():
+        pass
+    with pytest.raises(UsageError, match="no incomplete run"):
+        latest_incomplete(tmp_path, "w")
+    os.kill(holder, signal.SIGKILL)
+    os.waitpid(holder, 0)
     assert latest_incomplete(tmp_path, "w").path == run.path  # the lock went with its holder
     with run.locked():
         assert run.is_locked()

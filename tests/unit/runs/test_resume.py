@@ -64,7 +64,6 @@ DIRTY = changed("git", dirty=True)
     [
         (NOW, []),
         (changed("git", sha="b" * 40, short_sha="bbbbbbb"), ["commit (bbbbbbb then, aaaaaaa now)"]),
-        (changed("git", sha=None, short_sha="nogit", dirty=None), ["commit (nogit then, aaaaaaa now)"]),
         (DIRTY, ["uncommitted changes (some then, none now)"]),
         (changed("versions", torch="2.12.0"), ["torch (2.12.0 then, 2.13.0 now)"]),
         (changed("versions", triton="3.9"), ["triton (3.9 then, none now)"]),
@@ -82,8 +81,7 @@ def test_what_differs_is_named(before, told):
 def test_what_changes_nothing_measured_is_at_most_remarked():
     idle, busy = (Environment(**NOW | {"gpus": [gpu]}) for gpu in (GPU | {"clocks.sm": "345 MHz"}, GPU))
     assert environment_differences(idle, busy) == ([], [])
-    dirty = Environment(**DIRTY)
-    differences, (remark,) = environment_differences(dirty, dirty)
+    differences, (remark,) = environment_differences(Environment(**DIRTY), Environment(**DIRTY))
     assert differences == [] and "uncommitted changes" in remark
 
 
@@ -102,16 +100,15 @@ def begun(tmp_path, monkeypatch):
     return workload, run
 
 
+def reopened(run, served, *, force=False):
+    return reopen(run.path, run.manifest(), MeasuredTarget(**served), force=force)
+
+
 def test_the_same_conditions_are_recorded(begun):
-    _, run = begun
-    manifest, remarks = reopened(run, SERVED)
+    manifest, remarks = reopened(begun[1], SERVED)
     (entry,) = manifest.resumed
     assert remarks == [] and manifest.status == "incomplete"
     assert entry.versions == NOW["versions"] and entry.differences == () and not entry.forced
-
-
-def reopened(run, served, *, force=False):
-    return reopen(run.path, run.manifest(), MeasuredTarget(**served), force=force)
 
 
 @pytest.mark.parametrize(

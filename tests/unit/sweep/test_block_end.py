@@ -13,14 +13,13 @@ from kvbench.measure.instrument import Job
 from kvbench.metrics.model import LoadMetrics
 from kvbench.runs.folder import create_run
 from kvbench.runs.results import LoadResult
-from kvbench.runs.server_info import ServerInfo
 from kvbench.sweep.block import BlockRunner, Unanswered, why_unanswered
 from kvbench.sweep.order import Measured
 from kvbench.sweep.run import UnansweredError, _ends_without_answers
-from kvbench.targets.base import ModelFacts, Target
+from kvbench.targets.base import Target
 from kvbench.workload.design import plan_sweep
 from kvbench.workload.file import load_workload
-from tests.support.sweep_parts import Bench
+from tests.support.sweep_parts import Bench, Up
 
 
 class Starting(Target):
@@ -55,26 +54,6 @@ def test_a_start_asks_whether_to_go_on(tmp_path):
 ANSWERED = {"completed": 1, "failed": 5}
 LATE = {"timeout": {"message": "not done within 1 s", "requests": 6}}
 UNANSWERED = {"completed": 0, "failed": 6, "failure_messages": LATE}
-
-
-class Up(Target):
-    """A server that is there, unless it is ``gone``; its loads end as ``ends`` has them."""
-
-    starts_cold = True
-
-    def __init__(self, gone=False):
-        super().__init__("http://127.0.0.1:1")
-        self.gone, self.model = gone, ModelFacts("m", 100, 256)
-
-    def start(self, settings, log):
-        pass
-
-    def server_info(self):
-        return ServerInfo()
-
-    def check_alive(self):
-        if self.gone:
-            raise MeasurementError("the server was killed")
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import io
 import re
 import threading
 import time
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -14,7 +15,7 @@ from rich.console import Console
 from kvbench.common.console import status_line
 from kvbench.common.text import clock
 from kvbench.runs.results import LoadResult
-from kvbench.sweep.progress import Estimator, SweepProgress
+from kvbench.sweep.progress import WINDOW_S, Estimator, LiveServer, SweepProgress
 from kvbench.targets.choose import START_GUESS_S
 from kvbench.targets.prometheus import MetricsSample
 from kvbench.workload.design import make_design, plan_blocks
@@ -25,6 +26,19 @@ LOADS = [load_point("closed", concurrency=c, rate=None, num_requests=8) for c in
 DESIGN = make_design({"layout": "paged", "page_size": 16}, {"page_size": [8]}, LOADS, "one_at_a_time")
 CELLS = {cell.cell_id: cell for cell in DESIGN.cells}
 GUESSES = {"c1": 1.0, "c4": 1.0}
+BLOCKS = plan_blocks(DESIGN, 1, 0)
+FIRST = BLOCKS[0].cells[0]
+
+
+@pytest.fixture
+def out():
+    return io.StringIO()
+
+
+def shown_in(out, terminal=False, width=60, blocks=BLOCKS, **how):
+    """A display that writes to ``out``."""
+    console = Console(file=out, force_terminal=terminal, width=width, color_system=None)
+    return SweepProgress(console, blocks, Estimator(GUESSES), **how)
 
 
 def test_estimates_go_from_guess_to_measurement():
@@ -58,65 +72,58 @@ def test_clock(seconds, text):
     assert clock(seconds) == text
 
 
-def test_one_plain_line_a_load_without_a_terminal():
-    out = io.StringIO()
-    blocks = plan_blocks(DESIGN, 1, 0)
+def done(metrics, **more):
+    return LoadResult.parse({"metrics": metrics, **more})
+
+
+def test_one_plain_line_a_load_without_a_terminal(out):
     metrics = {"steady_output_throughput": 123.45, "ttft_ms": {"p95": 20.0}, "failed": 0}
-    with SweepProgress(Console(file=out, width=60), blocks, Estimator(GUESSES)) as progress:
+    with shown_in(out) as progress:
         progress.status("starting")
-        for cell in blocks[0].cells:
+        for cell, more in zip(BLOCKS[0].cells, ({}, {"server_start_s": 2.0}), strict=True):
             progress.load_started(cell, 1, 8)
             progress.load_progress(4, 8, 0, 0.5)
-            more = {} if cell is blocks[0].cells[0] else {"server_start_s": 2.0}
-            progress.load_finished(cell, 1, LoadResult.parse({"metrics": metrics, **more}))
-        progress.load_failed(blocks[1].cells[0], 1, "the server died [x]")
-    lines = out.getvalue().splitlines()
-    assert len(lines) == 3
-    assert lines[0].startswith(f"[1/4] {blocks[0].cells[0].cell_id} repeat 1: 123.5 output tok/s, TTFT p95 20 ms")
-    assert lines[0].endswith("left, a guess)") and lines[1].endswith("left)")
-    assert "FAILED: the server died [x]" in lines[2]  # brackets are not markup
+            progress.load_finished(cell, 1, done(metrics, **more))
+        progress.load_failed(BLOCKS[1].cells[0], 1, "the server died [x]")
+    first, second, third = out.getvalue().splitlines()
+    assert first.startswith(f"[1/4] {FIRST.cell_id} repeat 1: 123.5 output tok/s, TTFT p95 20 ms")
+    assert first.endswith("left, a guess)") and second.endswith("left)")
+    assert "FAILED: the server died [x]" in third  # brackets are not markup
 
 
-@pytest.mark.parametrize("steady", [80.0, None])
-def test_a_line_of_a_load_says_whole_run_where_it_has_no_steady_window(steady):
-    out, blocks = io.StringIO(), plan_blocks(DESIGN, 1, 0)
-    metrics = {"steady_output_throughput": steady, "output_throughput": 60.0, "ttft_ms": {"p95": 700.0}}
-    metrics |= {"steady_latency": {"ttft_ms": {"p95": 200.0, "n": 8 if steady else 0}}}
-    with SweepProgress(Console(file=out, width=60), blocks, Estimator(GUESSES)) as progress:
-        progress.load_finished(blocks[0].cells[0], 1, LoadResult.parse({"metrics": metrics}))
-    whole = "60.0 output tok/s (whole run), TTFT p95 700 ms (whole run)  ("
-    said = "80.0 output tok/s, TTFT p95 200 ms  (" if steady else whole
-    assert said in out.getvalue()
+MOST = {"server_error": {"message": "Context size has been exceeded.", "requests": 32}}
+REFUSED = {"completed": 20, "failed": 32, "failure_messages": MOST}
+WINDOW = {"output_throughput": 60.0, "ttft_ms": {"p95": 700.0}}
 
 
-def test_a_load_that_the_server_refused_says_so_with_its_message():
-    out, blocks = io.StringIO(), plan_blocks(DESIGN, 1, 0)
-    most = {"server_error": {"message": "Context size has been exceeded.", "requests": 32}}
-    metrics = {"completed": 20, "failed": 32, "failure_messages": most}
-    done = LoadResult.parse({"metrics": metrics, "valid": False})
-    with SweepProgress(Console(file=out, width=60), blocks, Estimator(GUESSES)) as progress:
-        for refused in (None, "served 20 of 52 requests"):
-            progress.load_finished(blocks[0].cells[0], 1, done.model_copy(update={"refused": refused}))
-    failed, refused = out.getvalue().splitlines()
-    assert '32 of 52 requests failed: "Context size has been exceeded."' in failed and "REFUSED" not in failed
-    assert "REFUSED: served 20 of 52 requests" in refused and "invalid" not in refused
+@pytest.mark.parametrize(
+    ("metrics", "refused", "says", "not_said"),
+    [
+        (WINDOW | {"steady_output_throughput": 80.0, "steady_latency": {"ttft_ms": {"p95": 200.0, "n": 8}}}, None,
+         "80.0 output tok/s, TTFT p95 200 ms  (", "whole run"),
+        (WINDOW, None, "60.0 output tok/s (whole run), TTFT p95 700 ms (whole run)  (", "REFUSED"),
+        (REFUSED, None, '32 of 52 requests failed: "Context size has been exceeded."', "REFUSED"),
+        (REFUSED, "served 20 of 52 requests", "REFUSED: served 20 of 52 requests", "invalid"),
+    ],
+)  # fmt: skip
+def test_the_line_of_a_load_says_what_its_figures_are_of_and_what_was_refused(out, metrics, refused, says, not_said):
+    with shown_in(out) as progress:
+        progress.load_finished(FIRST, 1, done(metrics, refused=refused))
+    assert says in out.getvalue() and not_said not in out.getvalue()
 
 
-def test_a_long_load_and_a_slow_start_are_heard_of_without_a_terminal():
-    out = io.StringIO()
-    blocks = plan_blocks(DESIGN, 1, 0)
-    with SweepProgress(Console(file=out, width=60), blocks, Estimator(GUESSES), quiet_s=0.02) as progress:
+def test_a_long_load_and_a_slow_start_are_heard_of_without_a_terminal(out):
+    with shown_in(out, quiet_s=0.02) as progress:
         progress.status("starting the server of [a]")
         wait_until(lambda: re.search(r"\[1/4, about .*\] starting the server of \[a\]: 0:0", out.getvalue()))
-        progress.load_started(blocks[0].cells[0], 1, 8)
+        progress.load_started(FIRST, 1, 8)
         progress.status("calibrating")  # after the load was announced
         progress.load_progress(3, 8, 1, 0.5)
-        wait_until(lambda: f"{blocks[0].cells[0].cell_id} repeat 1: 3/8 requests, 1 failed, 0:0" in out.getvalue())
+        wait_until(lambda: f"{FIRST.cell_id} repeat 1: 3/8 requests, 1 failed, 0:0" in out.getvalue())
     assert not any(thread.name == "progress" for thread in threading.enumerate())  # and no more when it has ended
 
 
-def test_a_long_load_of_its_own_is_heard_of_without_a_terminal():
-    out = io.StringIO()
+def test_a_long_load_of_its_own_is_heard_of_without_a_terminal(out):
     with status_line(Console(file=out), "warming up [x]", quiet_s=0.02) as update:
         wait_until(lambda: "warming up [x]" in out.getvalue())
         update("r1: 84/130 requests")
@@ -124,107 +131,116 @@ def test_a_long_load_of_its_own_is_heard_of_without_a_terminal():
 
 
 def test_time_left_falls_to_zero():
-    blocks = plan_blocks(DESIGN, 1, 0)
-    progress = SweepProgress(Console(file=io.StringIO()), blocks, Estimator({"c1": 100.0, "c4": 100.0}))
+    progress = SweepProgress(Console(file=io.StringIO()), BLOCKS, Estimator({"c1": 100.0, "c4": 100.0}))
     assert progress.time_left_s() == pytest.approx(400 + 2 * START_GUESS_S)
     progress.loads_begin_in(1000)  # engine time, before the loads
     assert progress.time_left_s() == pytest.approx(1400 + 2 * START_GUESS_S, abs=1)
     progress.loads_begin_in(0)
-    for block in blocks:
+    for block in BLOCKS:
         for cell in block.cells:
             progress.load_failed(cell, 1, "x")
     assert progress.time_left_s() == 0
 
 
-def readings() -> list[MetricsSample]:
-    """Two readings, the last one just now; 1,648 tokens in the 4 s between them."""
-    gauges = {"num_requests_running": 18.0, "num_requests_waiting": 14.0, "kv_cache_usage_perc": 0.93}
-    now = time.perf_counter()
-    return [MetricsSample(now - ago, gauges, {"generation_tokens_total": made}) for ago, made in ((4, 0), (0, 1648))]
-
-
+BUSY = {"num_requests_running": 18.0, "num_requests_waiting": 14.0, "kv_cache_usage_perc": 0.934}
+IDLE = {"num_requests_running": 1.0, "num_requests_waiting": 0.0, "kv_cache_usage_perc": 0.02}
 SERVER = "412 tok/s, 18 running, 14 waiting, KV 93 %"
 
 
+def reading(ago_s: float, tokens: float | None = None, gauges: Any = None) -> MetricsSample:
+    counters = {} if tokens is None else {"generation_tokens_total": tokens}
+    return MetricsSample(time.perf_counter() - ago_s, BUSY if gauges is None else gauges, counters)
+
+
+def readings() -> list[MetricsSample]:
+    """Two readings, the last one just now; 1,648 tokens in the 4 s between them."""
+    return [reading(4.0, 0.0), reading(0.0, 1648.0)]
+
+
+@pytest.mark.parametrize(
+    ("samples", "width", "lines"),
+    [
+        # tokens are those of the last seconds, and the gauges those of the last reading
+        (lambda: [reading(100.0, 0.0, IDLE), reading(WINDOW_S - 1, 50_000.0, IDLE), reading(0.0, 51_648.0)], 80,
+         [SERVER]),
+        (readings, 42, [SERVER]),
+        (readings, 41, ["412 tok/s, 18 running, KV 93 %"]),
+        (readings, 20, ["412 tok/s, KV 93 %"]),
+        (readings, 10, ["412 tok/s"]),
+        (lambda: [], 80, []),  # what a server does not tell is not shown
+        (lambda: [reading(0.0, gauges={})], 80, []),
+        (lambda: [reading(1.0), reading(0.0, gauges={"num_requests_running": 2.0})], 80, ["2 running"]),
+        (lambda: [reading(0.0, 7.0)], 80, ["18 running, 14 waiting, KV 93 %"]),  # one reading is no rate
+        (lambda: [reading(WINDOW_S + 2, 0.0), reading(WINDOW_S + 1, 400.0)], 80, []),  # it is read no more
+    ],
+)  # fmt: skip
+def test_what_a_live_line_says_of_a_server_and_leaves_out_where_it_is_narrow(samples, width, lines):
+    server = LiveServer()
+    for each in samples():
+        server.take(each)
+    assert list(server.rows(width)) == lines
+
+
 def test_while_a_load_runs_its_server_is_shown_too_in_a_row_of_its_own_or_in_the_same_line():
-    blocks = plan_blocks(DESIGN, 1, 0)
-    cell = blocks[0].cells[0]
     for terminal in (True, False):
         out = io.StringIO()
-        console = Console(file=out, force_terminal=terminal, width=80, color_system=None)
-        with SweepProgress(console, blocks, Estimator(GUESSES), quiet_s=0.02) as progress:
-            progress.load_started(cell, 1, 8)
+        with shown_in(out, terminal, 80, quiet_s=0.02) as progress:
+            progress.load_started(FIRST, 1, 8)
             for each in readings():
                 progress.server_read(each)
             progress.load_progress(5, 8, 0, 1.0)
             between = r"\s*\n" if terminal else ", "
-            pattern = rf"{cell.cell_id} repeat 1: 5/8 requests, 0:0\d{between}{SERVER}"
+            pattern = rf"{FIRST.cell_id} repeat 1: 5/8 requests, 0:0\d{between}{SERVER}"
             wait_until(lambda out=out, pattern=pattern: re.search(pattern, out.getvalue()))
-            progress.load_failed(cell, 1, "x")
+            progress.load_failed(FIRST, 1, "x")
             said = len(out.getvalue())
             wait_until(lambda out=out, said=said: "between loads" in out.getvalue()[said:])
-            progress.load_started(blocks[0].cells[1], 1, 8)  # nothing is known of its server yet
-            wait_until(lambda out=out: f"{blocks[0].cells[1].cell_id} repeat 1: 0:0" in out.getvalue())
+            progress.load_started(BLOCKS[0].cells[1], 1, 8)  # nothing is known of its server yet
+            wait_until(lambda out=out: f"{BLOCKS[0].cells[1].cell_id} repeat 1: 0:0" in out.getvalue())
             assert "running" not in out.getvalue()[said:]
 
 
 @pytest.mark.parametrize("width", [120, 80, 60, 46, 30])
-def test_a_narrow_terminal_shows_fewer_figures_and_no_cut_ones(width):
-    blocks = plan_blocks(DESIGN, 1, 0)
-    cell = blocks[0].cells[0]
-    out = io.StringIO()
-    console = Console(file=out, force_terminal=True, width=width, color_system=None)
-    with SweepProgress(console, blocks, Estimator(GUESSES)) as progress:
-        progress.load_started(cell, 1, 8)
+def test_a_narrow_terminal_shows_fewer_figures_and_no_cut_ones(out, width):
+    with shown_in(out, True, width) as progress:
+        progress.load_started(FIRST, 1, 8)
         for each in readings():
             progress.server_read(each)
         progress.load_progress(5, 8, 1, 61.0)
         wait_until(lambda: "KV 93 %" in out.getvalue())
     lines = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line).strip("\r") for line in out.getvalue().splitlines()]
-    assert max(map(len, lines)) <= width and "…" not in out.getvalue()
+    assert max(map(len, lines)) <= width and "…" not in out.getvalue() and FIRST.cell_id in out.getvalue()
     left_out = [words not in out.getvalue() for words in ("a guess", "requests", ", 0:0", "left", "failed", "5/8")]
     assert left_out == sorted(left_out, reverse=True), "the least important ones go first"
     assert sum(left_out) == {120: 0, 80: 1, 60: 3, 46: 4, 30: 6}[width]
-    assert ("14 waiting" in out.getvalue()) == (width >= 42) and cell.cell_id in out.getvalue()
 
 
-def test_a_load_that_is_measured_again_counts_once():
-    out, blocks = io.StringIO(), plan_blocks(DESIGN, 1, 0)
-    (first, *_) = blocks[0].cells
-    with SweepProgress(Console(file=out, width=60), blocks, Estimator(GUESSES)) as progress:
-        for block in blocks:
-            for cell in block.cells:
-                progress.load_failed(cell, 1, "disturbed")
-        progress.expect([dataclasses.replace(blocks[0], cells=(first,))])
-        progress.load_failed(first, 1, "disturbed again")
-    assert [line.split(" ")[0] for line in out.getvalue().splitlines()] == ["[1/4]", "[2/4]", "[3/4]", "[4/4]", "[4/4]"]
+def places(out) -> list[str]:
+    return [line.split(" ")[0] for line in out.getvalue().splitlines()]
 
 
-def test_where_the_time_decides_how_many_loads_there_are_their_number_is_about_right():
-    out, blocks = io.StringIO(), plan_blocks(DESIGN, 2, 0)
-    with SweepProgress(Console(file=out, width=60), blocks[:2], Estimator(GUESSES), grows=True) as progress:
+def test_a_load_that_is_measured_again_counts_once(out):
+    with shown_in(out) as progress:
+        for cell in (cell for block in BLOCKS for cell in block.cells):
+            progress.load_failed(cell, 1, "disturbed")
+        progress.expect([dataclasses.replace(BLOCKS[0], cells=(FIRST,))])
+        progress.load_failed(FIRST, 1, "disturbed again")
+    assert places(out) == ["[1/4]", "[2/4]", "[3/4]", "[4/4]", "[4/4]"]
+
+
+def test_where_the_time_decides_how_many_loads_there_are_their_number_is_about_right(out):
+    blocks = plan_blocks(DESIGN, 2, 0)
+    with shown_in(out, blocks=blocks[:2], grows=True) as progress:
         progress.load_failed(blocks[0].cells[0], 1, "x")
         progress.expect([dataclasses.replace(blocks[0], cells=blocks[0].cells[1:]), *blocks[1:]])
         progress.load_failed(blocks[0].cells[1], 1, "x")
-    assert [line.split(" ")[0] for line in out.getvalue().splitlines()] == ["[1/~4]", "[2/~8]"]
+    assert places(out) == ["[1/~4]", "[2/~8]"]
 
 
-def test_a_text_that_changes_is_asked_for_whenever_it_is_shown():
-    out, blocks, done = io.StringIO(), plan_blocks(DESIGN, 1, 0), [12]
-    with SweepProgress(Console(file=out, width=60), blocks, Estimator(GUESSES), quiet_s=0.02) as progress:
-        progress.status(lambda: f"engine time, {done[0]} % done")
+def test_a_text_that_changes_is_asked_for_whenever_it_is_shown(out):
+    shares = [12]
+    with shown_in(out, quiet_s=0.02) as progress:
+        progress.status(lambda: f"engine time, {shares[0]} % done")
         wait_until(lambda: "engine time, 12 % done: 0:0" in out.getvalue())
-        done[0] = 13
+        shares[0] = 13
         wait_until(lambda: "engine time, 13 % done: 0:0" in out.getvalue())
-
-
-def test_on_a_terminal_a_live_line_says_which_load_how_far_and_how_long():
-    out = io.StringIO()
-    blocks = plan_blocks(DESIGN, 1, 0)
-    cell = blocks[0].cells[0]
-    console = Console(file=out, force_terminal=True, width=100, color_system=None)
-    with SweepProgress(console, blocks, Estimator(GUESSES)) as progress:
-        progress.load_started(cell, 1, 8)
-        progress.load_progress(5, 8, 1, 61.0)
-        pattern = rf"\[1/4, about \S+ left, a guess\] {cell.cell_id} repeat 1: 5/8 requests, 1 failed"
-        wait_until(lambda: re.search(pattern, out.getvalue()))

@@ -1,28 +1,21 @@
-"""A sweep that measures its quality at the end: servers and the measurement are fake, the command line is real."""
+"""A sweep that measures its quality at the end: loads and the measurement are scripted, the command line is real."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
-import sys
 
 import pytest
 
 from kvbench.common.errors import UsageError
 from kvbench.runs.quality import QUALITY, read_quality
-from kvbench.targets import choose
-from tests.support.loads import FAKE, ROOT
 from tests.support.quality_results import figures, result
-from tests.support.sweep_parts import Bench, finished, manifest
+from tests.support.sweep_parts import Bench, Script, finished, manifest
 
 
 @pytest.fixture
 def bench(tmp_path, monkeypatch):
-    monkeypatch.setattr(choose, "BUILTIN_COMMAND", (sys.executable, str(FAKE)))
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.delenv("KVBENCH_NO_QUALITY", raising=False)
-    return Bench(tmp_path)
+    return Bench(tmp_path, script=Script())
 
 
 @pytest.fixture
@@ -34,12 +27,10 @@ def measured(monkeypatch):
 
     calls = Calls()
 
-    def measure(workload, configurations, *, model=None, threads=None, say=lambda text: None):
+    def measure(workload, configurations, *, say, **_):
         say("measuring")
         calls.append([each.config_id for each in configurations])
-        if isinstance(calls.fails, KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
-        elif calls.fails:
+        if calls.fails:
             raise calls.fails
         facts = {"seconds": 1.0, "left_out": 0, "prompts": 4, "dtype": "float32", "device": "cpu"}
         found = dict.fromkeys(calls[-1], figures())
@@ -65,7 +56,7 @@ def test_it_is_measured_after_the_loads_and_is_in_the_report(bench, measured):
     assert "answers of" not in sweep(bench, "--dry-run", "--no-quality").stdout
     assert measured == [IDS] and list(read_quality(run).configurations) == IDS
     assert "kvbench-tiny" in (run / "report.md").read_text() and "kvbench-tiny" in done.stdout
-    assert bench.kvbench("sweep", "--resume", str(run)).returncode == 0
+    assert bench.kvbench("sweep", "--resume", str(run), "--no-report").returncode == 0
     assert len(measured) == 1  # it is there
     (run / QUALITY).write_text('{"format": "kvbench-quality/1"}')
     assert "quality" in bench.kvbench("sweep", "--resume", str(run), "--dry-run").stdout
@@ -88,21 +79,13 @@ def test_no_quality_and_another_server_measure_none(bench, measured):
     assert not measured
 
 
-@pytest.mark.parametrize("error", [UsageError("no tokenizer"), RuntimeError("out of memory")])
-def test_a_failure_costs_neither_the_run_nor_its_report(bench, measured, error):
+@pytest.mark.parametrize(
+    ("error", "words"), [(UsageError("no tokenizer"), ["--no-report"]), (RuntimeError("out of memory"), [])]
+)
+def test_a_failure_costs_neither_the_run_nor_its_report(bench, measured, error, words):
     measured.fails = error
-    done = sweep(bench)
+    done = sweep(bench, *words)
     run = bench.only_run()
-    assert done.returncode == 0 and manifest(run)["status"] == "complete" and (run / "report.html").is_file()
+    assert done.returncode == 0 and manifest(run)["status"] == "complete"
+    assert (run / "report.html").is_file() == (not words)
     assert str(error) in done.stdout and "kvbench quality " in done.stdout and not (run / QUALITY).exists()
-
-
-def test_an_interrupt_keeps_the_run_and_a_resume_measures_it(bench, measured):
-    measured.fails = KeyboardInterrupt()
-    done = sweep(bench)
-    run = bench.only_run()
-    assert done.returncode == 130 and manifest(run)["status"] == "complete" and not (run / QUALITY).exists()
-    assert "--resume" in done.stdout and "kvbench report" in done.stdout
-    measured.fails = None
-    assert bench.kvbench("sweep", "--resume", str(run)).returncode == 0
-    assert (run / QUALITY).is_file() and (run / "report.html").is_file() and len(finished(run)) == 2
