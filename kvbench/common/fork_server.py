@@ -323,8 +323,9 @@ def _receive(connection: Socket) -> tuple[bytes, list[int]]:
 def _main(listener: str, reads_later: str, *modules: str) -> None:
     warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)  # see _KNOW_FORKS
     request = ForkServer(Socket(fileno=int(listener)), sys.stdin.fileno(), modules, reads_later.split(",")).serve()
-    if request is not None:
-        runpy.run_module(request.module, run_name="__main__", alter_sys=True)
+    if request is None:
+        os._exit(0)  # nothing is left to be taken apart
+    runpy.run_module(request.module, run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

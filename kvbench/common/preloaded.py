@@ -60,7 +60,8 @@ class Preloaded:
 
     def start(self, launch: LaunchRequest) -> Child | None:
         """Forks the child; None if it is to be started plainly."""
-        if list(launch.command[:3]) != [sys.executable, "-m", self.module] or not _forks():
+        is_ours = list(launch.command[:3]) == [sys.executable, "-m", self.module]
+        if not is_ours or not launch.own_session or not _forks():
             return None
         with contextlib.ExitStack() as opened:
             try:
