@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvbench.common.preloaded import Preloaded
 from tests.support.browser import Browser, chromium
 
 os.environ.setdefault("KVBENCH_NO_CALIBRATION", "1")
@@ -21,6 +22,9 @@ sys.dont_write_bytecode = False
 # Torch reads it once, when it is imported. A server that a test launches sets GOMP_SPINCOUNT, which comes first.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.pop("COLUMNS", None)  # pytest-xdist sets it for its workers, and a table would be made to fit
+# All load clients and engine servers below this process are forked from two that have imported what they need.
+for module, imported in (("kvbench.load", "kvbench.load.__main__"), ("engine.server", "engine.server.preload")):
+    Preloaded(module, imported, reads_later=("PYTEST_", "FAKE_", "FIRE", "GIT_DIR")).share()
 
 
 @pytest.fixture(scope="module")

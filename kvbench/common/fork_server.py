@@ -1,12 +1,13 @@
 """A process that has imported what others need, and forks itself for each of them (Linux).
 
-    python -m kvbench.common.fork_server LISTENER MODULE...   (started by ``kvbench.common.preloaded``)
+    python -m kvbench.common.fork_server LISTENER NAMES MODULE...   (started by ``kvbench.common.preloaded``)
 
-LISTENER is the number of an inherited socket. The modules are imported at the first request, so that a server nobody
-asks costs nothing. A connection is one child: the first message is a ``ForkRequest`` with the child's three standard
-files, the answers are its process id and, when it has ended, its exit code. Whoever asked closes the connection when it
-has the code; the child's number stays taken until then. A connection that closes before (its other end was killed)
-gets the child its death signal. The server ends with the pipe on its stdin, and with its last child.
+LISTENER is the number of an inherited socket; NAMES are beginnings of variables that may differ, with commas. The
+modules are imported at the first request, so that a server nobody asks costs nothing. A connection is one child: the
+first message is a ``ForkRequest`` with the child's three standard files, the answers are its process id and, when it
+has ended, its exit code. Whoever asked closes the connection when it has the code; the child's number stays taken until
+then. A connection that closes before (its other end was killed) gets the child its death signal. The server ends with
+the pipe on its stdin, and with its last child.
 
 The child goes on as ``python -m MODULE`` would, up to Python's own exit. It is refused where it would differ from one
 that was started plainly: another environment (but for variables that are read later), directory of modules, user,
@@ -41,9 +42,8 @@ from kvbench.common.child_setup import prepare_child
 Socket = socket.socket  # as above
 MESSAGE_BYTES = 1 << 20
 _READ_LATER = frozenset(
-    {"PYTHONUNBUFFERED", "PYTEST_CURRENT_TEST", "COLUMNS", "LINES", "PWD", "OLDPWD", "SHLVL", "_", "PATH", "NO_COLOR"}
+    {"PYTHONUNBUFFERED", "COLUMNS", "LINES", "PWD", "OLDPWD", "SHLVL", "_", "PATH", "NO_COLOR", "TMPDIR"}
 )
-_OURS = "KVBENCH_"  # read when they are needed, never at import
 # Threads whose library knows forks: pyarrow's allocator takes its locks before one, and the child has no such thread.
 _KNOW_FORKS = frozenset({"jemalloc_bg_thd"})
 _LIMITS = 16  # kinds of resource limits of Linux
@@ -104,10 +104,14 @@ class _Child:
 
 
 class ForkServer:
-    """The server's loop. ``lifeline``: a descriptor that ends when the server is to end."""
+    """The server's loop. ``lifeline``: a descriptor that ends when the server is to end.
 
-    def __init__(self, listener: Socket, lifeline: int, modules: Sequence[str]) -> None:
+    ``reads_later``: beginnings of variables that the modules do not read when they are imported.
+    """
+
+    def __init__(self, listener: Socket, lifeline: int, modules: Sequence[str], reads_later: Sequence[str]) -> None:
         self._listener, self._lifeline, self._modules = listener, lifeline, modules
+        self._reads_later = tuple(reads_later)
         self._start_env, self._circumstances = dict(os.environ), circumstances()
         self._added_env: dict[str, str] = {}  # by the modules
         self._loaded, self._unfit = False, ""
@@ -207,13 +211,9 @@ class ForkServer:
         asked = json.loads(json.dumps(self._circumstances))
         if request.circumstances != asked:
             return "it has other limits, another user or other code"
-        names = [
-            name
-            for name in {*request.env, *self._start_env}
-            if request.env.get(name) != self._start_env.get(name) and not _is_read_later(name)
-        ]
-        if names:
-            return f"it has another environment: {', '.join(sorted(names))}"
+        names = {name for name, _ in request.env.items() ^ self._start_env.items()} - _READ_LATER
+        if names := sorted(name for name in names if not name.startswith(self._reads_later)):
+            return f"it has another environment: {', '.join(names)}"
         if request.cwd not in (os.getcwd(), asked[0]) and _shadows(request.cwd):
             return f"its folder {request.cwd} has modules of its own"
         return ""
@@ -256,15 +256,13 @@ class ForkServer:
         os.environ.clear()
         os.environ.update({**self._added_env, **request.env})
         _renew_streams(bool(request.env.get("PYTHONUNBUFFERED")))
+        if "tempfile" in sys.modules:
+            sys.modules["tempfile"].tempdir = None  # TMPDIR may be another
         if "numpy.random" in sys.modules:  # random itself draws anew after a fork
             sys.modules["numpy.random"].seed()
         sys.modules.pop(f"{request.module}.__main__", None)  # it is about to run
         sys.argv = [request.module, *request.argv]
         sys.orig_argv = [sys.executable, "-m", *sys.argv]
-
-
-def _is_read_later(name: str) -> bool:
-    return name in _READ_LATER or name.startswith(_OURS)
 
 
 def _shadows(folder: str) -> bool:
@@ -322,11 +320,12 @@ def _receive(connection: Socket) -> tuple[bytes, list[int]]:
     return data, list(files)
 
 
-def _main(listener: str, *modules: str) -> None:
+def _main(listener: str, reads_later: str, *modules: str) -> None:
     warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)  # see _KNOW_FORKS
-    request = ForkServer(Socket(fileno=int(listener)), sys.stdin.fileno(), modules).serve()
-    if request is not None:
-        runpy.run_module(request.module, run_name="__main__", alter_sys=True)
+    request = ForkServer(Socket(fileno=int(listener)), sys.stdin.fileno(), modules, reads_later.split(",")).serve()
+    if request is None:
+        os._exit(0)  # nothing is left to be taken apart
+    runpy.run_module(request.module, run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

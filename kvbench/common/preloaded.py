@@ -46,19 +46,22 @@ _log = logging.getLogger(__name__)
 class Preloaded:
     """One kind of child: ``python -m MODULE``, forked from a server that has imported ``imports``.
 
-    The server is started by the first launch, in this process, and ends with it.
+    The server is started by the first launch, in this process, and ends with it. ``reads_later``: beginnings of
+    variables that ``imports`` do not read when they are imported, and that may differ from child to child.
     """
 
-    def __init__(self, module: str, *imports: str) -> None:
+    def __init__(self, module: str, *imports: str, reads_later: Sequence[str] = ()) -> None:
         self.module, self.imports = module, imports
         self._lock = threading.Lock()
         self._address: str | None = None
         self._owner = 0  # the process that started the server: a fork of it has none
         self._unusable = False
+        self._reads_later = ("KVBENCH_", *reads_later)
 
     def start(self, launch: LaunchRequest) -> Child | None:
         """Forks the child; None if it is to be started plainly."""
-        if list(launch.command[:3]) != [sys.executable, "-m", self.module] or not _forks():
+        is_ours = list(launch.command[:3]) == [sys.executable, "-m", self.module]
+        if not is_ours or not launch.own_session or not _forks():
             return None
         with contextlib.ExitStack() as opened:
             try:
@@ -70,17 +73,13 @@ class Preloaded:
             opened.pop_all()
             return child
 
-    def share(self) -> str:
-        """Starts the server for this process and all below it; returns its entry of ``KVBENCH_FORK_SERVERS``."""
-        if not _forks():
-            return ""
+    def share(self) -> None:
+        """Starts the server for this process and all below it, if no ancestor has."""
+        if not _forks() or self._shared() is not None:
+            return
         with self._lock:
-            address = self._shared() or self._started()
-        entry = f"{self.module}={address}"
-        names = [name for name in os.environ.get(_SHARED, "").split(",") if name]
-        if entry not in names:
-            os.environ[_SHARED] = ",".join([*names, entry])
-        return entry
+            entries = [os.environ.get(_SHARED), f"{self.module}={self._started()}"]
+        os.environ[_SHARED] = ",".join(filter(None, entries))
 
     def _shared(self) -> str | None:
         entries = (entry.partition("=") for entry in os.environ.get(_SHARED, "").split(","))
@@ -103,7 +102,7 @@ class Preloaded:
         """The address of this process's own server, started if it is the first launch."""
         if self._address is None or self._owner != os.getpid():
             self._address, self._owner = f"kvbench-{uuid.uuid4().hex}", os.getpid()
-            _start_server(self._address, self.imports)
+            _start_server(self._address, self._reads_later, self.imports)
         return self._address
 
     def _say_plain(self, why: str) -> None:
@@ -116,7 +115,7 @@ def _forks() -> bool:
     return hasattr(os, "pidfd_open") and os.environ.get(_OFF, "0") in ("", "0")
 
 
-def _start_server(address: str, imports: Sequence[str]) -> None:
+def _start_server(address: str, reads_later: Sequence[str], imports: Sequence[str]) -> None:
     """Starts a fork server. Whoever connects before it has begun waits in the listening socket's queue."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with listener:
@@ -124,7 +123,7 @@ def _start_server(address: str, imports: Sequence[str]) -> None:
         listener.listen(128)
         number = listener.fileno()
         server = subprocess.Popen(
-            [sys.executable, "-m", "kvbench.common.fork_server", str(number), *imports],
+            [sys.executable, "-m", "kvbench.common.fork_server", str(number), ",".join(reads_later), *imports],
             stdin=subprocess.PIPE,  # ends when this process does, however it dies
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

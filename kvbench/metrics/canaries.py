@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 WRONG_ANSWERS = "wrong_answers.jsonl"  # beside requests.parquet, where there are any
 ALPHA = 0.001  # of cells that answer as well as offline, those that fail
+FEWEST_CANARIES = 20  # different ones, all right: then fewer than 15 % are wrong, at 95 % (3 / n)
 
 
 def counted(requests: pd.DataFrame) -> CanaryCounts | None:

@@ -1,7 +1,8 @@
 """The answers of engines, and their predictions of given answers.
 
 Free running: the greedy answers of an engine that schedules the prompts itself. Teacher forcing: engines predict the
-same tokens, the prompts and the baseline's answers to them, batch by batch.
+same tokens, the prompts and the baseline's answers to them, batch by batch; this tells their own greedy answers up to
+the first token that differs.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from engine.teacher_forcing import TeacherForced
 from kvbench.quality.figures import Positions
 from kvbench.quality.prompts import Answers, Prompt
 
-ROWS = 8  # sequences side by side
+ROWS = 16  # sequences side by side
 _BLOCK_ELEMENTS = 2**19  # logits at once in float64, which stay in a core's cache
 _MOST_LOGITS = 2**28  # of one batch: 1 GiB in float32
+UNKNOWN = -1  # a token that an engine would choose after one that it was not fed
+Ids = tuple[int, ...]
 Key = TypeVar("Key")
 Steps = Iterator[dict[int, int]]
 """The number of tokens that each row is fed in a step."""
@@ -54,17 +57,27 @@ class Conversation:
 
 
 def in_order(rows: Sequence[Conversation], chunk: int) -> Steps:
-    """Turn by turn: one prompt after another in chunks, then all answers side by side, token by token."""
+    """Turn by turn: the prompts one after another in steps of ``chunk`` tokens, then all answers, token by token."""
     at = [0] * len(rows)
     while any(place < row.fed for place, row in zip(at, rows, strict=True)):
-        for i, row in enumerate(rows):
-            while at[i] < row.fed and (left := row.run(at[i])):
-                yield {i: min(chunk, left)}
-                at[i] += min(chunk, left)
+        while step := _next_prompts(rows, at, chunk):
+            yield step
+            for i, count in step.items():
+                at[i] += count
         while ready := [i for i, row in enumerate(rows) if at[i] < row.fed and row.answered[at[i]]]:
             yield dict.fromkeys(ready, 1)
             for i in ready:
                 at[i] += 1
+
+
+def _next_prompts(rows: Sequence[Conversation], at: Sequence[int], chunk: int) -> dict[int, int]:
+    """Takes the next tokens of prompts, row by row, until a step of ``chunk`` tokens is full; empty without any."""
+    step, left = {}, chunk
+    for i, row in enumerate(rows):
+        if left and at[i] < row.fed and (run := row.run(at[i])):
+            step[i] = min(run, left)
+            left -= step[i]
+    return step
 
 
 def otherwise(rows: Sequence[Conversation], chunk: int) -> Steps:
@@ -162,13 +175,31 @@ def compare_logits(
     parts: list[tuple[torch.Tensor, ...]] = []
     block = max(1, _BLOCK_ELEMENTS // expected.shape[-1])
     for one, other, token in zip(*(rows.split(block) for rows in (expected, got, following)), strict=True):
-        log_p, log_q = one.double().log_softmax(-1), other.double().log_softmax(-1)
+        log_p = one.double().log_softmax(-1)
+        log_q = log_p if torch.equal(one, other) else other.double().log_softmax(-1)
         p = log_p.exp()
         terms = torch.where(p > 0, p * (log_p - log_q), 0.0)
         old, new = (log.gather(1, token[:, None])[:, 0] for log in (log_p, log_q))
-        same = one.argmax(-1) == other.argmax(-1)
-        parts.append((terms.sum(-1).clamp_min(0.0), new.exp() - old.exp(), -old, -new, same))
-    return Positions(*(torch.cat(column).cpu().numpy() for column in zip(*parts, strict=True)), decoded, own)
+        likeliest = other.argmax(-1)
+        same = one.argmax(-1) == likeliest
+        parts.append((terms.sum(-1).clamp_min(0.0), new.exp() - old.exp(), -old, -new, same, likeliest))
+    *columns, likeliest = (torch.cat(column).cpu().numpy() for column in zip(*parts, strict=True))
+    return Positions(*columns, decoded, own, likeliest)
+
+
+def predicted_answers(expected: Sequence[Sequence[int]], positions: Positions) -> tuple[Ids, ...]:
+    """The greedy answers of an engine that was fed the ``expected`` ones with their prompt, one a turn.
+
+    They are known up to the first token that it would have chosen otherwise, and are ``UNKNOWN`` from there on.
+    """
+    tokens = np.array([token for answer in expected for token in answer])
+    chosen = positions.likeliest[~positions.own]
+    if len(differing := np.flatnonzero(chosen != tokens)):
+        at = differing[0]
+        tokens[at] = chosen[at]
+        tokens[at + 1 :] = UNKNOWN
+    ends = np.cumsum([len(answer) for answer in expected])[:-1]
+    return tuple(tuple(part.tolist()) for part in np.split(tokens, ends))
 
 
 def answer_all(engine: Engine, prompts: Sequence[Prompt]) -> Answers:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvbench.common.errors import UsageError, as_usage_error, say
 from kvbench.common.option_rules import flag
-from kvbench.common.options import Count, Options, OutputFile, argument, option, takes
+from kvbench.common.options import Count, Options, OutputFile, argument, option, switch, takes
 from kvbench.workload.options import FileOptions
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ class QualityRequest(FileOptions, ServedOptions, heading="The measurement"):
         "weights are real, else kvbench-tiny).",
         metavar="PATH",
     )
+    all: bool = switch("Ask all prompts of configurations that answer like another one, too.")
     output: OutputFile | None = option("The file that the result goes to (default: RUN/quality.json).", metavar="FILE")
 
 
@@ -57,13 +58,17 @@ def quality(request: QualityRequest) -> int:
 
     Each is compared with contiguous KV in the model's own dtype, on the same prompts (workloads/quality, passkeys of
     every length, and of a model of its own the workload's first prompts): KL divergence, perplexity, equal greedy
-    answers, passkeys, and the same answers while the KV pool is too small. A control (A/A), the baseline with other
+    answers, passkeys, and answers while the KV pool is too small. A control (A/A), the baseline with other
     batch-mates, chunks and order, shows what rounding alone does; a limit is the control and a margin.
+
+    All prompts are asked of each KV dtype and layout. A configuration that answers like one of these (pages of another
+    size, prefix caching or swapping in full precision) is only asked at a full pool, and shares the other figures;
+    --all asks it everything.
 
     A workload with random weights (load_format: dummy) is measured with kvbench-tiny, a small trained model: its
     configurations with that model's answers.
 
-    It takes half a minute and 10 to 15 s for each configuration with kvbench-tiny on 2 cores. Measure with the
+    It takes a minute for workloads/mixed.yaml, with kvbench-tiny on 2 cores. Measure with the
     commit and the versions that the run was measured with: `kvbench gate` takes others only with --force.
 
     With --url, an OpenAI-compatible server that serves --model's folder (default: kvbench-tiny) is compared with
@@ -90,8 +95,8 @@ def quality(request: QualityRequest) -> int:
     if (request.url is None) == (source is None):
         raise UsageError("name either a WORKLOAD or RUN, or the server to measure with --url")
     if source is None:
-        if changes:
-            raise UsageError("a server is measured as it is: omit --profile and -o")
+        if changes or request.all:
+            raise UsageError("a server is measured as it is: omit --profile, -o and --all")
         stated = {name: getattr(served, name) for name in served.stated}
         _measure_server(str(request.url), Console(), model, output, stated)
         return 0
@@ -100,21 +105,25 @@ def quality(request: QualityRequest) -> int:
     if source.is_dir():
         if changes:
             raise UsageError("a run that was measured cannot be changed: omit --profile and -o, or name the workload")
-        measure_run(source, Console(), model=model, output=output)
+        measure_run(source, Console(), model=model, every=request.all, output=output)
     else:
         workload = load_workload(source, profile=request.profile, overrides=request.overrides)
-        _measure(workload, (), Console(), model, output)
+        _measure(workload, (), Console(), model, request.all, output)
     return 0
 
 
-def measure_run(folder: Path, console: Console, *, model: str | None = None, output: Path | None = None) -> None:
+def measure_run(
+    folder: Path, console: Console, *, model: str | None = None, every: bool = False, output: Path | None = None
+) -> None:
     """Measures the configurations of a run and writes its quality.json, or ``output``. Raises UsageError."""
     from kvbench.runs.quality import QUALITY
 
-    _measure(*_of_run(folder), console, model, output or folder / QUALITY)
+    _measure(*_of_run(folder), console, model, every, output or folder / QUALITY)
 
 
-def _measure(workload: Workload, only: Sequence[str], console: Console, model: str | None, output: Path | None) -> None:
+def _measure(
+    workload: Workload, only: Sequence[str], console: Console, model: str | None, every: bool, output: Path | None
+) -> None:
     """Measures the configurations of a workload. ``only``: globs of cells; ``output``: None for none."""
     from engine.startup import set_spin_count
     from kvbench.common.console import print_plain, status_line
@@ -128,7 +137,7 @@ def _measure(workload: Workload, only: Sequence[str], console: Console, model: s
     configurations = plan_sweep(workload, only, check_configuration)[0].configurations
     print_plain(console, f"quality: {plural(len(configurations), 'configuration')} of {workload.name}")
     with status_line(console, "loading") as status:
-        result = measure(workload, configurations, model=model, say=status)
+        result = measure(workload, configurations, model=model, every=every, say=status)
     _show(result, console, output)
 
 
@@ -154,6 +163,7 @@ def _show(result: QualityResult, console: Console, output: Path | None) -> None:
     """Prints the table, what each configuration breaks, what answered and what was left out; writes ``output``."""
     from kvbench.common.console import print_plain, print_table
     from kvbench.common.records import write_record
+    from kvbench.common.text import and_more
 
     print_table(console, _table(result), drop_first=("RMS Δp", "KLD p99"))
     broken = ((config_id, figures.outside) for config_id, figures in result.configurations.items())
@@ -163,6 +173,8 @@ def _show(result: QualityResult, console: Console, output: Path | None) -> None:
     lines.append(f"{whose}: weights {result.weights}; {facts.seconds:.0f} s")
     if facts.left_out:
         lines.append(f"{facts.left_out} of {facts.prompts + facts.left_out} prompts are longer than the context")
+    for leader, names in result.followers.items():
+        lines.append(f"{and_more(names)}: asked at a full pool; the other figures are those of {leader}")
     lines += [f"not measured: {missing}" for missing in facts.not_measured]
     for line in filter(None, (*lines, result.note, f"written: {output}" if output else "")):
         print_plain(console, line)

@@ -7,7 +7,7 @@ import math
 import statistics
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -238,7 +238,7 @@ class Positions:
     ``expected_loss`` and ``loss``: minus its log probability [nats], float64. ``same``: whether the likeliest token is
     the same; like ``kld`` empty where only the probability of the token that follows is known. ``decoded``: whether the
     position was computed alone, as decodes are, and not in a chunk of its prompt; ``own``: whether the token that
-    follows is the prompt's own and no answer.
+    follows is the prompt's own and no answer; ``likeliest``: the second engine's likeliest token, empty where unknown.
     """
 
     kld: np.ndarray
@@ -248,6 +248,7 @@ class Positions:
     same: np.ndarray
     decoded: np.ndarray
     own: np.ndarray
+    likeliest: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
 
 
 def outside_of(figures: ConfigurationFigures, limits: Mapping[str, float | None]) -> list[str]:

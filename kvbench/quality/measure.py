@@ -1,7 +1,8 @@
 """`kvbench quality`: what each configuration of a workload changes in the model's answers, by the built-in engine.
 
-Configurations that differ in nothing that could change an answer share a measurement. Imports torch, so call
-``engine.startup.set_spin_count`` before.
+All prompts are asked where answers can change: each KV dtype and layout once. A configuration that answers like one of
+these (pages of another size, prefix caching, swapping in full precision) is only asked those at a full pool.
+Imports torch, so call ``engine.startup.set_spin_count`` before.
 """
 
 from __future__ import annotations
@@ -28,12 +29,13 @@ from engine.teacher_forcing import TeacherForced, with_room
 from kvbench.common.errors import UsageError
 from kvbench.common.git import git_state
 from kvbench.common.machine import versions
+from kvbench.metrics.canaries import FEWEST_CANARIES
 from kvbench.quality import answering
 from kvbench.quality.figures import Positions, figures, full_pool_figures, outside_of
 from kvbench.quality.full_pool import FullPool, engine_with_small_pool, tokens_of
-from kvbench.quality.prompts import FILLER, FOLDER, SETS, Answers, Prompt, in_tokens, make_passkeys, read_set
+from kvbench.quality.prompts import FILLER, FOLDER, RESIDUES, SETS, Answers, Prompt, in_tokens, make_passkeys, read_set
 from kvbench.requests.build import LoadDraw, build_requests
-from kvbench.requests.canaries import SHIPPED, Canary, as_request, canaries_of, read_canaries
+from kvbench.requests.canaries import PASSKEY, SHIPPED, Canary, as_request, canaries_of, read_canaries
 from kvbench.requests.request import RequestSpec
 from kvbench.runs.quality import (
     CanariesRight,
@@ -57,6 +59,12 @@ _WITHOUT_EFFECT = (
     "tokenizer",
 )  # fmt: skip
 _WITHOUT_EFFECT_WITH_ROOM = (*_WITHOUT_EFFECT, "preemption_mode")  # nothing is preempted
+# Settings that change no answer as long as they work: where each token's KV lies, and who is computed beside whom. That
+# they work is what the answers at a full pool show.
+_LIKE_QUANTISED = (*_WITHOUT_EFFECT_WITH_ROOM, "page_size")
+_LIKE_EXACT = (
+    *_LIKE_QUANTISED, "enable_prefix_caching", "async_scheduling", "max_num_partial_prefills", "reservation",
+)  # fmt: skip
 _WITHOUT_EFFECT_FORCED = (  # teacher forcing uses no scheduler
     *_WITHOUT_EFFECT, "enable_prefix_caching", "preemption_mode", "async_scheduling", "max_num_partial_prefills",
     "enable_chunked_prefill", "reservation",
@@ -66,7 +74,9 @@ _ROWS = 16  # sequences side by side, free running
 _ROWS_OF_CONTROL = 5
 _CHUNK_OF_CONTROL = 3 / 7  # of the baseline's
 _FORKED_EVERY = 3  # at a full pool, one of so many requests is asked for two answers
-_LONGEST_AT_FULL_POOL = 768  # tokens: the pool holds the longest, and should be small
+_LONGEST_AT_FULL_POOL = 300  # tokens: the pool holds the longest, and should be small
+_EVERY_AT_FULL_POOL = 3  # of the prompts of the sets, one of so many is asked there
+_LONGEST_CANARY = 768  # tokens, of a model beside the workload; of its own all that fit, as loads ask them too
 _WORKLOAD_PROMPTS, _WORKLOAD_TOKENS = 16, 64  # of the workload's own prompts, and the most tokens after each
 RANDOM_NOTE = (
     "The weights are random: such a model's predictions are nearly even and hardly moved by its KV, and it finds no "
@@ -88,8 +98,14 @@ class Material:
         return self.forced + self.passkeys
 
     @property
+    def answerable(self) -> tuple[Prompt, ...]:
+        """The prompts whose answer is known: passkeys, and canaries that are none of them."""
+        names = {prompt.prompt_id for prompt in self.passkeys}
+        return self.passkeys + tuple(_as_prompt(c) for c in self.canaries if c.canary_id not in names)
+
+    @property
     def everything(self) -> tuple[Prompt, ...]:
-        return self.asked + tuple(map(_as_prompt, self.canaries))
+        return self.forced + self.answerable
 
     @property
     def longest(self) -> int:
@@ -124,12 +140,14 @@ def measure(
     configurations: Sequence[Configuration],
     *,
     model: str | None = None,
+    every: bool = False,
     say: Say = lambda text: None,
 ) -> QualityResult:
     """Compares every configuration with contiguous full-precision KV, on the same prompts.
 
-    ``model``: what answers; None: the workload's own where its weights are real, else ``BESIDE``. On a CPU with all its
-    cores. Raises UsageError for what cannot be measured.
+    ``model``: what answers; None: the workload's own where its weights are real, else ``BESIDE``. ``every``: asks all
+    prompts of configurations that answer like another one, too. On a CPU with all its cores. Raises UsageError for
+    what cannot be measured.
     """
     began = time.monotonic()
     torch.set_num_threads(available_cpus())
@@ -142,11 +160,11 @@ def measure(
     measured: dict[str, ConfigurationFigures] = {}
     controls, facts, infos = [], [], []
     for members in groups.values():
-        group = _WeightsGroup(workload, members, say)
+        group = WeightsGroup(workload, members, every, say)
         figures_of_group, control = group.measure()
         measured |= figures_of_group
         controls.append(control)
-        facts.append(group.material.facts(group.loaded, measurements=len(group.distinct)))
+        facts.append(group.material.facts(group.loaded, measurements=len(group.leaders)))
         infos.append(group.loaded.info)
     fingerprints = {info.weights_fingerprint for info in infos}
     dtypes = dict.fromkeys(group_facts.dtype for group_facts in facts)
@@ -213,10 +231,10 @@ class Subject:
         return f"{which} {self.config.model}"
 
 
-class _WeightsGroup:
+class WeightsGroup:
     """Configurations that share their weights, which are loaded once for each backend of kernels."""
 
-    def __init__(self, workload: Workload, members: Mapping[str, Subject], say: Say):
+    def __init__(self, workload: Workload, members: Mapping[str, Subject], every: bool, say: Say):
         self.members, self.say = members, say
         self._models: list[LoadedModel] = []
         config_id, first = next(iter(members.items()))
@@ -226,34 +244,62 @@ class _WeightsGroup:
             self.tokenizer = tokenizer_of(first.config, self.loaded)
             own_workload = None if first.beside else workload
             self.material = gather(_context(members, self.loaded), self.loaded, self.tokenizer, own_workload)
-        self._answers: dict[tuple[Any, ...], Answers] = {}
+        few = sum(_is_short(canary) for canary in self.material.canaries) < FEWEST_CANARIES
+        self._shares_figures = not (every or few)
 
     def measure(self) -> tuple[dict[str, ConfigurationFigures], ConfigurationFigures]:
         """The figures of each configuration, and of the control."""
-        distinct = self.distinct
         self.say(f"baseline: {len(self.material.everything)} prompts")
-        self._answers_of(self.base)
         with _named(", ".join(self.members)):
-            forced = self._forced_positions(distinct.values())
+            forced = self._forced_positions(self.leaders.values())
         self.say("control: the baseline with other batch-mates, chunks and order")
-        engine = engine_with_room(_control(self.base), self.loaded, self.material, _ROWS_OF_CONTROL)
-        answers = answering.answer_all(engine, self.material.asked[::-1])
-        control = self._figures_of(self.base, forced[_CONTROL], answers)
+        control = self._figures_of(self.base, forced[_CONTROL], self._answers_of_control(forced[_CONTROL]))
         limits, measured = limits_of(control), {}
-        for key, config in distinct.items():
-            names = [config_id for config_id, member in self.members.items() if _key(member.config) == key]
-            self.say(f"{names[0]}: answers")
+        leaders: dict[str, tuple[list[Positions], Answers]] = {}
+        for names in self.distinct:
+            config = self.members[names[0]].config
+            leader = self._leader_of[self._likeness(config)]
             with _named(names[0]):
-                answers = self._answers_of(config)
-                figures_of_config = self._figures_of(config, forced[_key(config, _WITHOUT_EFFECT_FORCED)], answers)
-                pool = self._full_pool_of(config, self.material.wrong_canaries(answers))
-            measured |= dict.fromkeys(names, self.material.judged(figures_of_config, answers, limits, full_pool=pool))
+                if leader in names:
+                    self.say(f"{leader}: answers")
+                    positions = forced[_key(config, _WITHOUT_EFFECT_FORCED)]
+                    leaders[leader] = positions, self._answers_of(config, positions)
+                positions, answers = leaders[leader]
+                self.say(f"{names[0]}: answers at a full pool")
+                pool = self.full_pool_of(config, self.material.wrong_canaries(answers))
+                figures_of_config = self._figures_of(config, positions, answers)
+            how = {"full_pool": pool, "measured": "all" if leader in names else "full_pool"}
+            judged = self.material.judged(figures_of_config, answers, limits, **how)
+            for name in names:
+                measured[name] = judged.model_copy(update={"like": None if name == leader else leader})
         return measured, control
 
+    @property
+    def distinct(self) -> list[list[str]]:
+        """The ids of configurations, those together that differ in nothing that could change an answer."""
+        by_key: dict[tuple[Any, ...], list[str]] = {}
+        for config_id, member in self.members.items():
+            by_key.setdefault(_key(member.config), []).append(config_id)
+        return list(by_key.values())
+
     @cached_property
-    def distinct(self) -> dict[tuple[Any, ...], EngineConfig]:
-        """One configuration of those that answer alike, by their key."""
-        return {_key(member.config): member.config for member in self.members.values()}
+    def _leader_of(self) -> dict[tuple[Any, ...], str]:
+        """The first of the configurations that answer alike, which is asked all prompts."""
+        first: dict[tuple[Any, ...], str] = {}
+        for config_id, member in self.members.items():
+            first.setdefault(self._likeness(member.config), config_id)
+        return first
+
+    @property
+    def leaders(self) -> dict[str, EngineConfig]:
+        """The configurations that are asked all prompts, by their id."""
+        return {config_id: self.members[config_id].config for config_id in self._leader_of.values()}
+
+    def _likeness(self, config: EngineConfig) -> tuple[Any, ...]:
+        """A key that is equal for configurations whose answers are the same with room."""
+        if not self._shares_figures:
+            return _key(config)
+        return _key(config, _LIKE_EXACT if config.kv_cache_dtype == "auto" else _LIKE_QUANTISED)
 
     def _model(self, config: EngineConfig) -> LoadedModel:
         """Raises ValueError where the kernels do not serve it."""
@@ -263,16 +309,37 @@ class _WeightsGroup:
         self._models.append(load_model(config))
         return self._models[-1]
 
-    def _answers_of(self, config: EngineConfig) -> Answers:
-        """All answers with room, computed once for configurations that answer alike."""
-        if (key := _key(config, _WITHOUT_EFFECT_WITH_ROOM)) not in self._answers:
-            engine = engine_with_room(config, self._model(config), self.material)
-            self._answers[key] = answering.answer_all(engine, self.material.everything)
-        return self._answers[key]
+    @cached_property
+    def expected(self) -> Answers:
+        """The baseline's answers to all prompts."""
+        return answering.answer_all(engine_with_room(self.base, self.loaded, self.material), self.material.everything)
+
+    def _answers_of(self, config: EngineConfig, positions: Sequence[Positions]) -> Answers:
+        """All answers with room. ``positions``: its predictions of the baseline's answers, which tell its own."""
+        if _key(config, _WITHOUT_EFFECT_WITH_ROOM) == _key(self.base, _WITHOUT_EFFECT_WITH_ROOM):
+            return self.expected
+        predicted, again = self._predicted(positions)
+        engine = engine_with_room(config, self._model(config), self.material)
+        return predicted | answering.answer_all(engine, [*self.material.answerable, *again])
+
+    def _answers_of_control(self, positions: Sequence[Positions]) -> Answers:
+        predicted, again = self._predicted(positions)
+        engine = engine_with_room(_control(self.base), self.loaded, self.material, _ROWS_OF_CONTROL)
+        return predicted | answering.answer_all(engine, [*self.material.passkeys, *again][::-1])
+
+    def _predicted(self, positions: Sequence[Positions]) -> tuple[dict[str, Any], list[Prompt]]:
+        """The answers to the prompts of the sets, and those with a passkey that are not known to the end."""
+        answers, unknown = {}, []
+        for prompt, predictions in zip(self.material.forced, positions, strict=True):
+            expected = self.expected[prompt.prompt_id]
+            answers[prompt.prompt_id] = answering.predicted_answers(expected, predictions)
+            if prompt.depth is not None and answers[prompt.prompt_id] != expected:
+                unknown.append(prompt)
+        return answers, unknown
 
     def _forced_positions(self, configs: Iterable[EngineConfig]) -> dict[tuple[Any, ...], list[Positions]]:
         """Teacher forcing: every engine and the control on the baseline's own tokens."""
-        prompts, expected = self.material.forced, self._answers_of(self.base)
+        prompts, expected = self.material.forced, self.expected
         longest = max(prompt.longest for prompt in prompts)
 
         def arm(config: EngineConfig) -> answering.Arm:
@@ -301,7 +368,7 @@ class _WeightsGroup:
             self.material.passkeys,
             positions,
             answers,
-            self._answers_of(self.base),
+            self.expected,
             self.tokenizer.decode,
             config.page_size,
             kv_cache_dtype=config.kv_cache_dtype,
@@ -309,27 +376,28 @@ class _WeightsGroup:
             kv_outliers=OutlierFacts(**dataclasses.asdict(balance_keys(self._model(config)))),  # measured already
         )
 
-    def _full_pool_of(self, config: EngineConfig, wrong_with_room: set[str]) -> FullPoolFigures:
+    def full_pool_of(self, config: EngineConfig, wrong_with_room: set[str]) -> FullPoolFigures:
         """Compares the answers while the pool is too small with the baseline's with room."""
-        requests = _pressed_requests(self.material, self._answers_of(self.base))
+        requests = _pressed_requests(self.material, self.expected)
         pressing = dataclasses.replace(config, max_num_seqs=min(config.max_num_seqs, _ROWS))
         engine = engine_with_small_pool(pressing, self._model(config), requests, _small_pool(config, requests))
         pool = FullPool(engine, requests)
         pool.run(seed=0)
-        prompts = {question.prompt_id: question for question in self.material.asked}
+        prompts = {prompt.prompt_id: prompt for prompt in self.material.everything}
+        canary_ids = {canary.canary_id for canary in self.material.canaries}
         wrong, right, canaries = [], [], []
         for (index, _), token_ids in pool.answers.items():
-            name, is_equal = str(requests[index].canary), tuple(token_ids) == requests[index].expected_token_ids
-            if name not in prompts:
-                canaries.append((name, is_equal))
-                continue
-            prompt = prompts[name]
+            prompt = prompts[str(requests[index].canary)]
+            is_equal = tuple(token_ids) == requests[index].expected_token_ids
             if not is_equal:
                 wrong.append(prompt.prompt_id)
+            if prompt.prompt_id in canary_ids:
+                canaries.append((prompt.prompt_id, is_equal))
             if prompt.depth is not None:
                 right.append(prompt.is_right(self.tokenizer.decode(token_ids)))
-        asked = len(pool.answers) - len(canaries)
-        return full_pool_figures(asked, wrong, right, pool.counters, pool.problems, canaries, wrong_with_room)
+        return full_pool_figures(
+            len(pool.answers), wrong, right, pool.counters, pool.problems, canaries, wrong_with_room
+        )
 
 
 # --- The engines ---
@@ -407,10 +475,13 @@ def gather(context: int, loaded: LoadedModel, tokenizer: ServerTokenizer, worklo
     fitting = tuple(prompt for prompt in prompts if prompt.longest <= context)
     if not fitting:
         raise UsageError(f"no prompt fits {context} tokens of prompt and answer: raise max_model_len")
-    passkeys = make_passkeys(encode, encode(FILLER.read_text(encoding="utf-8")), context, begin)
+    canaries = _canaries(loaded, context, workload)
+    passkeys = [_as_prompt(canary) for canary in canaries if canary.kind == PASSKEY]
+    if len(passkeys) < RESIDUES // 2:
+        passkeys = make_passkeys(encode, encode(FILLER.read_text(encoding="utf-8")), context, begin)
     if not passkeys:
         raise UsageError(f"no passkey fits {context} tokens of prompt and answer: raise max_model_len")
-    return Material(fitting, tuple(passkeys), _canaries(loaded, context, workload), len(prompts) - len(fitting))
+    return Material(fitting, tuple(passkeys), canaries, len(prompts) - len(fitting))
 
 
 def _workload_prompts(workload: Workload, loaded: LoadedModel, context: int) -> list[Prompt]:
@@ -442,27 +513,36 @@ def _canaries(loaded: LoadedModel, context: int, workload: Workload | None) -> t
         made = read_canaries(path)
     if made is None or loaded.info.weights_fingerprint not in made.weights_fingerprints:
         return ()
-    return made.that_fit(context)
+    return made.that_fit(context if workload is not None else min(context, _LONGEST_CANARY))
 
 
 def _as_prompt(canary: Canary) -> Prompt:
-    ids = tuple(canary.prompt_token_ids)
-    return Prompt(canary.canary_id, "canary", (ids,), len(canary.answer_token_ids), canary.answer, canary.depth)
+    """The canary as a prompt; a copy has no ``depth``, as it is no passkey."""
+    ids, depth = tuple(canary.prompt_token_ids), canary.depth if canary.kind == PASSKEY else None
+    return Prompt(canary.canary_id, "canary", (ids,), len(canary.answer_token_ids), canary.answer, depth)
+
+
+def _is_short(asked: Prompt | Canary) -> bool:
+    """Tests whether it is short enough to be asked at a full pool."""
+    prompt = _as_prompt(asked) if isinstance(asked, Canary) else asked
+    return prompt.longest <= _LONGEST_AT_FULL_POOL
 
 
 # --- The full pool ---
 
 
 def _pressed_requests(material: Material, expected: Answers) -> list[RequestSpec]:
-    """The last turn of each prompt that is not too long, after the baseline's answers to those before it; canaries."""
+    """Lists what is asked at a full pool, all of it short: some prompts of the sets, all passkeys and canaries.
+
+    Of a conversation the last turn, after the baseline's answers to those before it.
+    """
+    canaries = {canary.canary_id: canary for canary in material.canaries}
+    sets = [prompt for prompt in material.forced if _is_short(prompt)][::_EVERY_AT_FULL_POOL]
     requests: list[RequestSpec] = []
-    for asked in (*material.asked, *material.canaries):
-        prompt = _as_prompt(asked) if isinstance(asked, Canary) else asked
-        if prompt.longest > _LONGEST_AT_FULL_POOL:
-            continue
+    for prompt in (*sets, *filter(_is_short, material.answerable)):
         index, n = len(requests), 2 if len(requests) % _FORKED_EVERY == 0 else 1
-        if isinstance(asked, Canary):
-            requests.append(as_request(asked, index, answers=n))
+        if canary := canaries.get(prompt.prompt_id):
+            requests.append(as_request(canary, index, answers=n))
             continue
         answers = expected[prompt.prompt_id]
         request = RequestSpec(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from kvbench.common import text as words
+from kvbench.metrics.canaries import FEWEST_CANARIES
 from kvbench.report.comparisons import Comparisons, amount, interval, sized, spread, tokens_held
 from kvbench.report.provenance import model_name, random_weights
 from kvbench.report.tables import NO_TABLE, NONE, Part, ReportTable, Row, Section, Value, entry, listed_table, texts
@@ -19,7 +20,6 @@ CONTROL = "control: the same twice (A/A)"
 _MOST_REASONS = 2
 _OUTLIER = 10.0  # times the median channel
 _STEPS = {"int8_per_token_head": 127, "int4_per_token_head": 7}  # from zero to the largest value of a token's KV head
-_FEWEST_CANARIES = 20  # all right: then fewer than 15 % are wrong, at 95 % (3 / n)
 _VISIBLE = 1.1  # times the tokens in the same memory: less is not said
 _BINS = {"by_depth": "depth of the fact", "by_length": "prompt length", "by_residue": "length mod page size"}
 
@@ -75,8 +75,9 @@ class Quality:
         return say("quality.kld", bool(self.doubt), kld=kld, doubt=self.doubt)
 
     def __str__(self) -> str:
-        """KLD 0.0009, perplexity +0.2 %, passkeys 98 %"""
-        return ", ".join(filter(None, [self.brief, *_costs(self.figures)]))
+        """KLD 0.0009, perplexity +0.2 %, passkeys 98 %; as paged-p16, and at a full pool its own"""
+        text = ", ".join(filter(None, [self.brief, *_costs(self.figures)]))
+        return text + (like_words(self.figures) if self.figures and not self.wrong else "")
 
 
 def _costs(figures: ConfigurationFigures | None) -> Iterator[str]:
@@ -86,6 +87,11 @@ def _costs(figures: ConfigurationFigures | None) -> Iterator[str]:
         yield f"perplexity {amount(1 + more)}"
     if passkeys is not None:
         yield f"passkeys {words.percent(passkeys)}"
+
+
+def like_words(figures: ConfigurationFigures) -> str:
+    """Writes whose figures these are: `; as paged-p16, and at a full pool its own`; empty where they are its own."""
+    return say("quality.like", figures.measured, like=figures.like) if figures.like else ""
 
 
 def is_quantised(cell: MeasuredCell) -> bool:
@@ -144,7 +150,7 @@ def qualities(run: Run) -> dict[str, Quality]:
             continue
         counts = [cell.canaries for cell in cells if not is_quantised(cell)]
         right = max((count.distinct for count in counts), default=0)
-        enough = right >= _FEWEST_CANARIES and not any(count.wrong for count in counts)
+        enough = right >= FEWEST_CANARIES and not any(count.wrong for count in counts)
         by_id[config_id] = Quality(canaries=right * enough, wrong=wrong)
     return by_id
 
@@ -173,6 +179,9 @@ def answer_sentences(run: Run, result: QualityResult, short_names: Mapping[str, 
     values = {"whole": words.plural(len(every), "configuration"), "names": words.and_more(outside)}
     within = say("quality.within", bool(outside), outside=len(outside), **values)
     yield within + say("quality.missing", n=len(names.keys() - every.keys())) + "."
+    for leader, followers in result.followers.items():
+        asked = words.and_more([names.get(config_id, config_id) for config_id in followers])
+        yield say("quality.followers", names=asked, leader=names.get(leader, leader))
     if result.note:
         yield result.note
     elif result.beside:
@@ -301,7 +310,7 @@ def answer_quality_table(result: QualityResult, comparisons: Comparisons) -> Rep
         if figures and figures.outside:
             within = Value("outside", 1, words.and_more(figures.outside, _MOST_REASONS, "; "), "worse")
         elif figures:
-            within = Value("within", 0)
+            within = Value("within", 0, like_words(figures).removeprefix("; "))
         shown = (*texts(names.get(config_id, config_id)), within, *_speed_and_room(cell, comparisons))
         rows.append(Row(cell, (*shown, *_figures(figures, result.limits)), "configurations"))
     limits = (_limit(key, shown, result.limits) for key, shown in _COLUMNS.items())

@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # the load process reads answers only, and starts without the
 
 SHIPPED = REPOSITORY / "workloads" / "canaries"  # <name of the model>.jsonl
 FORMAT = "kvbench-canaries/1"
+PASSKEY = "passkey"  # the kind whose fact is hidden in text; the other is "copy"
 CLASS = "canary-"  # and the kind: the class of such a request
 _FORKED_EVERY = 4  # one of so many is asked for two answers, which must be equal
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from pydantic import ConfigDict
 
@@ -81,7 +81,7 @@ class CanariesRight(Record):
 
 
 class CanariesAtFullPool(Record):
-    """The answers to the canary file, on top of those to the prompts; ``which``: names of the first wrong ones.
+    """The answers to the canary file; ``which``: names of the first wrong ones.
 
     wrong_with_room: how many of the distinct ones are wrong on an idle engine
     """
@@ -94,7 +94,7 @@ class CanariesAtFullPool(Record):
 
 
 class FullPoolFigures(Record):
-    """The same prompts again while the pool is too small. ``wrong``: names of the first wrong answers.
+    """Prompts and canaries again while the pool is too small. ``wrong``: names of the first answers that differ.
 
     problems: what does not add up in the pool
     """
@@ -133,9 +133,13 @@ class ConfigurationFigures(PromptFigures):
 
     rms_dp: root mean square of the change in probability of the token that follows; kv_outliers: as /server_info has
     sets: by the name of a prompt set; canaries: absent without a canary file
+    measured: what it was asked itself: all prompts, or only those at a full pool
+    like: id of the configuration that it answers like, whose figures with room these are; None: they are its own
     outside: sentences, one for each limit that it breaks; empty within all
     """
 
+    measured: Literal["all", "full_pool"] = "all"
+    like: str | None = None
     kv_cache_dtype: str | None = None
     layout: str | None = None
     page_size: int | None = None
@@ -167,7 +171,7 @@ class ConfigurationFigures(PromptFigures):
 
 
 class QualityFacts(Record):
-    """The questions and their model. ``measurements``: configurations that differ in their answers.
+    """The questions and their model. ``measurements``: configurations that were asked all of them.
 
     not_measured: what a server does not tell
     """
@@ -219,6 +223,15 @@ class QualityResult(_Measured):
             *code_differences(self.git, self.versions, manifest),
             *_different("set of weights", self.weights_fingerprint, weights),
         ]
+
+    @property
+    def followers(self) -> dict[str, list[str]]:
+        """Configurations that were asked at a full pool only, by the one whose other figures they share."""
+        by_leader: dict[str, list[str]] = {}
+        for config_id, figures in self.configurations.items():
+            if figures.like and figures.measured == "full_pool":
+                by_leader.setdefault(figures.like, []).append(config_id)
+        return by_leader
 
     @property
     def random_weights(self) -> bool:

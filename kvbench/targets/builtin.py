@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from kvbench.common import processes
 from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.common.ports import free_port
+from kvbench.common.preloaded import Preloaded
 from kvbench.runs.results import Capacity
 from kvbench.targets.base import ModelFacts, Target, reason_of
 from kvbench.targets.launch_plan import HOST
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from engine.kv.budget import KVCapacity
 
 BUILTIN_COMMAND = (sys.executable, "-m", "engine.server")
+_SERVER = Preloaded("engine.server", "engine.server.preload")
 _READY = re.compile(rb"^ready (http://\S+)\s*$", re.MULTILINE)
 
 
@@ -38,7 +40,8 @@ class ServerRefusedError(UsageError):
 class BuiltinTarget(ProcessTarget):
     """One server process. ``command`` may be another server that takes the same flags and prints ``ready URL``.
 
-    ``env``: added to our environment, as ``processes.launch`` does.
+    ``env``: added to our environment, as ``processes.launch`` does. ``forked``: whether servers may be forked from a
+    process that has imported them, and so have one memory layout; those that are compared must not.
     """
 
     def __init__(
@@ -49,9 +52,10 @@ class BuiltinTarget(ProcessTarget):
         start_timeout_s: float = 180.0,
         env: Mapping[str, str | None] | None = None,
         form: RequestForm = DEFAULT_FORM,
+        forked: bool = False,
     ) -> None:
         super().__init__(port=port, start_timeout_s=start_timeout_s, form=form)
-        self.command, self.env = tuple(command), dict(env or {})
+        self.command, self.env, self.forked = tuple(command), dict(env or {}), forked
 
     def start(self, settings: Settings, log: Path) -> None:
         """Launch and wait until it serves. Raises ServerRefusedError (bad settings) or MeasurementError."""
@@ -60,7 +64,8 @@ class BuiltinTarget(ProcessTarget):
         if self.port:
             free_port(self.port)
         command = [*self.command, *command_line(settings), "--host", HOST, "--port", str(self.port)]
-        with self._launched(command, log, env=self.env):
+        preloaded = _SERVER if self.forked and _imports_as_usual(settings) else None
+        with self._launched(command, log, env=self.env, preloaded=preloaded):
             ready = self._wait_ready(lambda: _READY.search(log.read_bytes()))
             self._logged_at_start = ready.end()
             Target.__init__(self, ready[1].decode(), text_of_ids=self._text_of_ids_for(settings))
@@ -88,6 +93,11 @@ class BuiltinTarget(ProcessTarget):
             return super()._ended_at_start(code)
         last = re.sub(r"^(?:[\w.]+: )?(?:error|Error): ", "", processes.last_lines(self._log, count=1))
         return ServerRefusedError(last or "the server refused its settings and did not say why")
+
+
+def _imports_as_usual(settings: Settings) -> bool:
+    """Tests whether a server imports what engine/server/preload.py does: in one process, on a CPU, not compiled."""
+    return runs_on_cpu(str(settings.get("device", "auto"))) and not settings.get("torch_compile")
 
 
 def engine_settings_schema() -> dict[str, dict[str, Any]]:

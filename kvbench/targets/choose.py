@@ -173,7 +173,8 @@ def _builtin(workload: Workload, options: TargetOptions) -> ChosenTarget:
 
     def make() -> Target:
         limit = options.start_timeout or _START_S
-        return BuiltinTarget(command=command, port=options.port or 0, start_timeout_s=limit, form=workload.load.form)
+        port, form = options.port or 0, workload.load.form
+        return BuiltinTarget(command=command, port=port, start_timeout_s=limit, form=form, forked=True)
 
     manifest = measured_target(options, "custom" if options.serve_cmd else "kvbench", shared=True)
     return ChosenTarget(workload, make, check_configuration, manifest)

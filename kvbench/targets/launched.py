@@ -58,8 +58,12 @@ class ProcessTarget(Target):
         *,
         env: Mapping[str, str | None] | None = None,
         scratch: Path | None = None,
+        preloaded: processes.Starter | None = None,
     ) -> Iterator[None]:
-        """Launches the server; an exception inside stops it. ``scratch``: a folder to remove if kvbench is killed."""
+        """Launches the server; an exception inside stops it. ``scratch``: a folder to remove if kvbench is killed.
+
+        ``preloaded``: as of ``processes.launch``.
+        """
         self._log, self._logged_at_start = log, 0
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("wb") as file:
@@ -69,6 +73,7 @@ class ProcessTarget(Target):
                 stderr=subprocess.STDOUT,
                 background=True,
                 env={"PYTHONUNBUFFERED": "1", **(env or {})},
+                preloaded=preloaded,
             )
         self._process.watch(scratch)
         try:

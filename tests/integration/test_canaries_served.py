@@ -105,6 +105,7 @@ def test_canaries_of_other_weights_are_refused_before_anything_is_sent(server, f
     assert code == 2 and not out.exists()
 
 
+@pytest.mark.full
 def test_a_sweep_with_a_wrong_answer_fails_and_so_does_its_gate(folder, files, tmp_path, capsys):
     bench = Bench(tmp_path)
     path = workload(

@@ -1,13 +1,8 @@
-"""Sweeps whose server is killed, hung, or answers nonsense: an end within a bound, a sentence, a run to go on with.
-
-They run beside one another, since most of them only wait.
-"""
+"""Sweeps whose server is killed, hung, or answers nonsense: an end within a bound, a sentence, a run to go on with."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from subprocess import CompletedProcess
 
 import psutil
@@ -25,32 +20,13 @@ LOST = {
     "stream killed": ("stream", "mid_kill", {"first": 3}, " of 6 requests: the server was killed by signal 9", 2),
     "stream hung": ("stream", "mid_stop", {"first": 3}, "/metrics did not answer", 1),  # it holds every connection
 }
-FEW_FAIL = {"path": "stream", "do": "status", "status": 503, "first": 15, "count": 1}  # after the warm-up's 8
-Ended = tuple[Bench, CompletedProcess[str]]
+MAIN = ("warm-up drip", "metrics endless", "stream killed")
 
 
-def fire(bench: Bench, rule: dict, load: dict, **env: str) -> Ended:
+def fire(bench: Bench, rule: dict, load: dict, **env: str) -> CompletedProcess[str]:
     """A sweep of one configuration with time-outs of a second, against a server with this rule."""
-    path = str(bench.write(sweep={}, load={"timeout_s": 1.0, "num_requests": 6} | load))
-    command = [*bench.command(path), "--no-report", "--no-calibration"]
-    return bench, bench.run(command, FIRE=json.dumps([rule]), **env)
-
-
-@pytest.fixture(scope="module")
-def sweeps(tmp_path_factory) -> Iterator[dict[str, Future[Ended]]]:
-    benches = {name: Bench(tmp_path_factory.mktemp(name.replace(" ", "-"))) for name in [*LOST, "few fail"]}
-
-    def lost(name: str) -> Ended:
-        path, do, more, _, repeats = LOST[name]
-        bench = benches[name]
-        count = {} if path in ("/metrics", "plain") else {"count": 1}  # one poll or warm-up that fails is only counted
-        rule = {"path": path, "do": do, "once_a_launch": str(bench.folder / "spent"), **count, **more}
-        return fire(bench, rule, {"repeats": repeats}, FAKE_TOKEN_S="0.03")
-
-    few = {"num_requests": 120, "concurrency": [8], "timeout_s": 10.0, "repeats": 1}
-    with ThreadPoolExecutor(4) as pool:
-        pending = {name: pool.submit(lost, name) for name in reversed(LOST)}
-        yield pending | {"few fail": pool.submit(fire, benches["few fail"], FEW_FAIL, few)}
+    path = bench.write(sweep={}, load={"timeout_s": 1.0, "num_requests": 6} | load)
+    return bench.sweep(str(path), "--no-report", "--no-calibration", FIRE=json.dumps([rule]), **env)
 
 
 def family(bench: Bench) -> list[str]:
@@ -60,13 +36,16 @@ def family(bench: Bench) -> list[str]:
         ours = (process.info["environ"] or {}).get("FAKE_LAUNCHES") == str(bench.folder / "launches.jsonl")
         if ours and process.info["status"] != psutil.STATUS_ZOMBIE:
             found.append(" ".join(process.info["cmdline"] or []))
-    return found
+    return [command for command in found if "fork_server" not in command]  # which is of this whole process
 
 
-@pytest.mark.parametrize("name", LOST)
-def test_a_server_that_fails_costs_its_loads_and_a_sentence(sweeps, name):
-    *_, words, repeats = LOST[name]
-    bench, done = sweeps[name].result()
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in MAIN else pytest.mark.full) for n in LOST])
+def test_a_server_that_fails_costs_its_loads_and_a_sentence(tmp_path, name):
+    path, do, more, words, repeats = LOST[name]
+    bench = Bench(tmp_path)
+    count = {} if path in ("/metrics", "plain") else {"count": 1}  # one poll or warm-up that fails is only counted
+    rule = {"path": path, "do": do, "once_a_launch": str(tmp_path / "spent"), **count, **more}
+    done = fire(bench, rule, {"repeats": repeats}, FAKE_TOKEN_S="0.03")
     found = manifest(bench.only_run())
     assert done.returncode == 4 and found["status"] == "incomplete"
     (failure,) = found["failures"]
@@ -76,8 +55,10 @@ def test_a_server_that_fails_costs_its_loads_and_a_sentence(sweeps, name):
     wait_until(lambda: not family(bench), 5)
 
 
-def test_a_share_of_failures_within_the_limit_is_counted_and_no_more(sweeps):
-    bench, done = sweeps["few fail"].result()
+def test_a_share_of_failures_within_the_limit_is_counted_and_no_more(tmp_path):
+    bench = Bench(tmp_path)
+    rule = {"path": "stream", "do": "status", "status": 503, "first": 15, "count": 1}  # after the warm-up's 8
+    done = fire(bench, rule, {"num_requests": 120, "concurrency": [8], "timeout_s": 10.0, "repeats": 1})
     run = bench.only_run()
     assert done.returncode in (0, 4) and manifest(run)["status"] == "complete"
     (told,) = [json.loads(path.read_text()) for path in run.glob("cells/*/loads/*/done.json")]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
 import re
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import yaml
@@ -17,6 +15,7 @@ from kvbench.cli.main import cli
 from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.measure import single_request, warm_up
 from kvbench.targets import base
+from tests.support.scripted_http import scripted_server
 from tests.support.sweep_parts import TINY
 
 MODEL = {"object": "list", "data": [{"id": "m", "max_model_len": 256}]}
@@ -31,16 +30,16 @@ STREAM = b"".join(b"data: %b\n\n" % json.dumps(event).encode() for event in EVEN
 
 
 class Sick:
-    """What the server answers: ``served`` completions, then ``after`` to each further one (None: nothing, ever).
+    """A script of ``served`` completions, then ``after`` to each further one (None: nothing, ever).
 
-    ``health``: of GET /health once the completions have ended; ``off``: its prefix cache; ``asked``: paths so far.
+    ``health``: of GET /health once the completions have ended; ``asked``: paths so far.
     """
 
     def __init__(self, served: int = 0, after: tuple | None = None, health: tuple | None = WELL, models=(200, MODEL)):
         self.served, self.after, self.health, self.models = served, after, health, models
         self.completions, self.asked = 0, []
 
-    def answer(self, path: str, body: dict) -> tuple[int, object] | bytes | None:
+    def __call__(self, path: str, body: Any) -> tuple[int, Any] | None:
         self.asked.append(path)
         if path == "/v1/models":
             return self.models
@@ -51,47 +50,11 @@ class Sick:
         if path != "/v1/completions":
             return (404, {"detail": "Not Found"}) if path == "/metrics" else None
         if body.get("stream") and body["max_tokens"] == 1:  # it asks what the server takes
-            return STREAM
+            return 200, STREAM
         self.completions += 1
         if self.completions > self.served:
             return self.after
-        return STREAM if body.get("stream") else (200, {"choices": [{"text": " a"}]})
-
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError, asyncio.IncompleteReadError):
-            while head := await reader.readuntil(b"\r\n\r\n"):
-                length = re.search(rb"content-length: (\d+)", head, re.IGNORECASE)
-                body = json.loads(await reader.readexactly(int(length[1])) if length else b"{}")
-                told = self.answer(head.split(b" ")[1].decode(), body)
-                if told is None:
-                    await asyncio.sleep(60)
-                status, data = (200, told) if isinstance(told, bytes) else (told[0], json.dumps(told[1]).encode())
-                writer.write(b"HTTP/1.1 %d X\r\nContent-Length: %d\r\n\r\n%b" % (status, len(data), data))
-
-
-@contextlib.contextmanager
-def running(server: Sick) -> Iterator[str]:
-    loop, ports = asyncio.new_event_loop(), []
-
-    def run() -> None:
-        listening = loop.run_until_complete(asyncio.start_server(server.serve, "127.0.0.1", 0))
-        ports.append(listening.sockets[0].getsockname()[1])
-        loop.run_forever()
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    while not ports:
-        time.sleep(0.01)
-    yield f"http://127.0.0.1:{ports[0]}"
-
-    def stop() -> None:
-        for task in asyncio.all_tasks(loop):
-            task.cancel()
-        loop.call_soon(loop.stop)
-
-    loop.call_soon_threadsafe(stop)
-    thread.join(timeout=10)
-    loop.close()
+        return 200, STREAM if body.get("stream") else {"choices": [{"text": " a"}]}
 
 
 @pytest.fixture
@@ -107,8 +70,8 @@ def load(tmp_path, monkeypatch) -> Callable[..., Exception]:
     def run(server: Sick, *words: object) -> Exception:
         command = ["load", str(path), "--no-calibration", "-o", "load.cache_state=cold", *map(str, words)]
         command += ["--output-dir", str(tmp_path / "out"), "--url"]
-        with running(server) as url, pytest.raises((MeasurementError, UsageError)) as ended:
-            cli.main([*command, url], standalone_mode=False)
+        with scripted_server(server) as served, pytest.raises((MeasurementError, UsageError)) as ended:
+            cli.main([*command, served.url], standalone_mode=False)
         return ended.value
 
     return run

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import httpx
 import pandas as pd
 import pytest
 import yaml
@@ -35,7 +36,9 @@ def measured(folder):
     return kept, pd.read_parquet(folder / "requests.parquet")
 
 
-@pytest.mark.parametrize("endpoint", PATHS)
+@pytest.mark.parametrize(
+    "endpoint", ["completions", "chat", *(pytest.param(e, marks=pytest.mark.full) for e in ("responses", "messages"))]
+)
 def test_a_server_that_has_one_endpoint_only_is_measured_without_an_option(endpoint, tmp_path, capsys):
     thinks = endpoint != "completions"
     deltas = ("--deltas", "reasoning_content:3,text") if thinks else ()
@@ -91,31 +94,22 @@ def test_the_built_in_server_takes_conversations_whose_cached_tokens_are_as_many
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (("--extra-body", "[1]"), "is no JSON object"),
-        (("--extra-body", '{"max_tokens": 3}'), "extra_body cannot set 'max_tokens'"),
+        (("--extra-body", "[1]"), r"is no JSON object"),
         (("--extra-body", '{"max_completion_tokens": 3}'), "extra_body cannot set"),
-        (("-o", "load.extra_body={a: 2026-01-01}"), "JSON cannot hold"),
         (("-o", "load.extra_body={a: .nan}"), "JSON cannot hold"),
         (("--canaries", "0.1"), "chat template"),
         (("-o", "load.endpoint=voice"), "'voice'"),
     ],
 )
 def test_what_no_endpoint_takes_is_refused_before_anything_is_sent(words, sentence, tmp_path):
-    with pytest.raises(UsageError, match=sentence.replace("[", r"\[")):
+    with pytest.raises(UsageError, match=sentence):
         load(workload(tmp_path, num_requests=8), "--url", "http://127.0.0.1:1", *words)
 
 
-def test_answers_that_end_early_are_told_where_the_server_ends_them(tmp_path, capsys):
-    with own_mock("--endpoint", "messages", "--ttft-ms", "5", "--itl-ms", "1", "--deltas", "text:3") as (_, url):
-        load("--url", url, *LOAD, "--output-dir", tmp_path / "out")
-    assert "answers had 3.0 tokens on average, and 8.0 were asked for" in capsys.readouterr().out
-
-
-def test_further_fields_reach_the_server(tmp_path):
-    with own_mock("--endpoint", "chat", "--ttft-ms", "5", "--itl-ms", "1") as (_, url):
+def test_further_fields_reach_the_server_and_answers_that_end_early_are_told(tmp_path, capsys):
+    with own_mock("--endpoint", "chat", "--ttft-ms", "5", "--itl-ms", "1", "--deltas", "text:3") as (_, url):
         words = ("--extra-body", '{"reasoning_effort": "low"}', "--endpoint-type", "chat")
         load("--url", url, *LOAD, *words, "--output-dir", tmp_path / "out")
-        import httpx
-
         stamps = httpx.get(f"{url}/stamps").json()
     assert len(stamps) >= 9 and {stamp["body"]["reasoning_effort"] for stamp in stamps} == {"low"}
+    assert "answers had 3.0 tokens on average, and 8.0 were asked for" in capsys.readouterr().out

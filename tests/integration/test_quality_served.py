@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import math
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +24,7 @@ from kvbench.runs.quality import FORMAT
 from tests.support.hf_parts import loaded, make_engine, one_thread, oracle
 from tests.support.http_server import running_server
 from tests.support.loads import free_port
+from tests.support.scripted_http import scripted_server
 
 MODEL = "kvbench-tiny"
 FOLDER = Path(__file__).resolve().parents[2] / "engine" / "models" / MODEL
@@ -129,7 +127,6 @@ class Scripted:
     def __init__(self, tokenizer: ServerTokenizer, *, texts=False, worse: float = 0.0, fails_after=10**6):
         self.tokenizer, self.texts, self.worse, self.left = tokenizer, texts, worse, fails_after
         self.extra_token = False
-        self.lock = threading.Lock()
 
     def complete(self, body: dict[str, Any]) -> dict[str, Any] | None:
         """None: refused."""
@@ -138,7 +135,7 @@ class Scripted:
         if self.texts and (not isinstance(prompt, str) or set(body) - known):
             return None
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        with self.lock, torch.inference_mode():
+        with torch.inference_mode():
             output = oracle(str(FOLDER)).generate(
                 torch.tensor([ids]), do_sample=False, max_new_tokens=body["max_tokens"],
                 eos_token_id=10**6 if body.get("ignore_eos") else EOS, pad_token_id=EOS,
@@ -155,45 +152,18 @@ class Scripted:
             choice["logprobs"] = {"token_logprobs": [None, *following.tolist()]}
         return {"choices": [choice], "usage": {"prompt_tokens": len(ids) + self.extra_token}}
 
-    @contextlib.contextmanager
-    def serve(self) -> Iterator[str]:
-        scripted = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def reply(self, status: int, told: Any) -> None:
-                data = json.dumps(told).encode()
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-            def do_GET(self) -> None:
-                self.reply(200, {"data": [{"id": "it", "max_model_len": 300}]})
-
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                scripted.left -= 1
-                found = scripted.complete(body) if scripted.left >= 0 else None
-                self.reply(200 if found else 400, found or {"detail": "no such field"})
-
-            def log_message(self, *args: Any) -> None:
-                pass
-
-        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-            server.server_close()
-            thread.join()
+    def __call__(self, path: str, body: Any) -> tuple[int, Any]:
+        if body is None:
+            return 200, {"data": [{"id": "it", "max_model_len": 300}]}
+        self.left -= 1
+        found = self.complete(body) if self.left >= 0 else None
+        return (200, found) if found else (400, {"detail": "no such field"})
 
 
 @pytest.mark.parametrize("worse", [0.0, 0.1])
 def test_log_probabilities_tell_the_perplexity(tokenizer, tmp_path, worse):
-    with Scripted(tokenizer, worse=worse).serve() as url:
-        result = measured(url, tmp_path)
+    with scripted_server(Scripted(tokenizer, worse=worse)) as server:
+        result = measured(server.url, tmp_path)
     (figures,) = result["configurations"].values()
     assert figures["greedy"]["agree"] == 6
     assert figures["perplexity_change"] == pytest.approx(math.expm1(worse), abs=1e-4)
@@ -204,8 +174,8 @@ def test_log_probabilities_tell_the_perplexity(tokenizer, tmp_path, worse):
 
 
 def test_a_server_that_takes_texts_and_stops_at_an_end_of_text(tokenizer, tmp_path):
-    with Scripted(tokenizer, texts=True).serve() as url:
-        result = measured(url, tmp_path)
+    with scripted_server(Scripted(tokenizer, texts=True)) as server:
+        result = measured(server.url, tmp_path)
     (figures,) = result["configurations"].values()
     assert result["facts"]["asked_with"] == "texts" and "perplexity" not in figures
     assert figures["greedy"]["agree"] == figures["greedy"]["answers"] >= 5 and figures["outside"] == []
@@ -218,7 +188,8 @@ def test_servers_that_cannot_be_measured(tokenizer, tmp_path, capsys):
     assert command("--url", nobody, tmp_path) == 2 and command() == 2
     assert command("--page-size", 8, tmp_path) == 2 and command("--url", nobody, "-o", "seed=1") == 2
     scripted = Scripted(tokenizer)
-    with scripted.serve() as url:
+    with scripted_server(scripted) as server:
+        url = server.url
         assert command("--url", url, "--model", "no-such-model") == 2
         scripted.extra_token = True
         assert command("--url", url) == 2  # it counts other tokens: another model's

@@ -1,4 +1,7 @@
-"""A server with the outside of the engine's and little inside: a prefix cache without KV, "tokens" on a timer.
+"""The tests' one HTTP server, whose answers are a script, and one with the outside of the engine's and little inside.
+
+``ScriptedServer`` runs in a thread of the test (``tests.support.scripted_http``) or, with ``FakeEngine`` as its script,
+in a process: a prefix cache without KV, "tokens" on a timer.
 
     python tests/support/fake_engine_server.py --port 0 [any of the engine's flags]
 
@@ -33,8 +36,13 @@ import json
 import math
 import os
 import signal
+import socket
+import ssl
+import struct
 import sys
 import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,23 +50,145 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # a copy in a built s
 
 VOCAB_SIZE = 8192
 MODEL = "fake"
+RESET = "reset"  # a piece that ends the connection by RST in place of FIN
+NO_LINGER = (socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+Script = Mapping[str, Any] | Callable[[str, Any], Any]
+
+
+@dataclass(frozen=True)
+class Wire:
+    """An answer as it goes over the wire: bytes, seconds to wait, ``RESET``. ``keep``: the connection stays."""
+
+    pieces: Iterable[bytes | float | str]
+    keep: bool = False
+
+
+def response(status: int, body: Any) -> bytes:
+    """A response with a length. ``body``: text or bytes as they are, else JSON."""
+    data = body if isinstance(body, bytes) else (body if isinstance(body, str) else json.dumps(body)).encode()
+    kind = "text/plain" if isinstance(body, str) else "application/json"
+    return b"HTTP/1.1 %d X\r\ncontent-type: %b\r\ncontent-length: %d\r\n\r\n%b" % (
+        status, kind.encode(), len(data), data
+    )  # fmt: skip
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+class ScriptedServer:
+    """``script``: the answer to each path, else 404; or a function of path and JSON body (None: no body).
+
+    An answer is (status, body), bytes or a ``Wire``, None (nothing, ever), or a function of the body that returns one.
+    Bytes end the connection. ``asked``: method, path, headers and body of each request so far. ``begins_after_s``: how
+    long a new connection is left alone; ``says_bye``: TLS's own ending comes before the connection's.
+    """
+
+    def __init__(
+        self, script: Script, *, tls: ssl.SSLContext | None = None, begins_after_s: float = 0, says_bye: bool = True
+    ) -> None:
+        self.script, self.tls, self.begins_after_s, self.says_bye = script, tls, begins_after_s, says_bye
+        self.asked: list[tuple[str, str, dict[str, str], Any]] = []
+        self.url = ""
+        self.stopping = asyncio.Event()
+
+    async def run(self, ready: Callable[[], None], host: str = "127.0.0.1", port: int = 0) -> None:
+        """Serves until ``stopping``. ``ready`` is called when ``url`` is known."""
+        with socket.create_server((host, port), backlog=512) as listening:
+            listening.setblocking(False)
+            self.url = f"http{'s' * bool(self.tls)}://{host}:{listening.getsockname()[1]}"
+            accepting = asyncio.create_task(self._accept(listening))
+            ready()
+            await self.stopping.wait()
+            accepting.cancel()
+
+    async def _accept(self, listening: socket.socket) -> None:
+        tasks = set()
+        while True:
+            connection, _ = await asyncio.get_running_loop().sock_accept(listening)
+            tasks.add(asyncio.create_task(self._begin(connection)))
+
+    async def _begin(self, connection: socket.socket) -> None:
+        await asyncio.sleep(self.begins_after_s)
+        protocol = asyncio.StreamReaderProtocol(asyncio.StreamReader(), self._connected)
+        with contextlib.suppress(OSError):
+            await asyncio.get_running_loop().connect_accepted_socket(lambda: protocol, connection, ssl=self.tls)
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError, OSError):
+            while await self._answer(reader, writer):
+                pass
+        writer.close() if self.says_bye else writer.transport.abort()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        """Reads and answers one request; whether the connection stays."""
+        first = await reader.readexactly(1)
+        if not first.isalpha():  # a TLS handshake
+            writer.write(response(400, "Bad Request"))
+            return False
+        head = (first + await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+        method, path, _ = head[0].split(" ")
+        headers = {name: value.strip() for name, _, value in (line.partition(":") for line in head[1:] if line)}
+        length = next((value for name, value in headers.items() if name.lower() == "content-length"), 0)
+        raw = await reader.readexactly(int(length))
+        body = json.loads(raw) if raw else None
+        self.asked.append((method, path, headers, body))
+        told = self.script(path, body) if callable(self.script) else self.script.get(path, (404, "not found"))
+        told = told(body) if callable(told) else told
+        if told is None:
+            await asyncio.Event().wait()
+        if not hasattr(told, "pieces"):  # a Wire, of this file or of the module that is the same file
+            told = Wire([told]) if isinstance(told, bytes) else Wire([response(*told)], keep=True)
+        with contextlib.closing(told.pieces) if isinstance(told.pieces, Generator) else contextlib.nullcontext():
+            for piece in told.pieces:
+                if piece is RESET:
+                    writer.get_extra_info("socket").setsockopt(*NO_LINGER)
+                    writer.transport.abort()
+                elif isinstance(piece, bytes):
+                    writer.write(piece)
+                    await writer.drain()
+                else:
+                    await asyncio.sleep(piece)
+        return told.keep
 
 
 class FakeEngine:
-    """Counters and a fault."""
+    """A script: counters and a fault."""
 
     def __init__(self, flags: argparse.Namespace) -> None:
         self.flags = flags
         self.token_s = float(os.environ.get("FAKE_TOKEN_S", "0.002"))
-        self.fault = fault()
-        self.running = 0
-        self.streams = 0
-        self.owned = 0
-        self.prompt_tokens = 0
-        self.generation_tokens = 0
-        self.finished = 0
+        self.fault, self.fire = fault(), Fire()
+        self.running = self.streams = self.owned = self.finished = self.hits = 0
+        self.prompt_tokens = self.generation_tokens = 0
         self.cache: set[tuple[int, ...]] = set()  # beginnings of prompts, in whole pages
-        self.hits = 0
+
+    def __call__(self, path: str, body: Any) -> Any:
+        if rule := self.fire.rule_for(path, body):
+            from tests.support.fire_wire import strike
+
+            return strike(rule["do"], rule.get("status", 500))
+        match path:
+            case "/health":
+                return 200, ""
+            case "/v1/models":
+                card = {"id": MODEL, "object": "model", "max_model_len": self.flags.max_model_len}
+                return 200, {"object": "list", "data": [card]}
+            case "/server_info":
+                return 200, self.info()
+            case "/metrics":
+                return (503, "busy") if self.fault == "mute" and self.running else (200, self.metrics())
+            case "/reset_prefix_cache":
+                return self.reset(), {}
+            case "/v1/completions":
+                prompt = body["prompt"]
+                if isinstance(prompt, str) and prompt.startswith("fire:"):
+                    from tests.support.fire_wire import wire
+
+                    return wire(prompt[5:])
+                return Wire(self.complete(body), keep=True)
+        return 404, {"error": {"message": f"no {path}"}}
 
     def look_up(self, prompt: Any, *, keep: bool) -> int:
         """Tokens of the prompt that the cache holds; then puts its full pages there, as an endless cache would."""
@@ -107,9 +237,6 @@ class FakeEngine:
         lines += [f"# TYPE kvbench:{n.split('{')[0]} counter\nkvbench:{n} {v}" for n, v in counters.items()]
         return "\n".join(lines) + "\n"
 
-    def card(self) -> dict[str, Any]:
-        return {"id": MODEL, "object": "model", "max_model_len": self.flags.max_model_len}
-
     def info(self) -> dict[str, Any]:
         return {
             "engine": vars(self.flags),
@@ -123,6 +250,50 @@ class FakeEngine:
             "pid": os.getpid(),
         }
 
+    def complete(self, body: dict[str, Any]) -> Iterator[bytes | float]:
+        """An answer, streamed or whole."""
+        yield float(os.environ.get("FAKE_RESPONSE_S", "0"))
+        prompt, count, streams = body["prompt"], int(body["max_tokens"]), bool(body.get("stream"))
+        cached = self.look_up(prompt, keep=self.fault != "forget" or streams)
+        usage = {
+            "prompt_tokens": len(prompt),
+            "completion_tokens": count,
+            "total_tokens": len(prompt) + count,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+        self.running += 1
+        self.owned += 1
+        self.streams += streams
+        number, leaks = self.streams, self.fault.startswith("leak:") and self.streams >= int(self.fault[5:])
+        try:
+            self.prompt_tokens += len(prompt)
+            if not streams:
+                yield self.token_s * count
+                choice = {"index": 0, "text": " x" * count, "finish_reason": "length"}
+                yield response(200, {"id": "c", "model": MODEL, "choices": [choice], "usage": usage})
+            else:
+                yield STREAM_HEAD
+                for index in range(count):
+                    yield self.token_s
+                    if self.fault == f"die:{number}" and index == count // 2:
+                        spend()
+                        print("fake engine: out of memory, dying", flush=True)
+                        os._exit(9)
+                    choice = {"index": 0, "text": " x", "finish_reason": "length" if index == count - 1 else None}
+                    choice |= {"token_ids": [index % VOCAB_SIZE]} if body.get("return_token_ids") else {}
+                    yield event({"id": "c", "model": MODEL, "choices": [choice]})
+                yield event({"id": "c", "model": MODEL, "choices": [], "usage": usage})
+                yield chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
+            self.generation_tokens += count
+            self.finished += 1
+        finally:
+            self.running -= 1
+            self.owned -= not leaks
+
+
+def event(body: Any) -> bytes:
+    return chunk(b"data: %b\n\n" % json.dumps(body).encode())
+
 
 def fault() -> str:
     """The fault this launch has; a fault that shows only once is spent by ``spend``."""
@@ -133,101 +304,6 @@ def fault() -> str:
 def spend() -> None:
     if once := os.environ.get("FAKE_FAULT_ONCE"):
         Path(once).touch()
-
-
-async def read_request(reader: asyncio.StreamReader) -> tuple[str, str, bytes] | None:
-    head = await reader.readuntil(b"\r\n\r\n")
-    lines = head.decode("latin-1").split("\r\n")
-    method, path, _ = lines[0].split(" ")
-    headers = {k.lower(): v.strip() for k, _, v in (line.partition(":") for line in lines[1:] if line)}
-    return method, path, await reader.readexactly(int(headers.get("content-length", 0)))
-
-
-def respond(writer: asyncio.StreamWriter, status: int, body: Any) -> None:
-    data = body.encode() if isinstance(body, str) else json.dumps(body).encode()
-    kind = "text/plain" if isinstance(body, str) else "application/json"
-    head = f"HTTP/1.1 {status} X\r\ncontent-type: {kind}\r\ncontent-length: {len(data)}\r\n\r\n"
-    writer.write(head.encode() + data)
-
-
-async def complete(engine: FakeEngine, writer: asyncio.StreamWriter, body: dict[str, Any]) -> None:
-    prompt, count = body["prompt"], int(body["max_tokens"])
-    cached = engine.look_up(prompt, keep=engine.fault != "forget" or bool(body.get("stream")))
-    usage = {
-        "prompt_tokens": len(prompt),
-        "completion_tokens": count,
-        "total_tokens": len(prompt) + count,
-        "prompt_tokens_details": {"cached_tokens": cached},
-    }
-    engine.running += 1
-    engine.owned += 1
-    engine.streams += bool(body.get("stream"))
-    leaks = engine.fault.startswith("leak:") and engine.streams >= int(engine.fault[5:])
-    try:
-        engine.prompt_tokens += len(prompt)
-        if not body.get("stream"):
-            await asyncio.sleep(engine.token_s * count)
-            choice = {"index": 0, "text": " x" * count, "finish_reason": "length"}
-            respond(
-                writer,
-                200,
-                {"id": "c", "object": "text_completion", "model": MODEL, "choices": [choice], "usage": usage},
-            )
-        else:
-            await stream(engine, writer, count, usage, bool(body.get("return_token_ids")))
-        engine.generation_tokens += count
-        engine.finished += 1
-    finally:
-        engine.running -= 1
-        if not leaks:
-            engine.owned -= 1
-
-
-async def stream(
-    engine: FakeEngine, writer: asyncio.StreamWriter, count: int, usage: dict[str, Any], with_ids: bool
-) -> None:
-    writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
-
-    def event(data: str) -> None:
-        payload = f"data: {data}\n\n".encode()
-        writer.write(f"{len(payload):x}\r\n".encode() + payload + b"\r\n")
-
-    number = engine.streams
-    for index in range(count):
-        await asyncio.sleep(engine.token_s)
-        if engine.fault.startswith("die:") and number == int(engine.fault[4:]) and index == count // 2:
-            spend()
-            print("fake engine: out of memory, dying", flush=True)
-            os._exit(9)
-        choice: dict[str, Any] = {"index": 0, "text": " x", "finish_reason": "length" if index == count - 1 else None}
-        if with_ids:
-            choice["token_ids"] = [index % VOCAB_SIZE]
-        event(json.dumps({"id": "c", "object": "text_completion", "model": MODEL, "choices": [choice]}))
-        await writer.drain()
-    event(json.dumps({"id": "c", "object": "text_completion", "model": MODEL, "choices": [], "usage": usage}))
-    event("[DONE]")
-    writer.write(b"0\r\n\r\n")
-
-
-async def answer(engine: FakeEngine, writer: asyncio.StreamWriter, path: str, body: dict[str, Any]) -> None:
-    """One request of an endpoint, answered as the engine's server answers it."""
-    match path:
-        case "/health":
-            respond(writer, 200, "")
-        case "/v1/models":
-            respond(writer, 200, {"object": "list", "data": [engine.card()]})
-        case "/server_info":
-            respond(writer, 200, engine.info())
-        case "/metrics":
-            muted = engine.fault == "mute" and engine.running
-            respond(writer, 503, "busy") if muted else respond(writer, 200, engine.metrics())
-        case "/reset_prefix_cache":
-            respond(writer, engine.reset(), {})
-        case "/v1/completions":
-            await asyncio.sleep(float(os.environ.get("FAKE_RESPONSE_S", "0")))
-            await complete(engine, writer, body)
-        case _:
-            respond(writer, 404, {"error": {"message": f"no {path}"}})
 
 
 class Fire:
@@ -261,45 +337,16 @@ class Fire:
         return True
 
 
-def serve_connection(engine: FakeEngine, fire: Fire) -> Any:
-    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
-            while request := await read_request(reader):
-                _, path, raw = request
-                body = json.loads(raw) if path == "/v1/completions" else {}
-                if rule := fire.rule_for(path, body):
-                    from tests.support.fire_wire import strike
-
-                    if not await strike(rule["do"], writer, rule.get("status", 500)):
-                        break
-                    continue
-                prompt = body.get("prompt")
-                if isinstance(prompt, str) and prompt.startswith("fire:"):
-                    from tests.support.fire_wire import wire
-
-                    if not await wire(prompt[5:], writer):
-                        break
-                    continue
-                await answer(engine, writer, path, body)
-                await writer.drain()
-        writer.close()
-
-    return handle
-
-
 async def run(flags: argparse.Namespace) -> None:
     engine = FakeEngine(flags)
-    server = await asyncio.start_server(serve_connection(engine, Fire()), flags.host, flags.port)
-    port = server.sockets[0].getsockname()[1]
-    if engine.fault == "never_ready":
-        print("still loading", flush=True)
-    else:
-        print(f"ready http://{flags.host}:{port}", flush=True)
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
+    server = ScriptedServer(engine)
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    await stop.wait()
+        asyncio.get_running_loop().add_signal_handler(number, server.stopping.set)
+
+    def ready() -> None:
+        print("still loading" if engine.fault == "never_ready" else f"ready {server.url}", flush=True)
+
+    await server.run(ready, flags.host, flags.port)
 
 
 def main() -> int:

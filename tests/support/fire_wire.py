@@ -6,15 +6,15 @@ kvbench must count for each; None: the stream is odd but right, and must succeed
 
 from __future__ import annotations
 
-import asyncio
 import gzip
+import itertools
 import json
 import os
 import signal
-import socket
-import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
+
+from tests.support.fake_engine_server import RESET, Wire
 
 TOKENS = 4
 SSE = {"content-type": "text/event-stream"}
@@ -176,48 +176,35 @@ CLOSING = (
 )
 
 
-async def strike(fault: str, writer: asyncio.StreamWriter, status: int = 500) -> bool:
-    """Ends a request that is not served; returns whether the connection is kept.
+def strike(fault: str, status: int = 500) -> Wire:
+    """The answer to a request that is not served.
 
-    An answer that promises to keep it does: closed later than 5 ms after the next request it would fail that one too.
+    An answer that promises to keep the connection does: closed later than 5 ms after the next request it would fail
+    that one too.
     """
     if fault.startswith("mid_"):
-        fault = fault.removeprefix("mid_")
-        writer.write(chunked(good()[:2], end=b""))
-        await writer.drain()
-        await asyncio.sleep(0.02)
+        return Wire(itertools.chain([chunked(good()[:2], end=b""), 0.02], strike(fault[4:], status).pieces))
     if fault in SIGNALS:
-        os.kill(os.getpid(), SIGNALS[fault])
-    elif fault == "reset":  # RST in place of FIN
-        raw = writer.get_extra_info("socket")
-        raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        writer.transport.abort()
-    elif fault == "status":
+        return Wire(_signalled(SIGNALS[fault]))
+    if fault == "reset":
+        return Wire([RESET])
+    if fault == "status":
         body = json.dumps({"error": {"message": f"under fire: {status}"}}).encode()
-        writer.write(sized(body, status=f"{status} Fire\r\nconnection: close", kind="application/json"))
-    elif fault in BROKEN:
-        return await wire(fault, writer)
-    else:
-        _, begins, piece, pause_s = ENDLESS[fault]
-        writer.write(begins)
-        while not writer.is_closing():
-            writer.write(piece)
-            await writer.drain()
-            await asyncio.sleep(pause_s)
-    await writer.drain()
-    return False
+        return Wire([sized(body, status=f"{status} Fire\r\nconnection: close", kind="application/json")])
+    if fault in BROKEN:
+        return wire(fault)
+    _, begins, piece, pause_s = ENDLESS[fault]
+    return Wire(itertools.chain([begins], itertools.cycle([piece, pause_s])))
 
 
-async def wire(name: str, writer: asyncio.StreamWriter) -> bool:
-    """Answers with the fault ``name``; whether the connection is kept."""
+def _signalled(number: int) -> Iterator[bytes]:
+    os.kill(os.getpid(), number)
+    yield b""
+
+
+def wire(name: str) -> Wire:
+    """The answer of that name."""
     if name in ENDLESS or name == "reset":
-        await strike(name, writer)
-        return False
-    answer, late = LATE.get(name, (WHOLE[name] if name in WHOLE else BROKEN[name][1] if name in BROKEN else b"", b""))
-    writer.write(answer)
-    await writer.drain()
-    if late:
-        await asyncio.sleep(0.02)
-        writer.write(late)
-        await writer.drain()
-    return name not in CLOSING.split()
+        return strike(name)
+    answer, *late = LATE.get(name) or [WHOLE[name] if name in WHOLE else BROKEN[name][1] if name in BROKEN else b""]
+    return Wire([answer, *(part for each in late for part in (0.02, each))], keep=name not in CLOSING.split())

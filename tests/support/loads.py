@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pandas as pd
 
+from kvbench.common import processes
+from kvbench.load.launch import LOAD_CLIENT
 from kvbench.requests.request import RequestSpec, write_requests
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,13 +70,33 @@ def requests_of(count: int, tag: int, max_tokens: int = 5, spacing_s: float | No
     return [RequestSpec(i, ("even", "odd")[i % 2], (tag, i), None, max_tokens, arrivals[i]) for i in range(count)]
 
 
-def start_load(*arguments: str, group: bool = False, wrapper: str = "", **env: str) -> subprocess.Popen:
-    """``python -m kvbench.load``, output captured; ``group``: in a process group of its own."""
-    return subprocess.Popen(
-        [*wrapper.split(), sys.executable, "-m", "kvbench.load", *arguments],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=os.environ | env,
-        start_new_session=group,
+class LoadProcess:
+    """A load process and the text that it prints; else as ``subprocess.Popen``."""
+
+    def __init__(self, child: processes.Child, errors: IO[bytes]) -> None:
+        self._child, self._errors = child, errors
+        self.stdout = io.TextIOWrapper(child.stdout)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._child, name)
+
+    def communicate(self, timeout: float = 120) -> tuple[str, str]:
+        """Waits for its end; the rest of stdout, and stderr."""
+        out = self.stdout.read()
+        self._child.wait(timeout)
+        self._errors.seek(0)
+        return out, self._errors.read().decode()
+
+
+def start_load(*arguments: str, wrapper: str = "", **env: str) -> LoadProcess:
+    """``python -m kvbench.load`` in a group of its own, forked from a process that has imported it."""
+    errors = tempfile.TemporaryFile()  # noqa: SIM115 - read by communicate
+    child = processes.launch(
+        [*wrapper.split(), sys.executable, "-m", "kvbench.load", *arguments], stdout=subprocess.PIPE, stderr=errors,
+        death_signal=signal.SIGKILL, env=env, cwd=ROOT,
+        preloaded=None if "PYTHONPATH" in env else LOAD_CLIENT,
     )  # fmt: skip
+    return LoadProcess(child, errors)
 
 
 class LoadRunner:
@@ -97,8 +122,7 @@ class LoadRunner:
         (out / "spec.json").write_text(json.dumps(spec))
         return out / "spec.json"
 
-    def start(self, spec: Path, **env: str) -> subprocess.Popen:
-        """The load process, output captured."""
+    def start(self, spec: Path, **env: str) -> LoadProcess:
         return start_load(str(spec), **env)
 
     def run(self, requests: list[RequestSpec], name: str = "load", **fields: Any) -> Result:
@@ -107,7 +131,7 @@ class LoadRunner:
         return ended(self.start(spec), spec.parent)
 
 
-def wait_for(process: subprocess.Popen, done: int = 8) -> None:
+def wait_for(process: LoadProcess, done: int = 8) -> None:
     """Until the load says that so many requests are done."""
     for line in process.stdout:
         if json.loads(line)["done"] >= done:
@@ -115,7 +139,7 @@ def wait_for(process: subprocess.Popen, done: int = 8) -> None:
     raise AssertionError("the load ended before it was disturbed")
 
 
-def ended(process: subprocess.Popen, folder: Path) -> Result:
+def ended(process: LoadProcess, folder: Path) -> Result:
     """Waits for the end of a load, far longer than it needs, so that a busy machine passes."""
     out, err = process.communicate(timeout=120)
     return Result(process.returncode, out, err, folder)

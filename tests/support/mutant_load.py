@@ -74,27 +74,6 @@ class Tardy(StreamingClient):
         return super().exchange(*arguments)
 
 
-class Buffering(StreamingClient):
-    """Passes on 1,024 bytes at a time, as Locust's iter_lines does."""
-
-    def connect(self):
-        super().connect()
-        receive, kept = self._connection.receive, bytearray()
-
-        def whole_buffers():
-            data, arrived = receive()
-            if not data:
-                return data, arrived
-            kept.extend(data)
-            if len(kept) < 1024 and not kept.endswith((b"0\r\n\r\n", b"}}")):
-                return None, 0.0
-            taken = bytes(kept)
-            kept.clear()
-            return taken, arrived
-
-        self._connection.receive = whole_buffers
-
-
 def retry_what_was_dropped():
     """Sends again whatever came to nothing on a kept connection, as if the server had never had it."""
     client._CROSSED_S = float("inf")
@@ -128,7 +107,7 @@ def die_at_the_start():
     process.Measuring.begin = out_of_files
 
 
-CLIENTS = {"slow": Slow, "buffering": Buffering, "early": Early, "stampless": Stampless, "tardy": Tardy}
+CLIENTS = {"slow": Slow, "early": Early, "stampless": Stampless, "tardy": Tardy}
 PATCHES = {
     "blocked": block_the_loop, "secretly retrying": retry_what_was_dropped, "dying": die_at_the_start,
     "none": lambda: None,

@@ -1,55 +1,33 @@
-"""An HTTP server with given answers, that keeps what it was asked: for the calls around a load."""
+"""The scripted server in a thread of the test process (see ``fake_engine_server.ScriptedServer``)."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import json
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-Answers = dict[str, Any]  # path -> (status, JSON or text), or a function of the request's body that returns it
+from tests.support.fake_engine_server import Script, ScriptedServer, Wire
 
-
-@dataclass
-class Scripted:
-    """``asked``: (method, path, headers, JSON body or None) of each request so far."""
-
-    url: str
-    asked: list[tuple[str, str, dict[str, str], Any]] = field(default_factory=list)
+__all__ = ["ScriptedServer", "Wire", "scripted_server"]
 
 
 @contextlib.contextmanager
-def scripted_server(answers: Answers) -> Iterator[Scripted]:
-    """Serves ``answers``; anything else is a 404."""
+def scripted_server(script: Script, **options: Any) -> Iterator[ScriptedServer]:
+    """Serves ``script`` until the block ends, whatever is still being answered."""
+    server, ready = ScriptedServer(script, **options), threading.Event()
+    loop = asyncio.new_event_loop()
 
-    class Handler(BaseHTTPRequestHandler):
-        def _answer(self) -> None:
-            length = int(self.headers.get("Content-Length") or 0)
-            body = json.loads(self.rfile.read(length)) if length else None
-            scripted.asked.append((self.command, self.path, dict(self.headers), body))
-            answer = answers.get(self.path, (404, "not found"))
-            status, told = answer(body) if callable(answer) else answer
-            data = (told if isinstance(told, str) else json.dumps(told)).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
+    def serve() -> None:
+        with asyncio.Runner(loop_factory=lambda: loop) as runner:
+            runner.run(server.run(ready.set))
 
-        do_GET = do_POST = _answer
-
-        def log_message(self, *args: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    scripted = Scripted(f"http://127.0.0.1:{server.server_port}")
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
+    thread = threading.Thread(target=serve, daemon=True)
     thread.start()
     try:
-        yield scripted
+        assert ready.wait(20), "the server did not start"
+        yield server
     finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+        loop.call_soon_threadsafe(server.stopping.set)
+        thread.join(20)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -12,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from kvbench.report.document import Document, document
-from kvbench.report.page import write_report
 from kvbench.runs.model import Run
 from kvbench.runs.read import read_run
-from tests.support.loads import ROOT, SUPPORT, LoadRunner, own_mock
+from tests.support.exchange import exchanges
+from tests.support.loads import LoadRunner, own_mock
 from tests.support.synthetic_run import PAIR, VARIANTS, make_run
 from tests.support.toy_engine import Scenario
 
@@ -30,22 +27,7 @@ def mock_url() -> Iterator[str]:
 @pytest.fixture(scope="session")
 def exchange(mock_url: str) -> Callable[..., list[list[dict]]]:
     """Runs jobs through the streaming client (see tests/support/exchange.py)."""
-
-    def run(jobs: list[dict], url: str = mock_url) -> list[list[dict]]:
-        done = subprocess.run(
-            [sys.executable, str(SUPPORT / "exchange.py"), url],
-            input=json.dumps(jobs),
-            capture_output=True,
-            text=True,
-            timeout=90,
-            cwd=ROOT,
-            env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
-
-    return run
+    return lambda jobs, url=mock_url: exchanges(jobs, url)
 
 
 @pytest.fixture
@@ -77,18 +59,6 @@ def run_of(run_folder: Callable[[str], Path]) -> Callable[[str], Run]:
 def document_of(run_folder: Callable[[str], Path]) -> Callable[[str], Document]:
     """What the report of a named variant says, made once."""
     return cache(lambda variant: document(read_run(run_folder(variant))))
-
-
-@pytest.fixture(scope="session")
-def page_of(run_folder: Callable[[str], Path], document_of: Callable[[str], Document]) -> Callable[[str], str]:
-    """The HTML of a named variant, built once."""
-
-    @cache
-    def text(variant: str) -> str:
-        folder = run_folder(variant)
-        return write_report(document_of(variant), folder)[0].read_text()
-
-    return text
 
 
 @pytest.fixture

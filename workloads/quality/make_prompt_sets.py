@@ -78,10 +78,10 @@ def average(rng: random.Random, text: str, sonnets: Sequence[str]) -> list[Promp
 
 
 def long_context(rng: random.Random, text: str) -> list[PromptText]:
-    """Passkeys at every depth, in texts up to nearly the context of kvbench-tiny."""
+    """Passkeys in texts up to nearly the context of kvbench-tiny."""
     made = []
-    for i, depth in enumerate((0.0, 0.2, 0.4, 0.6, 0.8, 1.0, 0.1, 0.9)):
-        value, size = digits(rng), round(_LONG * (0.3, 0.5, 0.75, 1.0)[i % 4])
+    for i, (depth, share) in enumerate(((0.0, 0.3), (0.7, 0.5), (0.3, 0.75), (1.0, 1.0))):
+        value, size = digits(rng), round(_LONG * share)
         made.append(PromptText(f"{i}", (passkey(_piece(rng, text, size), value, depth),), 8, value, depth))
     return made
 

@@ -20,7 +20,7 @@ from tests.support.sweep_parts import alive, wait_until
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="only Linux forks")
 
-CHILD = Preloaded("child_of_a_test", "json")
+CHILD = Preloaded("child_of_a_test", "json", reads_later=("PYTEST_",))
 
 
 def child(folder, code, *arguments, plain=False, **options):

@@ -25,11 +25,13 @@ def parts(request: RequestSpec, **fields: Any) -> tuple[bytes, dict[str, Any]]:
     return head, json.loads(body)
 
 
-def test_the_request_speaks_the_servers_dialect() -> None:
+def test_the_request_speaks_the_servers_dialect(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_KEY", " secret \n")
     request = RequestSpec(0, "a", (5, 6), None, 3)
     head, body = parts(request)
     assert head.startswith(b"POST /p/v1/completions HTTP/1.1\r\nHost: h:1\r\n")
     assert b"uthorization" not in head
+    assert b"\r\nAuthorization: Bearer secret\r\n" in parts(request, api_key_env="SOME_KEY")[0]
     assert body["prompt"] == [5, 6]
     assert body["stream_options"] == {"include_usage": True}
     assert (body["ignore_eos"], body["return_token_ids"], body["stream"]) == (True, True, True)
@@ -80,12 +82,6 @@ def test_a_preset_says_which_answers_its_server_cannot_give(
     why = PRESETS[preset].dialect.refusal(answers)
     assert why is None if word is None else word in why
     assert Dialect().refusal(answers) is None
-
-
-def test_the_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SOME_KEY", " secret \n")
-    head, _ = parts(RequestSpec(0, "a", (5, 6), None, 3), api_key_env="SOME_KEY")
-    assert b"\r\nAuthorization: Bearer secret\r\n" in head
 
 
 @pytest.mark.parametrize(

@@ -84,12 +84,7 @@ def test_a_client_that_hangs_is_stopped_long_before_the_load_would_have_to_end(t
     assert started[0].returncode in (-signal.SIGTERM, -signal.SIGKILL)  # stopped ones are continued to take the TERM
 
 
-def test_a_client_that_was_killed_says_by_what(tmp_path, monkeypatch):
-    client(monkeypatch, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
-    with pytest.raises(MeasurementError, match=r"was killed by signal 9.*memory.*: \(it said nothing"):
-        drive(tmp_path)
-
-
+LOST = """import sys; print("a note\\nkvbench load: the worker b was lost", file=sys.stderr); """
 SAYS = """
 import json, sys, time
 for event in ("begin", "progress"):
@@ -112,26 +107,21 @@ def test_what_ends_a_load_tells_after_how_many_answers(tmp_path, monkeypatch):
     assert reason_of(Server(), failed.value) == "after 7 of 40 requests: out of memory"
 
 
-def test_a_client_that_gives_up_tells_after_how_many_answers(tmp_path, monkeypatch):
-    client(monkeypatch, SAYS + "sys.exit(4)")
-    with pytest.raises(MeasurementError, match=r"^after 7 of 40 requests: the load client ended with exit code 4"):
-        drive(tmp_path, total=40)
-
-
-def test_a_client_whose_log_cannot_be_written_is_believed_on_its_output(tmp_path, monkeypatch):
-    client(monkeypatch, """print('{"event": "end", "error": "the disk is full"}'); raise SystemExit(4)""")
-    with pytest.raises(MeasurementError, match="ended with exit code 4: the disk is full"):
-        drive(tmp_path)
-
-
 @pytest.mark.parametrize(
-    ("code", "said"), [(4, "^the worker b was lost$"), (1, "ended with exit code 1: a note\nkvbench load: the worker")]
-)
-def test_what_a_client_says_itself_is_passed_on_as_it_is_and_a_crash_is_not(tmp_path, monkeypatch, code, said):
-    text = "a note\\nkvbench load: the worker b was lost"
-    client(monkeypatch, f"""import sys; print("{text}", file=sys.stderr); raise SystemExit({code})""")
+    ("code", "said"),
+    [
+        (SAYS + "sys.exit(4)", r"^after 7 of 40 requests: the load client ended with exit code 4"),
+        ("""print('{"event": "end", "error": "the disk is full"}'); raise SystemExit(4)""",  # its log cannot be written
+         "ended with exit code 4: the disk is full"),
+        (LOST + "raise SystemExit(4)", "^the worker b was lost$"),  # what it says itself is passed on as it is
+        (LOST + "raise SystemExit(1)", "ended with exit code 1: a note\nkvbench load: the worker"),  # but no crash
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", r"was killed by signal 9.*memory.*: \(it said"),
+    ],
+)  # fmt: skip
+def test_what_a_client_that_ends_early_says(tmp_path, monkeypatch, code, said):
+    client(monkeypatch, code)
     with pytest.raises(MeasurementError, match=said):
-        drive(tmp_path)
+        drive(tmp_path, total=40)
 
 
 def test_a_process_that_outlives_kill_is_given_up(monkeypatch):

@@ -7,16 +7,12 @@ test_load_parsing.py.
 from __future__ import annotations
 
 import json
-import socket
-import time
 import urllib.request
 from collections.abc import Callable
 
-import pytest
-
 from kvbench.load.client import Address, StreamingClient, Timeouts
 from tests.support.loads import stamps_of
-from tests.support.raw_server import raw_server, read_request
+from tests.support.scripted_http import scripted_server
 
 Exchange = Callable[..., list[list[dict]]]
 
@@ -54,18 +50,18 @@ def test_success_carries_everything(exchange: Exchange, mock_url: str) -> None:
     assert late <= 2  # a machine that is stolen from may pause; stamps taken at the end would all be late
 
 
-@pytest.mark.parametrize("fault", ["no_ids", ""])
-def test_tokens_without_text_at_the_end_belong_to_the_answer(exchange: Exchange, mock_url: str, fault: str) -> None:
-    """What the server stamped as it sent them is what the client has, whether their ids are told or not."""
-    number = 21 + bool(fault)
-    model = f"mock?ttft_ms=20&itl_ms=10&textless=3{f'&fault={fault}' if fault else ''}"
-    outcome = exchange([{"model": model, "prompt": [number], "max_tokens": 9}])[0][0]
-    assert outcome["ok"], outcome["error"]
-    assert outcome["text"] == "".join(f" w{k}" for k in range(6)) and outcome["output_tokens"] == 9
-    sends = stamps_of(mock_url)[number,]["sends"]
-    assert len(outcome["chunk_times"]) == len(sends) == 9
-    assert all(when >= sent for when, sent in zip(outcome["chunk_times"], sends, strict=True))
-    assert (outcome["chunk_tokens"] is None) == bool(fault)
+def test_tokens_without_text_at_the_end_belong_to_the_answer_whether_their_ids_are_told_or_not(
+    exchange: Exchange, mock_url: str
+) -> None:
+    models = [f"mock?ttft_ms=20&itl_ms=10&textless=3{fault}" for fault in ("", "&fault=no_ids")]
+    outcomes = exchange([{"model": model, "prompt": [21, k], "max_tokens": 9} for k, model in enumerate(models)])
+    for k, (outcome,) in enumerate(outcomes):
+        assert outcome["ok"], outcome["error"]
+        assert outcome["text"] == "".join(f" w{k}" for k in range(6)) and outcome["output_tokens"] == 9
+        sends = stamps_of(mock_url)[21, k]["sends"]
+        assert len(outcome["chunk_times"]) == len(sends) == 9
+        assert all(when >= sent for when, sent in zip(outcome["chunk_times"], sends, strict=True))
+        assert (outcome["chunk_tokens"] is None) == bool(k)
 
 
 def test_kept_connection_that_the_server_closed_is_opened_again(exchange: Exchange) -> None:
@@ -77,13 +73,6 @@ def test_kept_connection_that_the_server_closed_is_opened_again(exchange: Exchan
     assert [o["token_ids"] for o in closed + kept if o["ok"]] == [[0, 1, 2]] * 6
     assert [o["reopened"] for o in closed] == [False, True, True]
     assert [o["reopened"] for o in kept] == [False] * 3
-
-
-def client_at(port: int) -> StreamingClient:
-    """A client with a connection."""
-    client = StreamingClient(Address("127.0.0.1", port, ""), Timeouts(connect=20, first_byte=20, idle=20, total=20))
-    client.connect()
-    return client
 
 
 def test_a_failed_request_is_not_sent_again(exchange: Exchange, mock_url: str) -> None:
@@ -102,31 +91,26 @@ def test_a_failed_request_is_not_sent_again(exchange: Exchange, mock_url: str) -
 
 def test_a_request_that_crossed_with_the_connections_end_is_sent_again_once() -> None:
     """The server closes an idle connection just as the request is on its way: it cannot have worked on it."""
-    got: list[bytes] = []
 
-    def serve(connection: socket.socket) -> None:
-        request = read_request(connection)
-        got.append(request)
-        if got.count(request) > 1:
-            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+    def script(path: str, body: object) -> object:
+        return (200, "ok") if sum(asked[1] == path for asked in server.asked) > 1 else b""
 
     outcomes = []
-    with raw_server(serve) as port:
+    with scripted_server(script) as server:
         for number in range(30):  # a machine that stands still makes the end seem late, which is a failure
-            client = client_at(port)
+            client = StreamingClient(Address.from_url(server.url), Timeouts())
+            client.connect()
             raw = client.exchange(b"POST /%d HTTP/1.1\r\nHost: h\r\nContent-Length: 0\r\n\r\n" % number)
             client.close()
             outcomes.append((raw.error_kind, raw.reopened))
             if raw.reopened:
                 break
     assert outcomes == [("dropped", False)] * (len(outcomes) - 1) + [(None, True)]
-    assert len(got) == len(outcomes) + 1
+    assert len(server.asked) == len(outcomes) + 1
 
 
-def test_a_server_that_does_not_read_ends_the_send(exchange: Exchange) -> None:
-    with raw_server(lambda connection: time.sleep(1.0)) as port:
-        limits = {"first_byte": 5, "idle": 5, "total": 0.5}
-        job = {"model": "mock", "prompt": [7] * 3_000_000, "max_tokens": 2, "timeouts": limits}
-        outcome = exchange([job], url=f"http://127.0.0.1:{port}")[0][0]
-    assert outcome["error_kind"] == "timeout"
-    assert "could not be sent in time" in outcome["error"]
+def test_a_server_that_does_not_read_ends_the_send() -> None:
+    with scripted_server({}, begins_after_s=5.0) as server:
+        client = StreamingClient(Address.from_url(server.url), Timeouts(total=0.3))
+        raw = client.exchange(bytes(64 << 20))
+    assert raw.error_kind == "timeout" and "could not be sent in time" in raw.error

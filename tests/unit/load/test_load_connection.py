@@ -143,23 +143,17 @@ def test_bytes_did_not_come_before_the_socket_was_last_found_empty(pair, monkeyp
     assert first < emptied <= second <= ours._read_at
 
 
-@pytest.mark.parametrize(
-    ("url", "address"),
-    [
+def test_addresses() -> None:
+    for url, address in (
         ("http://h", Address("h", 80, "")),
         ("https://h/v1/", Address("h", 443, "/v1", True)),
         ("https://[::1]:8443", Address("::1", 8443, "", True)),
-    ],
-)
-def test_addresses(url: str, address: Address) -> None:
-    assert Address.from_url(url) == address
-    assert address.authority.startswith("[::1]:" if ":" in address.host else "h:")
-
-
-@pytest.mark.parametrize("url", ["ftp://h", "h:80", "http://", "http://h:99999", "http://h:port"])
-def test_what_is_no_address_is_a_sentence(url: str) -> None:
-    with pytest.raises(ValueError, match=r"the URL '.*' (is neither|names no host|has an impossible port)"):
-        Address.from_url(url)
+    ):
+        assert Address.from_url(url) == address
+        assert address.authority.startswith("[::1]:" if ":" in address.host else "h:")
+    for url in ("ftp://h", "h:80", "http://", "http://h:99999", "http://h:port"):
+        with pytest.raises(ValueError, match=r"the URL '.*' (is neither|names no host|has an impossible port)"):
+            Address.from_url(url)
 
 
 def unknown(*arguments: object) -> None:

@@ -17,9 +17,9 @@ import pytest
 from kvbench.load.completion import judge
 from kvbench.load.endpoints import OPENAI
 from tests.support.fire_wire import TOKENS, WHOLE, chunked, data, sized, token, usage
-from tests.support.raw_server import raw_server, read_request
+from tests.support.scripted_http import scripted_server
 
-pytestmark = pytest.mark.soak
+pytestmark = pytest.mark.full
 COUNT, MOST_S = 300, 1.0
 CHAT = [{"role": "assistant"}, {"reasoning": "r"}, {"content": "", "role": "assistant"}, {"content": "a"}]
 CHAT += [{"content": "b"}, {"tool_calls": [{"function": {"arguments": "{"}}]}, {}]
@@ -112,13 +112,10 @@ def test_a_spoilt_answer_is_judged_in_time_and_never_a_success_that_it_is_not() 
 def test_the_client_ends_every_spoilt_exchange(exchange: Callable[..., list[list[dict]]]) -> None:
     """The same answers over connections that the server closes."""
 
-    def serve(connection) -> None:
-        connection.sendall(answer(int(re.search(rb'"prompt":\[(\d+)\]', read_request(connection))[1])))
-
     limits = dict.fromkeys(("connect", "first_byte", "idle", "total"), 50)
-    with raw_server(serve) as port:
+    with scripted_server(lambda path, body: answer(body["prompt"][0])) as server:
         jobs = [{"model": "m", "prompt": [k], "max_tokens": 2 * TOKENS, "timeouts": limits} for k in range(COUNT)]
-        done = [outcome for (outcome,) in exchange(jobs, url=f"http://127.0.0.1:{port}")]
+        done = [outcome for (outcome,) in exchange(jobs, url=server.url)]
     for number, outcome in enumerate(done):
         assert outcome["ok"] or (outcome["error"] and outcome["error_kind"] not in ("timeout", "refused")), number
         assert not outcome["ok"] or may_succeed(answer(number)), number

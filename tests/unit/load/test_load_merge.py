@@ -33,21 +33,10 @@ def sample(index: int, ts: float, end: float, *, itl: float = 0.02, late: float 
     """A successful stream whose chunks the server sent every ``itl`` from ``ts`` on; the stamps are ``late``."""
     sent = np.arange(ts + itl, end, itl).tolist()
     done = Completion(
-        http_status=200,
-        chunk_times=[t + late for t in sent],
-        chunk_tokens=[1] * len(sent),
-        sent_times=sent,
-        token_ids=list(range(len(sent))),
-        text="abc",
-        first=sent[0] + late,
-        first_output=sent[1] + late,
-        first_reasoning=sent[2] + late,
-        finish_reason="length",
-        prompt_tokens=1,
-        output_tokens=len(sent),
-        cached_tokens=3,
-        done=True,
-    )
+        200, [t + late for t in sent], [1] * len(sent), sent_times=sent, token_ids=list(range(len(sent))), text="abc",
+        first=sent[0] + late, first_output=sent[1] + late, first_reasoning=sent[2] + late, finish_reason="length",
+        prompt_tokens=1, output_tokens=len(sent), cached_tokens=3, done=True,
+    )  # fmt: skip
     request = RequestSpec(index, "odd", (index,), None, len(sent), ts, session=4, turn=index, priority=2)
     return Sample(request, index % 3, ts - 0.001, ts, end, dataclasses.replace(done, **fields), 0.0005)
 
@@ -67,29 +56,20 @@ def test_samples_survive_the_way_and_land_on_the_masters_clock() -> None:
     truth = [sample(0, 5.0, 6.0), sample(1, 90.0, 91.0, error_kind="truncated", error="cut", cached_tokens=None)]
     clock = clock_map(Reading(shown(0.0), shown(0.0), 1e-5), "a", "b")
     clock = clock.with_reading(Reading(shown(100.0), shown(100.0) - 100.0, 1e-5))
-    seen = [
-        dataclasses.replace(
-            s,
-            t0=shown(s.t0),
-            ts=shown(s.ts),
-            end=shown(s.end),
-            completion=dataclasses.replace(
-                s.completion,
-                chunk_times=[shown(t) for t in s.completion.chunk_times],
-                sent_times=[shown(t) for t in s.completion.sent_times],
-                first=shown(s.completion.first),
-                first_output=shown(s.completion.first_output),
-                first_reasoning=shown(s.completion.first_reasoning),
-            ),
-        )
-        for s in truth
-    ]
+    def on_worker(was: Any, *names: str, **more: Any) -> Any:
+        """With these moments as the worker's clock shows them."""
+        moments = {name: getattr(was, name) for name in names}
+        moved = {n: list(map(shown, t)) if isinstance(t, list) else shown(t) for n, t in moments.items()}
+        return dataclasses.replace(was, **moved, **more)
+
+    moments = ("chunk_times", "sent_times", "first", "first_output", "first_reasoning")
+    seen = [on_worker(s, "t0", "ts", "end", completion=on_worker(s.completion, *moments)) for s in truth]
     back = samples_from_bytes(samples_to_bytes(seen), clock, {s.request.index: s.request for s in truth}, first_user=10)
     for was, now in zip(truth, back, strict=True):
         assert now.request is was.request
         assert now.user == was.user + 10
         assert [now.t0, now.ts, now.end] == pytest.approx([was.t0, was.ts, was.end], abs=1e-6)
-        for name in ("chunk_times", "sent_times", "first", "first_output", "first_reasoning"):
+        for name in moments:
             assert getattr(now.completion, name) == pytest.approx(getattr(was.completion, name), abs=1e-6)
         same = ("token_ids", "text", "finish_reason", "output_tokens", "cached_tokens", "error_kind", "error", "ok")
         assert all(getattr(now.completion, n) == getattr(was.completion, n) for n in same)
@@ -142,15 +122,8 @@ def test_one_late_worker_does_not_hide_among_many() -> None:
 
 
 def test_a_badly_known_clock_speaks_against_the_load() -> None:
-    far = dataclasses.replace(
-        member("worker 1", [sample(0, 0.0, 3.0)]), clock=ClockMap((Reading(0.0, 7.0, 0.003),), False)
-    )
+    far = member("worker 1", [sample(0, 0.0, 3.0)], clock=ClockMap((Reading(0.0, 7.0, 0.003),), False))
     client, reasons = merged_client([far], "closed", 10.0)
     assert "clock of worker 1" in reasons[0]
     assert client.processes[0].clock.error_ms == pytest.approx(3.0)
-
-
-def test_nothing_came_back() -> None:
-    client, reasons = merged_client([], "closed", 10.0)
-    assert client.cpu_fraction is None
-    assert reasons == []
+    assert merged_client([], "closed", 10.0)[1] == []  # nothing came back

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -58,22 +59,24 @@ def test_every_request_goes_to_exactly_one_worker_and_sessions_stay_whole(
     assert union == sorted(r.arrival_s for r in requests if r.arrival_s is not None)
 
 
-def test_in_closed_loop_a_worker_with_more_users_has_more_requests() -> None:
-    """7 users of 3 workers are 3, 2 and 2: of 70 requests each user has 10."""
-    requests = RequestList([RequestSpec(i, "c", (i,), None, 1) for i in range(70)])
-    shards = make_shards(spec(mode="closed", concurrency=7), requests, 3)
-    assert [s.spec.concurrency for s in shards] == [3, 2, 2]
-    assert [len(s.requests) for s in shards] == [30, 20, 20]
-    assert [s.first_user for s in shards] == [0, 3, 5]
-
-
-def test_under_a_cap_a_worker_with_more_places_has_more_requests() -> None:
-    """5 places of 4 workers are 2, 1, 1 and 1: of 50 arrivals each place has 10, spread over the whole schedule."""
-    requests = RequestList([RequestSpec(i, "c", (i,), None, 1, 0.1 * i) for i in range(50)])
-    shards = make_shards(spec(mode="open", max_concurrency=5), requests, 4)
-    assert [s.spec.max_concurrency for s in shards] == [2, 1, 1, 1]
-    assert [len(s.requests) for s in shards] == [20, 10, 10, 10]
-    assert [r.index for r in shards[1].requests] == list(range(1, 50, 5))
+@pytest.mark.parametrize(
+    ("fields", "workers", "places", "requests"),
+    [
+        ({"mode": "closed", "concurrency": 7}, 3, [3, 2, 2], [30, 20, 20]),  # each user has 10 of 70 requests
+        ({"mode": "open", "max_concurrency": 7}, 4, [2, 2, 2, 1], [20, 20, 20, 10]),  # each place, 10 arrivals
+        ({"mode": "open"}, 3, [None] * 3, [24, 23, 23]),
+    ],
+)
+def test_a_worker_with_more_users_or_places_has_more_requests(fields, workers, places, requests) -> None:
+    schedule = RequestList([RequestSpec(i, "c", (i,), None, 1, 0.1 * i) for i in range(70)])
+    shards = make_shards(spec(**fields), schedule, workers)
+    assert [s.spec.concurrency or s.spec.max_concurrency for s in shards] == places
+    assert [len(s.requests) for s in shards] == requests
+    if fields["mode"] == "closed":
+        assert [s.first_user for s in shards] == [0, 3, 5]
+    else:  # spread over the whole schedule
+        assert all(part.requests[0].index < workers < 70 - workers * 2 <= part.requests[-1].index for part in shards)
+    assert useful_workers(spec(mode="open"), schedule, 100) == 70
 
 
 def test_a_shared_cap_is_noted() -> None:
@@ -97,9 +100,3 @@ def test_users_and_caps_sum_to_those_of_the_load_and_no_worker_is_idle(
         assert min(shares) >= 1
         assert all(s.requests.notes == {"seed": 7} for s in shards)
         assert all(s.spec.base_url == load.base_url and s.spec.processes == 1 for s in shards)
-
-
-def test_without_a_cap_open_loop_has_none_in_any_worker() -> None:
-    requests = RequestList([RequestSpec(i, "c", (i,), None, 1, 0.0) for i in range(9)])
-    assert [s.spec.max_concurrency for s in make_shards(spec(mode="open"), requests, 3)] == [None] * 3
-    assert useful_workers(spec(mode="open"), requests, 20) == 9

@@ -64,11 +64,6 @@ def taken(server: Target) -> list[RequestSpec]:
     return server.as_sent(as_taken(RequestList(drawn), SET, server))
 
 
-def test_a_server_of_texts_gets_the_canarys_own_and_words_for_the_others_ids():
-    assert [r.prompt for r in taken(target(PRESETS["transformers"]))] == ["words for ids", "5 6 70"]
-    assert [r.prompt for r in taken(target())] == [None, None]
-
-
 @pytest.mark.parametrize(
     ("server", "answers"),
     [
@@ -81,7 +76,9 @@ def test_a_server_of_texts_gets_the_canarys_own_and_words_for_the_others_ids():
 )
 def test_only_a_server_that_forks_greedy_answers_is_asked_for_several(server, answers):
     other, mine = taken(server)
-    assert (other.n, mine.n) == (1, answers)
+    assert (other.n, mine.n) == (1, answers) and other.prompt is mine.prompt is None
+    of_texts = taken(target(PRESETS["transformers"]))  # which gets the canary's own, and words for the others' ids
+    assert [r.prompt for r in of_texts] == ["words for ids", "5 6 70"]
 
 
 @pytest.mark.parametrize(

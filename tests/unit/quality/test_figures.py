@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kvbench.quality.answering import UNKNOWN, predicted_answers
 from kvbench.quality.figures import Positions, figures, full_pool_figures, outside_of
 from kvbench.quality.prompts import Prompt
 from kvbench.runs.quality import MARGINS, Bin, ConfigurationFigures, limits_of
@@ -92,6 +93,22 @@ def test_without_texts_there_is_no_perplexity_to_tell():
     found = figures(FORCED[2:3], [], POSITIONS[2:3], ANSWERS, BASELINE, decode, 16)
     assert "perplexity" not in found.to_json()
     assert found.passkey.to_json() == {"asked": 0, "right": 0, "by_depth": (), "by_length": (), "by_residue": ()}
+
+
+@pytest.mark.parametrize(
+    ("chosen", "answers"),
+    [
+        ([9, 7, 8, 9, 3, 4, 5], ((7, 8), (3, 4, 5))),
+        ([9, 7, 6, 9, 3, 4, 5], ((7, 6), (UNKNOWN,) * 3)),
+        ([9, 7, 8, 9, 3, 6, 5], ((7, 8), (3, 6, UNKNOWN))),
+    ],
+    ids=["the same", "another first answer", "another second answer"],
+)
+def test_predictions_tell_a_greedy_answer_up_to_its_first_token_that_differs(chosen, answers):
+    """Turns of a token beside the first: what the engine would choose after the own tokens of a prompt is no answer."""
+    own, none = np.array([True, False, False, True, False, False, False]), np.empty(0)
+    predictions = Positions(none, none, none, none, none, ~own, own, np.array(chosen))
+    assert predicted_answers(((7, 8), (3, 4, 5)), predictions) == answers
 
 
 COUNTERS = {"preemptions": 3, "swapped_pages": 2, "evicted_pages": 1, "forks": 4}

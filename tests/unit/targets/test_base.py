@@ -9,7 +9,7 @@ import dataclasses
 import gzip
 import re
 import shutil
-import socket
+import ssl
 import sys
 import tracemalloc
 from pathlib import Path
@@ -34,77 +34,61 @@ from kvbench.targets.presets import GENERIC, PRESETS
 from kvbench.targets.prompt_texts import ids_as_words
 from kvbench.targets.running import OpenAITarget
 from kvbench.workload.request_form import RequestForm
-from tests.support.loads import ROOT, fake_server, free_port, own_mock
-from tests.support.raw_server import raw_server, read_request
+from tests.support.fire_wire import strike
+from tests.support.loads import ROOT, free_port
 from tests.support.scripted_http import scripted_server
+from tests.unit.targets.test_running import started as started_on
 
 WORKLOAD = str(ROOT / "workloads" / "mixed.yaml")
 NEVER_WHOLE = ["hang", "half_head", "drip_head", "drip_body", "drip_length", "flood", "flood_length"]
+REFUSED = ["status", "not_http", "reset"]
 CALLS = {
-    "/v1/models": lambda target: target.models(),
     "/metrics": lambda target: target.metrics(),
-    "/reset_prefix_cache": lambda target: target.reset_prefix_cache(),
     "/server_info": lambda target: target.server_info(),
-    "plain": lambda target: target.complete([1, 2], 1, target.http.timeout_s),
+    "/v1/completions": lambda target: target.complete([1, 2], 1, target.http.timeout_s),
 }
 
 
-@pytest.fixture(scope="module")
-def fire():
-    """Each endpoint answers its 1st request in the first of the ways above, its 2nd in the second, and so on."""
-    rules = [
-        {"path": path, "do": do, "first": number, "count": 1}
-        for path in CALLS
-        for number, do in enumerate([*NEVER_WHOLE, "status", "not_http", "reset"], 1)
-    ]
-    with fake_server(fire=rules) as (_, url):
-        yield url
-
-
 @pytest.mark.parametrize("path", CALLS)
-def test_a_call_ends_within_its_time_and_bytes_and_the_next_is_served(fire, path, monkeypatch):
+def test_a_call_ends_within_its_time_and_bytes_and_the_next_is_served(path, monkeypatch):
+    answers = [*map(strike, [*NEVER_WHOLE, *REFUSED]), (200, "" if path == "/metrics" else {"choices": []})]
     monkeypatch.setattr(base, "MOST_BYTES", 1 << 20)
-    target = Target(fire)
-    target.model = ModelFacts("fake", 8192, 1024)
+    with scripted_server({path: lambda body: answers.pop(0)}) as server:
+        target = Target(server.url)
+        target.model = ModelFacts("fake", 8192, 1024)
 
-    def call(timeout_s: float):
-        target.http.timeout_s = timeout_s
-        monkeypatch.setattr(base, "FACTS_TIMEOUT_S", timeout_s)
-        return CALLS[path](target)
+        def call(timeout_s: float):
+            target.http.timeout_s = timeout_s
+            monkeypatch.setattr(base, "FACTS_TIMEOUT_S", timeout_s)
+            return CALLS[path](target)
 
-    for do in NEVER_WHOLE:
-        with pytest.raises(MeasurementError, match=r"1 MiB" if "flood" in do else "tim|within"):
-            call(60.0 if "flood" in do else 0.15)
-    for refused in ("status", "not_http", "reset"):
-        if (path, refused) == ("/server_info", "status"):
-            assert call(60.0) == ServerInfo()  # a server that has none of it
-            continue
-        with pytest.raises(MeasurementError):
-            call(60.0)
-    call(60.0)
-    target.stop()
+        for do in NEVER_WHOLE:
+            with pytest.raises(MeasurementError, match=r"1 MiB" if "flood" in do else "tim|within"):
+                call(60.0 if "flood" in do else 0.1)
+        for refused in REFUSED:
+            if (path, refused) == ("/server_info", "status"):
+                assert call(60.0) == ServerInfo()  # a server that has none of it
+                continue
+            with pytest.raises(MeasurementError):
+                call(60.0)
+        call(60.0)
 
 
 @pytest.mark.parametrize("layers", [1, 2])
 def test_calls_ask_for_no_compression_and_unpack_nothing(layers: int) -> None:
     """64 MiB of zeros, packed once and twice: its size is never that of what is unpacked."""
-    packed, requests = bytes(64 << 20), []
+    packed = bytes(64 << 20)
     for _ in range(layers):
         packed = gzip.compress(packed)
-
-    def serve(connection: socket.socket) -> None:
-        requests.append(read_request(connection))
-        head = b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: %d\r\n\r\n"
-        connection.sendall(head % len(packed) + packed)
-
-    with raw_server(serve) as port:
-        target = Target(f"http://127.0.0.1:{port}")
+    head = b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: %d\r\n\r\n" % len(packed)
+    with scripted_server({"/metrics": head + packed}) as server:
+        target = Target(server.url)
         tracemalloc.start()
         with pytest.raises(MeasurementError, match=r"/metrics.*compressed \(gzip\)"):
             target.metrics()
         assert tracemalloc.get_traced_memory()[1] < 4 << 20
         tracemalloc.stop()
-    assert b"\r\nAccept-Encoding: identity\r\n" in requests[0]
+    assert server.asked[0][2]["Accept-Encoding"] == "identity"
 
 
 def refusal(url: str, **more: object) -> str:
@@ -112,7 +96,6 @@ def refusal(url: str, **more: object) -> str:
     target = OpenAITarget(url, **more)
     with pytest.raises(UsageError) as refused:
         target.start({}, Path())
-    target.stop()
     assert str(refused.value).startswith(url) and str(refused.value).count(url) == 1
     return str(refused.value)
 
@@ -127,20 +110,22 @@ def test_a_server_that_wants_a_key_or_another_one(monkeypatch, status: int, kind
         assert str(status) in said and "--api-key-env NAME" in said
         said = refusal(server.url, access=Access("KEY_OF_TEST"), **more)
         assert str(status) in said and "KEY_OF_TEST" in said and "sk-secret" not in said
-
-
-def test_a_key_that_only_completions_want() -> None:
-    with scripted_server({"/v1/completions": (401, {})}) as server:
+    with scripted_server({"/v1/completions": (status, {})}) as server:  # only completions want it
         target = Target(server.url)
         target.model = ModelFacts("m", 9, 99)
-        with pytest.raises(MeasurementError, match=r"401.*--api-key-env NAME"):
+        with pytest.raises(MeasurementError, match=rf"{status}.*--api-key-env NAME"):
             target.complete([1], 1, 5.0)
-        target.stop()
 
 
-def test_nobody_listens_or_the_host_is_unknown_or_it_is_not_healthy() -> None:
+def test_nobody_listens_or_the_host_is_unknown_or_it_is_not_healthy_or_redirects_or_hangs_up() -> None:
     assert "refused" in refusal(f"http://127.0.0.1:{free_port()}")
     assert "not known" in refusal("http://no-such-host.invalid:8000")
+    redirect = b"HTTP/1.1 301 Moved\r\nLocation: https://elsewhere/v1/models\r\nContent-Length: 0\r\n\r\n"
+    with scripted_server({"/v1/models": redirect}) as server:
+        assert "https://elsewhere/v1/models: give the URL" in refusal(server.url)
+    with scripted_server({"/v1/models": b""}) as server:
+        for url in (server.url, server.url.replace("http:", "https:")):
+            assert "did not answer" in refusal(url)
     with scripted_server({"/health": (503, {})}) as server:
         assert "/health answered 503" in refusal(server.url, preset=PRESETS["transformers"], model="m")
 
@@ -148,7 +133,10 @@ def test_nobody_listens_or_the_host_is_unknown_or_it_is_not_healthy() -> None:
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl program to make a certificate with")
 def test_certificates_that_are_not_trusted_and_the_wrong_one_of_http_and_https(tmp_path) -> None:
     cert, key = self_signed(tmp_path)
-    with own_mock("--tls-cert", str(cert), "--tls-key", str(key)) as (_, secure):
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(cert, key)
+    with scripted_server(MODELS, tls=context) as server:
+        secure = server.url
         for url, access in (
             (secure, Access()),
             (secure.replace("127.0.0.1", "localhost"), Access(tls_ca_file=str(cert))),  # another name's
@@ -156,25 +144,12 @@ def test_certificates_that_are_not_trusted_and_the_wrong_one_of_http_and_https(t
             said = refusal(url, access=access)
             assert "certificate" in said and "--tls-ca-file FILE" in said and "--no-tls-verify" in said
         for access in (Access(tls_ca_file=str(cert)), Access(tls_verify=False)):
-            target = OpenAITarget(secure, access=access)
+            target = OpenAITarget(secure, access=access, preset=PRESETS["vllm"])
             target.start({}, Path())
-            assert target.model.name == "mock"
-            target.stop()
+            assert target.model.name == "m"
         assert "http or https" in refusal(secure.replace("https:", "http:"))
     with scripted_server({}) as server:
         assert "http or https" in refusal(server.url.replace("http:", "https:"))
-
-
-def test_a_server_that_redirects_or_hangs_up() -> None:
-    def redirect(connection: socket.socket) -> None:
-        read_request(connection)
-        connection.sendall(b"HTTP/1.1 301 Moved\r\nLocation: https://elsewhere/v1/models\r\nContent-Length: 0\r\n\r\n")
-
-    with raw_server(redirect) as port:
-        assert "https://elsewhere/v1/models: give the URL" in refusal(f"http://127.0.0.1:{port}")
-    with raw_server(lambda connection: connection.recv(65536)) as port:
-        for scheme in ("http", "https"):
-            assert "did not answer" in refusal(f"{scheme}://127.0.0.1:{port}")
 
 
 @pytest.mark.parametrize(
@@ -197,18 +172,12 @@ def test_what_cannot_be_asked_at_all_is_refused_at_once(capsys, command, words, 
 
 
 MODELS = {"/v1/models": (200, {"data": [{"id": "m", "max_model_len": 256}]}), "/v1/completions": (200, {})}
-HEALTH = {"/health": (200, {})}
 
 
-@contextlib.contextmanager
 def started(answers, preset=None, **options):
     """A target that has started, and its server."""
-    with scripted_server(MODELS | answers) as server:
-        kind = PRESETS[preset] if preset else GENERIC
-        target = OpenAITarget(server.url, **{"vocab_size": 512, "max_model_len": 256} | options, preset=kind)
-        target.start({}, None)
-        yield target, server
-        target.stop()
+    sizes = {"vocab_size": 512, "max_model_len": 256}
+    return started_on(MODELS | answers, PRESETS[preset] if preset else GENERIC, **sizes | options)
 
 
 def posted(server):
@@ -257,7 +226,6 @@ def test_a_cache_that_is_off_is_empty_and_slots_are_emptied_of_the_kv_they_hold(
         Target.__init__(target, server.url, preset=PRESETS[preset])
         target._settings = {"enable_prefix_caching": False}
         assert target.reset_prefix_cache() is True and posted(server) == posts
-        target.stop()
 
 
 def test_a_start_ends_when_what_waits_for_it_has_no_more_time(tmp_path):
@@ -332,7 +300,7 @@ def test_the_load_client_gets_dialect_key_and_tls_and_nothing_else(monkeypatch):
     with started({}) as (plain, _):
         assert plain.client_fields() == {"dialect": {"answers": ["n"]}}  # all else is the default
     access = Access("KEY_OF_THE_TEST", tls_verify=False, tls_ca_file="ca.pem")
-    with started(HEALTH, "transformers", model="m", access=Access("KEY_OF_THE_TEST")) as (target, server):
+    with started({}, "transformers", model="m", access=Access("KEY_OF_THE_TEST")) as (target, server):
         fields = target.client_fields() | access.fields()
         assert fields["api_key_env"] == "KEY_OF_THE_TEST" and "secret" not in str(fields)
         assert fields["tls_verify"] is False and fields["tls_ca_file"] == "ca.pem"
@@ -344,13 +312,6 @@ def test_the_load_client_gets_dialect_key_and_tls_and_nothing_else(monkeypatch):
     monkeypatch.delenv("KEY_OF_THE_TEST")
     with pytest.raises(UsageError, match="KEY_OF_THE_TEST: this variable holds no key"):
         OpenAITarget("http://127.0.0.1:1", access=Access("KEY_OF_THE_TEST"))
-
-
-def test_a_server_that_lists_no_models_needs_the_name():
-    with pytest.raises(UsageError, match="give --model NAME"), started(HEALTH, "transformers"):
-        pass
-    with started(HEALTH, "transformers", model="/m") as (target, _):
-        assert target.model.name == "/m"
 
 
 REQUESTS = [RequestSpec(0, "a", (17, 4, 300), None, 5, prefix_tokens=2), RequestSpec(1, "a", (1,), "as it is", 5)]
@@ -375,58 +336,43 @@ SETTINGS = {"layout": "paged", "page_size": 32, "kv_budget": "97MiB"}
 KNOWN = Capacity(kv_budget_bytes=97 << 20, bytes_per_token=EACH, capacity_tokens=6192)
 
 
-def info(page_size=32, tokens=6192):
-    return ServerInfo.read({"engine": {"page_size": page_size}, "capacity": {"capacity_tokens": tokens}})
+KNOWN_BYTES = KNOWN.model_copy(update={"capacity_tokens": None})  # without our own count of tokens the bytes decide
+ROUND = Capacity(kv_budget_bytes=1000 * EACH, bytes_per_token=EACH, capacity_tokens=1000)
+FEWER_SCALES = {"bytes_per_token": 4352, "scale_bytes_per_token": 256, "capacity_tokens": 23000}
+CONTRADICTIONS = [  # what was asked for, what is known of it, what the server says; words of what is wrong
+    ({}, KNOWN, {}, None),
+    ({}, KNOWN, {"tokens": 6192 - 100}, None),  # 1.6 %
+    ({"page_size": None}, KNOWN, {"page_size": 128}, None),
+    ({"layout": "contiguous"}, KNOWN, {"page_size": 2048}, None),  # there it is a reservation's size
+    *(({}, ROUND, {"tokens": n}, None) for n in (1052, 948)),  # two per cent and a page
+    *(({}, ROUND, {"tokens": n}, f"{n:,}") for n in (1053, 947)),
+    ({}, KNOWN, {"page_size": 128}, r"128 .*32.* -o engine.page_size=128"),
+    ({}, KNOWN, {"tokens": 12384}, r"12,384 .*101,711,872 bytes would hold 6,192"),
+    ({}, KNOWN, {"tokens": 4000}, r"4,000"),
+    ({}, KNOWN_BYTES, {"tokens": 6208}, None),
+    ({}, KNOWN_BYTES, {"tokens": 262144}, "262,144"),
+    ({}, Capacity(), {"tokens": 262144}, None),  # it was not given a budget
+    *(({}, KNOWN.model_copy(update=FEWER_SCALES), {"tokens": n}, None) for n in (23000, 24437)),
+    ({}, KNOWN.model_copy(update=FEWER_SCALES), {"tokens": 25500}, "25,500"),
+    ({}, KNOWN.model_copy(update={"max_model_len": 4096}), {"max_model_len": 3056}, "3056"),
+    ({}, KNOWN.model_copy(update={"max_model_len": 3056}), {"max_model_len": 3056}, None),
+    ({}, Capacity(), {"max_model_len": 3056}, None),  # nobody knows what it should be
+]
 
 
-def test_a_server_as_it_was_asked_for():
-    assert contradiction(SETTINGS, KNOWN, info()) is None
-    assert contradiction(SETTINGS, KNOWN, info(tokens=6192 - 100)) is None  # 1.6 %
+@pytest.mark.parametrize(("asked", "known", "told", "words"), CONTRADICTIONS)
+def test_what_a_server_says_of_itself_is_held_against_its_configuration(asked, known, told, words):
+    told = {"page_size": 32, "tokens": 6192} | told
+    capacity = {"capacity_tokens": told.pop("tokens")}
+    found = contradiction(SETTINGS | asked, known, ServerInfo.read({"engine": told, "capacity": capacity}))
+    assert found is None if words is None else re.search(words, found or "")
+
+
+def test_a_server_that_says_little_contradicts_little():
     assert contradiction(SETTINGS, KNOWN, ServerInfo()) is None
-    assert contradiction({"target": "http://x"}, Capacity(), info(128, 5)) is None  # nothing was asked
-    assert contradiction({**SETTINGS, "page_size": None}, KNOWN, info(128)) is None
-    assert contradiction({"layout": "contiguous"}, KNOWN, info(2048)) is None  # there it is a reservation's size
-
-
-def test_a_capacity_may_be_off_by_two_percent_and_a_page():
-    known = Capacity(kv_budget_bytes=1000 * EACH, bytes_per_token=EACH, capacity_tokens=1000)
-    for tokens, fits in ((1052, True), (1053, False), (948, True), (947, False)):
-        assert (contradiction(SETTINGS, known, info(tokens=tokens)) is None) is fits
-
-
-@pytest.mark.parametrize(
-    ("answer", "words"),
-    [
-        (info(128), r"128 .*32.* -o engine.page_size=128"),
-        (info(tokens=12384), r"12,384 .*101,711,872 bytes would hold 6,192"),
-        (info(tokens=4000), r"4,000"),
-        (ServerInfo.read({"capacity": {"page_size": 64}}), r"64"),
-    ],
-)
-def test_other_pages_another_budget_another_dtype(answer, words):
-    assert re.search(words, contradiction(SETTINGS, KNOWN, answer) or "")
-
-
-def test_a_server_that_lowered_its_length_is_another_configuration():
-    lowered = ServerInfo.read({"engine": {"max_model_len": 3056}})
-    assert "3056" in (contradiction(SETTINGS, KNOWN.model_copy(update={"max_model_len": 4096}), lowered) or "")
-    assert contradiction(SETTINGS, KNOWN.model_copy(update={"max_model_len": 3056}), lowered) is None
-    assert contradiction(SETTINGS, Capacity(), lowered) is None  # nobody knows what it should be
-
-
-def test_without_our_own_count_of_tokens_the_bytes_decide():
-    known = KNOWN.model_copy(update={"capacity_tokens": None})
-    assert contradiction(SETTINGS, known, info(tokens=6208)) is None
-    assert "6,208" in (contradiction(SETTINGS, known, info(tokens=262144)) or "")
-    assert contradiction(SETTINGS, Capacity(), info(tokens=262144)) is None  # it was not given a budget
-
-
-def test_a_kv_format_with_fewer_scales_holds_more():
-    formats = {"bytes_per_token": 4352, "scale_bytes_per_token": 256, "capacity_tokens": 23000}
-    known = KNOWN.model_copy(update=formats)
-    assert contradiction(SETTINGS, known, info(tokens=23000)) is None
-    assert contradiction(SETTINGS, known, info(tokens=24437)) is None
-    assert contradiction(SETTINGS, known, info(tokens=25500)) is not None
+    other = ServerInfo.read({"engine": {"page_size": 128}, "capacity": {"capacity_tokens": 5}})
+    assert contradiction({"target": "http://x"}, Capacity(), other) is None  # nothing was asked
+    assert "64" in contradiction(SETTINGS, KNOWN, ServerInfo.read({"capacity": {"page_size": 64}}))
 
 
 @pytest.mark.parametrize("page_size", [8, 16, 64])

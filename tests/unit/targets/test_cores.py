@@ -114,24 +114,21 @@ def test_a_thread_that_may_run_everywhere_or_has_ended_is_not_bound(monkeypatch)
             return set(range(16))
         raise ProcessLookupError
 
-    monkeypatch.setattr(os, "sched_getaffinity", allowed)
-    assert cores.bound_cores(os.getpid()) == []
-    monkeypatch.setattr(os, "sched_getaffinity", lambda thread: {0, 1, 7} if thread else set(range(16)))
-    assert cores.bound_cores(os.getpid()) == [0, 1, 7]
+    for of_thread, found in ((allowed, []), (lambda thread: {0, 1, 7} if thread else set(range(16)), [0, 1, 7])):
+        monkeypatch.setattr(os, "sched_getaffinity", of_thread)
+        assert cores.bound_cores(os.getpid()) == found
+
+
+BOUND = "vLLM has bound its threads to {}, and was asked for {} threads"
 
 
 @pytest.mark.parametrize(
     ("found", "asked", "threads", "said"),
     [
         ([0, 1], {"num_threads": 2}, 2, []),
-        ([0], {"num_threads": 2}, 1, ["vLLM has bound its threads to core 0, and was asked for 2 threads"]),
+        ([0], {"num_threads": 2}, 1, [BOUND.format("core 0", 2)]),
         ([0, 1, 2, 7], {"num_threads": 2}, 2, []),  # a mask: each thread may run on any of them
-        (
-            [0, 1, 2, 7],
-            {"num_threads": 8},
-            4,
-            ["vLLM has bound its threads to cores 0-2 and 7, and was asked for 8 threads"],
-        ),
+        ([0, 1, 2, 7], {"num_threads": 8}, 4, [BOUND.format("cores 0-2 and 7", 8)]),
         ([], {"num_threads": 2}, 2, []),  # free: as many as it was given
     ],
 )

@@ -24,11 +24,8 @@ def parse(words):
 @pytest.mark.parametrize(
     ("words", "settings", "expected"),
     [
-        (
-            "serve {model} --block-size {page_size} --url=http://{host}:{port}/x",
-            {"page_size": 32},
-            ["serve", "/a model", "--block-size", "32", "--url=http://127.0.0.1:81/x"],  # a value stays one word
-        ),
+        ("serve {model} --block-size {page_size} --url=http://{host}:{port}/x", {"page_size": 32},
+         ["serve", "/a model", "--block-size", "32", "--url=http://127.0.0.1:81/x"]),  # a value stays one word
         ("{port} {page_size} {kv_cache_dtype}", {}, ["81", "16", "auto"]),  # the defaults
         ("{port} {kv_budget}", {"kv_budget": "97MiB"}, ["81", "101711872"]),
         ("{port} {cuda_graphs:|-e} {async_scheduling:-a|-b}", {"cuda_graphs": True, "async_scheduling": True}, "81 -a"),
@@ -36,7 +33,7 @@ def parse(words):
         ("{port} --caching {enable_prefix_caching}", {"enable_prefix_caching": True}, "81 --caching true"),
         ("{port} --json '{{\"a\": 1}}'", {}, ["81", "--json", '{"a": 1}']),
     ],
-)
+)  # fmt: skip
 def test_placeholders_become_values(words, settings, expected):
     line = parse(words).command(settings, model="/a model", port=81, kv_budget_bytes=101711872)
     assert list(line) == [ME, *(expected.split() if isinstance(expected, str) else expected)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -17,28 +16,8 @@ from kvbench.targets.launched import LaunchedTarget
 from kvbench.targets.model_export import ServedModel
 from kvbench.targets.presets import PRESETS
 from kvbench.workload.request_form import RequestForm
+from tests.support.scripted_http import scripted_server
 
-SERVER = """#!{python} -SE
-import http.server, json, sys
-print({log!r}, flush=True)
-USAGES = {usages!r}
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        found = {{"data": [{{"id": "m", "meta": {{"n_vocab": 8192, "n_ctx": 2048}}}}]}}
-        self.send_response(404 if self.path == "/metrics" else 200)
-        self.end_headers()
-        self.wfile.write(json.dumps(found).encode())
-    def do_POST(self):
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        known = self.path in USAGES and asked["stream"] is False
-        self.send_response(200 if known else 404)
-        self.end_headers()
-        answer = dict.fromkeys(("choices", "output", "content"), [1]) | {{"usage": USAGES.get(self.path)}}
-        self.wfile.write(json.dumps(answer).encode())
-    def log_message(self, *words):
-        print("size = 1.00 MiB (  1 cells, 8 layers), K (f16): 0.5 MiB, V (f16): 0.5 MiB", flush=True)  # of a request
-http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
-"""
 CACHE = (
     "0.03 I llama_kv_cache: size = {:7.2f} MiB ({:6d} cells, 8 layers, 32/1 seqs), K ({}): 1.00 MiB, V ({}): 1.00 MiB"
 )
@@ -49,25 +28,39 @@ KNOWN = Capacity(kv_budget_bytes=97 << 20, bytes_per_token=16384, capacity_token
 @contextmanager
 def launched(tmp_path, log="", usages=None, endpoint=None, asked=None):
     """A llama-server with this log at its start. ``usages``: of its answers, by path; ``asked``: of its folder."""
-    program = tmp_path / "llama-server"
-    program.write_text(SERVER.format(python=sys.executable, log=log, usages=usages or {}))
+    program, path = tmp_path / "llama-server", tmp_path / "server.log"
+    program.write_text(f"#!/bin/sh\necho '{log}'\nexec sleep 60\n")
     program.chmod(0o755)
-    served = ServedModel(tmp_path / "m.gguf", None, 8192, 4096)
+
+    def script(called, body):
+        if called == "/health":
+            return (200 if path.read_bytes() else 503), ""
+        with path.open("a") as file:  # of a request
+            file.write("size = 1.00 MiB (  1 cells, 8 layers), K (f16): 0.5 MiB, V (f16): 0.5 MiB\n")
+        if body is None:
+            models = {"data": [{"id": "m", "meta": {"n_vocab": 8192, "n_ctx": 2048}}]}
+            return (404, "") if called == "/metrics" else (200, models)
+        known = called in (usages or {}) and body["stream"] is False
+        answer = {"choices": [1], "output": [1], "content": [1], "usage": (usages or {}).get(called)}
+        return (200 if known else 404), answer
 
     def get(settings, **more):
         if asked is not None:
             asked.update(more)
-        return served
+        return ServedModel(tmp_path / "m.gguf", None, 8192, 4096)
 
     launcher = Launcher(PRESETS["llamacpp"], str(program), lambda settings: Capacity(capacity_tokens=6192))
     folders = SimpleNamespace(scratch=tmp_path, get=get)
     target = LaunchedTarget(launcher, folders, start_timeout_s=20.0, form=RequestForm(endpoint))
-    target.start(SETTINGS, tmp_path / "server.log")
-    try:
-        assert target.model.max_model_len == 2048
-        yield target
-    finally:
-        target.stop()
+    target.poll_s = 0.01
+    with scripted_server(script) as server, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvbench.targets.launched.free_port", lambda port: int(server.url.rpartition(":")[2]))
+        try:
+            target.start(SETTINGS, path)
+            assert target.model.max_model_len == 2048
+            yield target
+        finally:
+            target.stop()
 
 
 @pytest.mark.parametrize(

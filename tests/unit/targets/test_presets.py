@@ -101,20 +101,17 @@ def test_environments_of_the_launch():
         ("vllm", {"page_size": 16}, "its CPU attention takes multiples of 32"),
         ("vllm", {"page_size": 8, "device": "cuda"}, "its GPU attention takes multiples of 16"),
         ("vllm", {"layout": "contiguous"}, "its KV cache is always paged"),
-        ("vllm", {"layout": ["paged"]}, "its KV cache is always paged"),  # a list is refused as any other value
         ("vllm", {"preemption_mode": "swap"}, "it preempts by recomputation only"),
         ("vllm", {"kv_cache_dtype": "int8_per_token_head"}, "its CPU backend has no such KV cache"),
         ("vllm", {"async_scheduling": True}, "its CPU backend schedules synchronously"),
         ("vllm", {"enable_chunked_prefill": False, "max_num_batched_tokens": 512, "max_model_len": 2048}, "512 < 2048"),
         ("sglang", {"kv_budget": "1GiB", "capacity": Capacity()}, "cannot be worked out"),
-        ("sglang", {"layout": "contiguous"}, "always paged"),
         ("sglang", {"kv_cache_dtype": "int4_per_token_head"}, "no such KV cache"),
         ("sglang", {"enable_chunked_prefill": False}, "max_num_batched_tokens must be given"),
         ("tgi", {"page_size": 32, "device": "cuda"}, "the page size follows"),
         ("llamacpp", {"kv_cache_dtype": "fp8_e4m3", "page_size": None}, "quantised KV caches"),
         ("llamacpp", {"dtype": "float64", "page_size": None}, "float32, float16 or bfloat16"),
         ("transformers", {"max_num_seqs": 8, "in_flight": 9}, "may have more requests in flight"),
-        ("transformers", {"max_num_seqs": 8, "in_flight": None}, "may have more requests in flight"),
         ("transformers", {"enable_prefix_caching": False}, "cannot say no"),
     ],
 )
@@ -233,12 +230,6 @@ def test_the_first_command_a_user_types(preset):
     ("preset", "profile", "baseline", "others"),
     [
         ("vllm", "cpu", "paged-p32", "paged-p64 paged-p32-prefix paged-p32-fp8_e4m3"),
-        (
-            "vllm",
-            "gpu",
-            "paged-p16",
-            "paged-p64 paged-p16-prefix paged-p16-fp8_e4m3 paged-p16-int8_per_token_head paged-p16-int4_per_token_head",
-        ),
         ("sglang", "cpu", "paged-p16", "paged-p8 paged-p64 paged-p16-prefix paged-p16-fp8_e4m3"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -21,15 +22,19 @@ def row(**more):
     return {"/v1/models": (200, models), "/v1/completions": (200, {})}
 
 
-def sizes(answers, preset=GENERIC, **given):
-    """Vocabulary and longest sequence of the target of a server with these answers."""
+@contextlib.contextmanager
+def started(answers, preset=GENERIC, **given):
+    """A target that has started on a server with these answers, and the server."""
     with scripted_server({"/health": (200, {})} | answers) as server:
         target = OpenAITarget(server.url, preset=preset, **given)
-        try:
-            target.start({}, Path())
-            return target.model.vocab_size, target.model.max_model_len
-        finally:
-            target.stop()
+        target.start({}, Path())
+        yield target, server
+
+
+def sizes(answers, preset=GENERIC, **given):
+    """Vocabulary and longest sequence of a target."""
+    with started(answers, preset, **given) as (target, _):
+        return target.model.vocab_size, target.model.max_model_len
 
 
 LLAMA = {"n_vocab": 8192, "n_ctx_train": 4096}
@@ -64,11 +69,8 @@ def test_sizes_are_read_where_the_server_tells_them(answers, given, found):
 def test_what_is_not_told_is_done_without_and_the_options_that_tell_it_are_named(
     answers, preset, given, found, options
 ):
-    with scripted_server({"/health": (200, {})} | answers) as server:
-        target = OpenAITarget(server.url, preset=PRESETS[preset], **given)
-        target.start({}, Path())
-        target.stop()
-    assert (target.model.vocab_size, target.model.max_model_len) == found
+    with started(answers, PRESETS[preset], **given) as (target, _):
+        assert (target.model.vocab_size, target.model.max_model_len) == found
     assert target.model.most_tokens == (found[1] or target.model.most_tokens) > 800
     assert {word for note in target.notes for word in note.split() if word.startswith("--")} == options
     assert target.dialect.token_id_prompts == ("vocab_size" in given)
@@ -120,13 +122,12 @@ def test_what_cannot_be_true_is_refused_by_name(answers, words):
 @pytest.mark.parametrize("size", [-1, 0, None])
 def test_sizes_below_one_are_as_if_they_were_not_told(size):
     info = {"engine": {"max_num_seqs": size, "page_size": size}, "model": {"vocab_size": size}, "more": size}
-    with scripted_server(FINE | {"/server_info": (200, info)}) as server:
-        target = OpenAITarget(server.url)
-        target.start({}, Path())
+    with started(FINE | {"/server_info": (200, info)}) as (target, _):
         checked = target.server_info()
         assert target.model.vocab_size == 8192 and checked.more == size
         assert [checked.engine.max_num_seqs, checked.engine.page_size] == [None, None]
-        target.stop()
+    for told in ({"max_model_len": size}, {"max_model_len": True, "meta": {"n_vocab": 2**40}}):
+        assert sizes(row(**told)) == (8192, None)
 
 
 def test_metrics_that_cannot_be_printed_are_refused_in_words_that_can():
@@ -134,13 +135,7 @@ def test_metrics_that_cannot_be_printed_are_refused_in_words_that_can():
         target = OpenAITarget(server.url)
         with pytest.raises(MeasurementError, match="/metrics cannot be read") as error:
             target.metrics()
-        target.stop()
     assert str(error.value).isprintable()
-
-
-@pytest.mark.parametrize("told", [{"max_model_len": -1}, {"max_model_len": True, "meta": {"n_vocab": 2**40}}])
-def test_impossible_sizes_are_as_if_they_were_not_told(told):
-    assert sizes(row(**told)) == (8192, None)
 
 
 USAGE = 'data: {"choices": [], "usage": {"prompt_tokens": 2, "completion_tokens": 1}}\n\n'
@@ -211,11 +206,9 @@ def taking(*wanted, api=None):
 def test_a_server_of_no_known_kind_is_asked_what_it_takes(answers, given, endpoint, lacks):
     found = row(max_model_len=900)
     del found["/v1/completions"]
-    with scripted_server(found | {API[name]: answer for name, answer in answers.items()}) as server:
-        target = OpenAITarget(server.url, vocab_size=50, form=RequestForm(**given))
-        target.start({}, Path())
+    found |= {API[name]: answer for name, answer in answers.items()}
+    with started(found, vocab_size=50, form=RequestForm(**given)) as (target, _):
         (request,) = target.as_sent([RequestSpec(0, "a", (7, 8, 9), None, 4)])
-        target.stop()
     assert target.dialect.endpoint == endpoint
     switches = ("token_id_prompts", "ignore_eos", "temperature", "done_marker")
     assert {name for name in switches if not getattr(target.dialect, name)} == lacks
@@ -231,25 +224,18 @@ def test_a_server_of_no_known_kind_is_asked_what_it_takes(answers, given, endpoi
 @pytest.mark.parametrize("given", [{}, {"endpoint": "chat"}])
 def test_a_server_that_takes_no_request_at_all_is_refused_with_what_it_answered(given):
     answers = row(max_model_len=900) | {"/v1/completions": REFUSED, "/v1/chat/completions": (422, {"error": "never"})}
-    with scripted_server(answers) as server, pytest.raises(UsageError, match='422 "never"') as error:
-        OpenAITarget(server.url, form=RequestForm(**given)).start({}, Path())
+    with pytest.raises(UsageError, match='422 "never"') as error:
+        sizes(answers, form=RequestForm(**given))
     assert str(error.value).count("answered") == (1 if given else 4)
-
-
-def test_a_stream_that_cannot_be_measured_is_refused_with_the_status_that_it_had():
-    answers, said = row(max_model_len=900) | {"/v1/completions": UNCOUNTED}, r"/v1/completions answered 200 .*no usage"
-    with scripted_server(answers) as server, pytest.raises(UsageError, match=said):
-        OpenAITarget(server.url).start({}, Path())
+    with pytest.raises(UsageError, match=r"/v1/completions answered 200 .*no usage"):
+        sizes(row(max_model_len=900) | {"/v1/completions": UNCOUNTED})
 
 
 def test_a_server_of_a_known_kind_is_taken_at_its_word():
     answers = row(max_model_len=900) | {"/v1/completions": REFUSED}
-    with scripted_server(answers) as server:
-        target = OpenAITarget(server.url, preset=PRESETS["vllm"], vocab_size=50)
-        target.start({}, Path())
+    with started(answers, PRESETS["vllm"], vocab_size=50) as (target, server):
         assert target.dialect.token_id_prompts and not target.notes
         assert "/v1/completions" not in [path for _, path, *_ in server.asked]
-        target.stop()
 
 
 @pytest.mark.parametrize(
@@ -261,11 +247,8 @@ def test_texts_are_exact_where_the_servers_tokenizer_is_known(tokenizer, info, e
         return 200, {"count": 6 if "messages" in body else 1}
 
     answers = row(max_model_len=900) | {"/v1/completions": GONE, "/v1/chat/completions": STREAM, "/tokenize": tokenize}
-    with scripted_server(answers | {"/server_info": (200, info)}) as server:
-        target = OpenAITarget(server.url, tokenizer=tokenizer)
-        target.start({}, Path())
+    with started(answers | {"/server_info": (200, info)}, tokenizer=tokenizer) as (target, _):
         notes = target.as_sent([RequestSpec(0, "a", (7, 8, 9), None, 4)]).notes
-        target.stop()
     own = {"exact_texts": exact, "template_tokens": 5, "endpoint": "/v1/chat/completions"}
     assert notes == {"sent_as": "messages", **own}
     assert any("--tokenizer DIR" in note for note in target.notes) == (not exact)
@@ -281,14 +264,8 @@ def test_the_template_is_known_by_the_usage_of_a_single_token_where_nothing_coun
         return STREAM if body["stream"] else (200, {"choices": [{}], "usage": usage})
 
     answers = row(max_model_len=900) | {"/v1/completions": GONE, "/v1/chat/completions": chat}
-    with scripted_server(answers) as server:
-        for tokenizer, known in (
-            (shipped_tokenizer(), tokens),
-            (None, None),
-        ):  # None: texts are only about right
-            target = OpenAITarget(server.url, tokenizer=tokenizer)
-            target.start({}, Path())
-            target.stop()
+    for tokenizer, known in ((shipped_tokenizer(), tokens), (None, None)):  # None: texts are only about right
+        with started(answers, tokenizer=tokenizer) as (target, _):
             assert target.template_tokens == known
 
 
