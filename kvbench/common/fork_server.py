@@ -37,7 +37,7 @@ from pathlib import Path
 from select import POLLIN, poll
 from typing import Any, NamedTuple
 
-from kvbench.common.child_setup import prepare_child
+from kvbench.common.child_setup import MARK, prepare_child, show_mark
 
 Socket = socket.socket  # as above
 MESSAGE_BYTES = 1 << 20
@@ -226,7 +226,6 @@ class ForkServer:
                 for module in self._modules:
                     importlib.import_module(module)
                 self._added_env = {k: v for k, v in os.environ.items() if self._start_env.get(k) != v}
-                gc.collect()
                 gc.freeze()  # collections in children would copy the pages of all objects
                 self._unfit = _threads_after_a_fork()
             except Exception as error:
@@ -255,6 +254,7 @@ class ForkServer:
             sys.path[0] = request.cwd
         os.environ.clear()
         os.environ.update({**self._added_env, **request.env})
+        show_mark(request.env.get(MARK, ""))
         _renew_streams(bool(request.env.get("PYTHONUNBUFFERED")))
         if "tempfile" in sys.modules:
             sys.modules["tempfile"].tempdir = None  # TMPDIR may be another

@@ -32,6 +32,7 @@ from typing import IO
 
 import psutil
 
+from kvbench.common.child_setup import MARK, NO_MARK
 from kvbench.common.fork_server import ForkRequest, circumstances
 from kvbench.common.processes import Child, LaunchRequest
 
@@ -128,6 +129,7 @@ def _start_server(address: str, reads_later: Sequence[str], imports: Sequence[st
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             pass_fds=(number,),
+            env={**os.environ, MARK: NO_MARK},  # a place for the children's own
             start_new_session=True,
         )
     atexit.register(_end_server, server, os.getpid())

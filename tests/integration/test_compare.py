@@ -76,6 +76,7 @@ def test_a_candidate_that_streams_slower_fails_and_ci_is_told(compare):
     assert "kvbench compare" in verdict["reproduce"] and "FAIL" in said.out
 
 
+@pytest.mark.full  # eight attempts; tests/unit/gate/test_served_check.py has them with fake servers
 def test_a_candidate_that_never_serves_is_a_regression(compare):
     code, _, verdict, said = compare(f"{MOCK}12", f"{MOCK}12 --fail-rate 1", "--workload", "streams.yaml")
     assert code == 1, said.out + said.err
