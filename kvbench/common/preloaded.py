@@ -32,6 +32,7 @@ from typing import IO
 
 import psutil
 
+from kvbench.common.child_setup import MARK, NO_MARK
 from kvbench.common.fork_server import ForkRequest, circumstances
 from kvbench.common.processes import Child, LaunchRequest
 
@@ -60,7 +61,8 @@ class Preloaded:
 
     def start(self, launch: LaunchRequest) -> Child | None:
         """Forks the child; None if it is to be started plainly."""
-        if list(launch.command[:3]) != [sys.executable, "-m", self.module] or not _forks():
+        is_ours = list(launch.command[:3]) == [sys.executable, "-m", self.module]
+        if not is_ours or not launch.own_session or not _forks():
             return None
         with contextlib.ExitStack() as opened:
             try:
@@ -127,6 +129,7 @@ def _start_server(address: str, reads_later: Sequence[str], imports: Sequence[st
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             pass_fds=(number,),
+            env={**os.environ, MARK: NO_MARK},  # a place for the children's own
             start_new_session=True,
         )
     atexit.register(_end_server, server, os.getpid())

@@ -10,7 +10,7 @@ the tokens that are decided by more than such a code can move (``TIE``).
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cache, partial
 
@@ -106,11 +106,19 @@ def assert_everything_met(engine: Engine, preemption: str) -> None:
 
 full = partial(pytest.param, marks=pytest.mark.full)
 STRICT = [*((7, how) for how in PREEMPTION), (16, "recompute"), (5, "swap-small")]
-STRICT = [(kv_format, *how) for kv_format in KV_FORMATS for how in STRICT]  # a third of them in the main ring
+INT8, MAIN = "int8_per_token_head", [
+    ("int8_per_token_head", 7, "swap-small"), ("fp8_e4m3", 7, "recompute"), ("int4_per_token_head", 16, "recompute"),
+]  # fmt: skip
+
+
+def ring(settings: Iterable[tuple]) -> list:
+    """In the main ring those of INT8, which has all that the other formats have."""
+    return [one if one[0] == INT8 else full(*one) for one in settings]
 
 
 @pytest.mark.parametrize(
-    ("kv_format", "page_size", "preemption"), [full(*one) if i % 3 else one for i, one in enumerate(STRICT)]
+    ("kv_format", "page_size", "preemption"),
+    [one if one in MAIN else full(*one) for one in ((name, *how) for name in KV_FORMATS for how in STRICT)],
 )
 def test_quantised_cached_preempted_on_a_full_pool(folder, kv_format, page_size, preemption):
     """Each alone was fine elsewhere and together they corrupted the KV: int8 x prefix caching x full pool
@@ -123,7 +131,7 @@ def test_quantised_cached_preempted_on_a_full_pool(folder, kv_format, page_size,
     assert_everything_met(engine, preemption)
 
 
-@pytest.mark.parametrize(("kv_format", "preemption"), zip(KV_FORMATS, ["recompute", "swap"] * 2, strict=True))
+@pytest.mark.parametrize(("kv_format", "preemption"), ring(zip(KV_FORMATS, ["recompute", "swap"] * 2, strict=True)))
 def test_quantised_forks_on_a_full_pool(folder, kv_format, preemption):
     """A copy on write copies codes and scales: each sibling is what a request of its own with seed + i is."""
     engine = tight_engine(folder, kv_format, 7, preemption)
@@ -136,7 +144,7 @@ def test_quantised_forks_on_a_full_pool(folder, kv_format, preemption):
     assert (engine.stats().counters.swapped_in_slots > 0) == (preemption == "swap")
 
 
-@pytest.mark.parametrize(("kv_format", "preemption"), zip(KV_FORMATS, (*PREEMPTION, "swap"), strict=True))
+@pytest.mark.parametrize(("kv_format", "preemption"), ring(zip(KV_FORMATS, (*PREEMPTION, "swap"), strict=True)))
 def test_quantised_in_the_contiguous_layout(folder, kv_format, preemption):
     """Whole reservations go out and come back, driven out by more urgent requests."""
     settings = {"layout": "contiguous", "reservation": "oracle", "scheduling_policy": "priority"}
@@ -178,7 +186,7 @@ def undisturbed_float32(folder: str, kv_format: str) -> dict[str, list[int]]:
 
 @pytest.mark.parametrize(
     ("kv_format", "page_size", "preemption"),
-    [(name, 7, "swap-small") for name in KV_FORMATS] + [full(name, 16, "recompute") for name in KV_FORMATS],
+    [*ring((name, 7, "swap-small") for name in KV_FORMATS), *(full(name, 16, "recompute") for name in KV_FORMATS)],
 )
 def test_the_float32_kernels_under_the_same_pressure(folder, kv_format, page_size, preemption):
     """vllm#50702 and vllm#50749 once more, through the CPU kernels and float32 models that are really served."""
@@ -192,7 +200,7 @@ def test_the_float32_kernels_under_the_same_pressure(folder, kv_format, page_siz
     assert_everything_met(engine, preemption)
 
 
-@pytest.mark.parametrize("kv_format", KV_FORMATS)
+@pytest.mark.parametrize("kv_format", [INT8, *map(full, sorted(set(KV_FORMATS) - {INT8}))])
 def test_the_format_is_really_in_use(folder, kv_format):
     """Else all of the above would hold and prove nothing."""
     plain = undisturbed(folder, "auto")

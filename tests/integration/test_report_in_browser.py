@@ -35,7 +35,7 @@ other = partial(pytest.param, marks=pytest.mark.full)
 
 
 @pytest.mark.parametrize(
-    ("width", "scheme"), [(LAPTOP, "light"), (PHONE, "dark"), other(LAPTOP, "dark"), other(PHONE, "light")]
+    ("width", "scheme"), [(PHONE, "dark"), other(LAPTOP, "light"), other(LAPTOP, "dark"), other(PHONE, "light")]
 )
 def test_every_figure_is_drawn_and_no_text_is_cut_or_covered(browser, report: Path, width: int, scheme: str) -> None:
     with browser.open(report, width=width, scheme=scheme) as page:

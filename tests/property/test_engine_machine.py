@@ -52,4 +52,4 @@ def test_that_many_rules_were_executed():
     assert len(EngineMachine.events) == 18, EngineMachine.events
     # Too rare to count on; test_contiguous and test_async_scheduling bring them about.
     rare = {"refused_fragmented", "pending ending preempted"}
-    assert all(count >= 5 for event, count in EngineMachine.events.items() if event not in rare), EngineMachine.events
+    assert all(count >= 3 for event, count in EngineMachine.events.items() if event not in rare), EngineMachine.events

@@ -18,7 +18,7 @@ from typing import Any
 
 LAPTOP, PHONE = 1300, 400  # px
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-_OPEN_WITHIN_S = 20.0
+_OPEN_WITHIN_S = 60.0  # of a busy machine
 _TOLERANCE_PX = 2.0
 _MOST_SHOWN = 8  # problems of a kind
 

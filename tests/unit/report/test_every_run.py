@@ -52,7 +52,7 @@ def measured_runs(draw: st.DrawFn) -> Run:
 
 
 @given(measured_runs())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_answers_are_short_and_what_is_advised_loses_nowhere(measured: Run) -> None:
     decision, said = Decision.of(measured), recommend(measured)
     first = headline.headline(decision)
