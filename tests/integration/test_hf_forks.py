@@ -6,7 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -25,6 +25,7 @@ from tests.support.hf_parts import (
     preempting,
 )
 
+full = partial(pytest.param, marks=pytest.mark.full)
 MAX_LEN = 64
 ROOMY, TIGHT = 1024, 96  # slots; the tight pool holds one longest sequence and half of another
 # pool and preemption: name -> (slots, settings)
@@ -92,8 +93,8 @@ def separate(folder: str, params: SamplingParams, n: int) -> dict[str, list[list
 
 @pytest.mark.parametrize(
     ("page_size", "caching", "pool"),
-    [(7, False, "roomy"), (1, True, "recompute"), (7, False, "recompute"), (7, True, "swap"), (16, False, "swap-small"),
-     (16, True, "swap-overlapping")],
+    [full(7, False, "roomy"), (1, True, "recompute"), full(7, False, "recompute"), full(7, True, "swap"),
+     (7, False, "swap-small"), (16, True, "swap-overlapping")],
 )  # fmt: skip
 def test_sampled_siblings_are_requests_with_the_next_seeds(folder, page_size, caching, pool):
     """They differ from each other, so a sibling that read another's page would say something else."""
@@ -133,7 +134,7 @@ def mean_logprob(folder: str, prompt: tuple[int, ...], output: list[int]) -> flo
 
 
 @pytest.mark.parametrize(
-    ("page_size", "pool"), [(1, "recompute"), (16, "swap-small"), (7, "swap-overlapping")]
+    ("page_size", "pool"), [full(1, "recompute"), (16, "swap-small"), full(7, "swap-overlapping")]
 )
 def test_best_of_returns_the_most_probable(folder, page_size, pool):
     """The candidates as requests of their own, ranked by the mean log probability that Hugging Face's model gives."""
@@ -194,7 +195,7 @@ def assert_beams(run: Run, folder: str, params: SamplingParams) -> None:
 
 @pytest.mark.parametrize(
     ("width", "length_penalty", "early_stopping"),
-    [(3, 1.0, False), (4, -1.0, "never"), (8, 0.0, True)],
+    [(3, 1.0, False), (4, -1.0, "never"), full(8, 0.0, True)],
 )
 def test_beams_equal_generate(folder, width, length_penalty, early_stopping):
     """All prompts at once against each alone, half of the searches with EOS."""
@@ -207,7 +208,7 @@ def test_beams_equal_generate(folder, width, length_penalty, early_stopping):
 
 @pytest.mark.parametrize(
     ("page_size", "caching", "pool"),
-    [(1, True, "recompute"), (7, False, "swap"), (16, False, "swap-small"), (16, True, "swap-overlapping")],
+    [full(1, True, "recompute"), (7, False, "swap"), full(16, False, "swap-small"), (16, True, "swap-overlapping")],
 )
 def test_beams_under_pressure(folder, page_size, caching, pool):
     """The pool holds one beam of the longest prompt and little more: its siblings take turns."""

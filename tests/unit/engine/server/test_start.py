@@ -85,6 +85,7 @@ server.load(server.EngineConfig(device="cpu"))
     assert "max_model_len" in length and "4096" in length and "swap_space 9" in swap
 
 
+@pytest.mark.full
 def test_transformers_is_read_in_part_and_knows_the_rest_of_its_names_when_they_are_asked_for(tmp_path: Path) -> None:
     """At the start it stands for its submodules and the few names that serving needs, without reading all models.
 

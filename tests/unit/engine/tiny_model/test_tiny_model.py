@@ -123,6 +123,7 @@ def test_a_few_steps_of_a_very_small_model_learn_and_leave_a_folder_that_others_
 # What its README states is measured by counting real answers, and the shipped model gives them.
 
 
+@pytest.mark.full
 def test_the_shipped_model_finds_the_key_and_does_not_guess_it(tokenizer):
     model, filler, rng = shipped(), tokenizer.encode(HELD_OUT).ids, np.random.default_rng(9)
     for depth in (0.0, 0.5, 1.0):
@@ -144,6 +145,7 @@ def test_the_shipped_curve_is_that_of_the_training():
 # Outlier channels: the keys get them, and what the model says stays the same to the bit.
 
 
+@pytest.mark.full
 def test_the_command_changes_the_keys_of_a_folder_and_not_its_predictions(tmp_path, monkeypatch, capsys):
     ids = torch.arange(3, 99)[None]
     folder = Path(shutil.copytree(FOLDER, tmp_path / "model"))
