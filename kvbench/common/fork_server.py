@@ -27,6 +27,7 @@ import json
 import os
 import resource
 import runpy
+import signal
 import socket
 import struct
 import sys
@@ -227,6 +228,7 @@ class ForkServer:
                     importlib.import_module(module)
                 self._added_env = {k: v for k, v in os.environ.items() if self._start_env.get(k) != v}
                 gc.freeze()  # collections in children would copy the pages of all objects
+                close(os.pidfd_open(os.getpid()))  # OSError where the kernel has none
                 self._unfit = _threads_after_a_fork()
             except Exception as error:
                 self._unfit = f"{type(error).__name__}: {error}"
@@ -321,6 +323,7 @@ def _receive(connection: Socket) -> tuple[bytes, list[int]]:
 
 
 def _main(listener: str, reads_later: str, *modules: str) -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a kernel told to ignore it keeps no exit codes
     warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)  # see _KNOW_FORKS
     request = ForkServer(Socket(fileno=int(listener)), sys.stdin.fileno(), modules, reads_later.split(",")).serve()
     if request is None:

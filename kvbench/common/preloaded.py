@@ -56,19 +56,20 @@ class Preloaded:
         self._lock = threading.Lock()
         self._address: str | None = None
         self._owner = 0  # the process that started the server: a fork of it has none
-        self._unusable = False
+        self._hangs = self._told = False
         self._reads_later = ("KVBENCH_", *reads_later)
 
     def start(self, launch: LaunchRequest) -> Child | None:
         """Forks the child; None if it is to be started plainly."""
         is_ours = list(launch.command[:3]) == [sys.executable, "-m", self.module]
-        if not is_ours or not launch.own_session or not _forks():
+        if not is_ours or not launch.own_session or self._hangs or not _forks():
             return None
         with contextlib.ExitStack() as opened:
             try:
                 connection = opened.enter_context(self._connected())
                 child = _request(connection, self.module, launch)
             except (OSError, ValueError) as error:
+                self._hangs = isinstance(error, TimeoutError)
                 self._say_plain(str(error))
                 return None
             opened.pop_all()
@@ -107,8 +108,8 @@ class Preloaded:
         return self._address
 
     def _say_plain(self, why: str) -> None:
-        if not self._unusable:
-            self._unusable = True
+        if not self._told:
+            self._told = True
             _log.info("%s is started plainly: %s", self.module, why)
 
 
