@@ -134,7 +134,7 @@ class PageOfAnother(TeacherForced):
     """Once answers begin, the first page of row 0 is row 2's, as a wrong page table would have it, and the reverse."""
 
     def feed(self, tokens):
-        if len(tokens) > 1 and all(len(row) == 1 for row in tokens.values()):
+        if all(len(ids) == 1 for ids in tokens.values()):
             self._page_table[[0, 2], 0] = sorted(self._page_table[[0, 2], 0].tolist())
         return super().feed(tokens)
 

@@ -147,7 +147,7 @@ def test_a_percentile_of_few_requests_is_known_no_better_than_its_requests_tell(
         ratios = np.log(np.quantile(other, 0.95, axis=1) / np.quantile(base, 0.95, axis=1))
         return ratios, [[[np.array([x]) for x in row] for row in each] for each in (base, other)]
 
-    ratios, (base, other) = p95s(400, 150)
+    ratios, (base, other) = p95s(400, 300)
     exact = effect_between(1.099, 1.101)
     found = [for_other_requests(exact, *each, 0.95) for each in zip(base, other, strict=True)]
     claimed = np.median([math.log(each.high / each.ratio) for each in found]) / 1.96
