@@ -30,7 +30,7 @@ def sweep(request: SweepRequest) -> int:
     A cell is one engine configuration under one load. Each configuration is measured on a fresh server in every
     repeat, in random order, and its prefix cache is reset between loads. A load that other programs disturbed is
     measured again at the end, up to twice. --resume of a finished run measures its invalid loads again. Last, the
-    answers of the built-in engine's configurations are compared, in 10 to 15 s each (see `kvbench quality --help`).
+    answers of the built-in engine's configurations are compared, in about a minute (see `kvbench quality --help`).
 
     \b
     Examples:

@@ -27,6 +27,7 @@ import json
 import os
 import resource
 import runpy
+import signal
 import socket
 import struct
 import sys
@@ -37,7 +38,7 @@ from pathlib import Path
 from select import POLLIN, poll
 from typing import Any, NamedTuple
 
-from kvbench.common.child_setup import prepare_child
+from kvbench.common.child_setup import MARK, prepare_child, show_mark
 
 Socket = socket.socket  # as above
 MESSAGE_BYTES = 1 << 20
@@ -226,8 +227,8 @@ class ForkServer:
                 for module in self._modules:
                     importlib.import_module(module)
                 self._added_env = {k: v for k, v in os.environ.items() if self._start_env.get(k) != v}
-                gc.collect()
                 gc.freeze()  # collections in children would copy the pages of all objects
+                close(os.pidfd_open(os.getpid()))  # OSError where the kernel has none
                 self._unfit = _threads_after_a_fork()
             except Exception as error:
                 self._unfit = f"{type(error).__name__}: {error}"
@@ -255,6 +256,7 @@ class ForkServer:
             sys.path[0] = request.cwd
         os.environ.clear()
         os.environ.update({**self._added_env, **request.env})
+        show_mark(request.env.get(MARK, ""))
         _renew_streams(bool(request.env.get("PYTHONUNBUFFERED")))
         if "tempfile" in sys.modules:
             sys.modules["tempfile"].tempdir = None  # TMPDIR may be another
@@ -321,10 +323,12 @@ def _receive(connection: Socket) -> tuple[bytes, list[int]]:
 
 
 def _main(listener: str, reads_later: str, *modules: str) -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a kernel told to ignore it keeps no exit codes
     warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)  # see _KNOW_FORKS
     request = ForkServer(Socket(fileno=int(listener)), sys.stdin.fileno(), modules, reads_later.split(",")).serve()
-    if request is not None:
-        runpy.run_module(request.module, run_name="__main__", alter_sys=True)
+    if request is None:
+        os._exit(0)  # nothing is left to be taken apart
+    runpy.run_module(request.module, run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from typing import IO
 
 import psutil
 
+from kvbench.common.child_setup import MARK, NO_MARK
 from kvbench.common.fork_server import ForkRequest, circumstances
 from kvbench.common.processes import Child, LaunchRequest
 
@@ -55,18 +56,20 @@ class Preloaded:
         self._lock = threading.Lock()
         self._address: str | None = None
         self._owner = 0  # the process that started the server: a fork of it has none
-        self._unusable = False
+        self._hangs = self._told = False
         self._reads_later = ("KVBENCH_", *reads_later)
 
     def start(self, launch: LaunchRequest) -> Child | None:
         """Forks the child; None if it is to be started plainly."""
-        if list(launch.command[:3]) != [sys.executable, "-m", self.module] or not _forks():
+        is_ours = list(launch.command[:3]) == [sys.executable, "-m", self.module]
+        if not is_ours or not launch.own_session or self._hangs or not _forks():
             return None
         with contextlib.ExitStack() as opened:
             try:
                 connection = opened.enter_context(self._connected())
                 child = _request(connection, self.module, launch)
             except (OSError, ValueError) as error:
+                self._hangs = isinstance(error, TimeoutError)
                 self._say_plain(str(error))
                 return None
             opened.pop_all()
@@ -105,8 +108,8 @@ class Preloaded:
         return self._address
 
     def _say_plain(self, why: str) -> None:
-        if not self._unusable:
-            self._unusable = True
+        if not self._told:
+            self._told = True
             _log.info("%s is started plainly: %s", self.module, why)
 
 
@@ -127,6 +130,7 @@ def _start_server(address: str, reads_later: Sequence[str], imports: Sequence[st
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             pass_fds=(number,),
+            env={**os.environ, MARK: NO_MARK},  # a place for the children's own
             start_new_session=True,
         )
     atexit.register(_end_server, server, os.getpid())

@@ -29,9 +29,8 @@ from typing import IO, Protocol
 
 import psutil
 
-from kvbench.common.child_setup import prepare_child
+from kvbench.common.child_setup import MARK, prepare_child
 
-_MARK = "KVBENCH_LAUNCH"
 _KILLED_S = 2.0  # a killed process is gone as soon as the kernel has taken it apart
 _RELEASED = b"released"
 _KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)  # the latter is how a shell reports it
@@ -134,7 +133,7 @@ def launch(
     ``preloaded``: what forks the child instead, if it can (``kvbench.common.preloaded``).
     """
     mark = uuid.uuid4().hex
-    merged = {**os.environ, **(env or {}), _MARK: mark}
+    merged = {**os.environ, **(env or {}), MARK: mark}
     whole = {name: value for name, value in merged.items() if value is not None}
     asked = LaunchRequest(list(command), stdin, stdout, stderr, background, own_session, death_signal, whole, cwd, mark)
     return (preloaded and preloaded.start(asked)) or _start_plainly(asked)
@@ -210,7 +209,7 @@ def _runs(process: psutil.Process) -> bool:
 
 def _belongs(process: psutil.Process, pid: int, mark: str) -> bool:
     try:
-        return os.getsid(process.pid) == pid or process.environ().get(_MARK) == mark
+        return os.getsid(process.pid) == pid or process.environ().get(MARK) == mark
     except (psutil.Error, OSError):  # it has ended, or it is somebody else's
         return False
 

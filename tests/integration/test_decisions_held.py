@@ -14,13 +14,23 @@ import pytest
 from tests.support.decisions import STORED, decide, part_names
 
 HELD = json.loads(STORED.read_text())
+OF_RUNS = ("report", "limits")
+MAIN_RUNS = ("mixed-cpu", "mixed-cpu-quality", "llamacpp-cpu/llamacpp", "vllm-cpu/sweep")
+
+
+def in_rings():
+    """The parts; of each run's decisions those of four runs in the main ring."""
+    for part in part_names():
+        kind, name = part.split(": ")
+        rest = (kind in OF_RUNS and name.split()[0] not in MAIN_RUNS) or part == "pairs: gate/pairs"
+        yield pytest.param(part, marks=[pytest.mark.full] * rest)
 
 
 def test_no_part_is_left_out():
     assert part_names() == list(HELD)
 
 
-@pytest.mark.parametrize("part", part_names())
+@pytest.mark.parametrize("part", in_rings())
 def test_decisions_are_held(part, tmp_path):
     decided = json.loads(json.dumps(decide(part, tmp_path)))
     assert decided == HELD[part]

@@ -8,19 +8,25 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable, Iterator
+from importlib.metadata import EntryPoints, distributions
 from pathlib import Path
 
+import click
 import pytest
 import yaml
 
+from kvbench.cli.groups import PluginCommands, SectionedGroup
+from kvbench.common import plugins
+from kvbench.common.errors import UsageError
+from kvbench.metrics.definitions import Metric
 from kvbench.runs.read import read_run
 from tests.support.sweep_parts import ROOT, TINY
-from tests.support.synthetic_run import make_run
+from tests.support.synthetic_run import PAIR, make_run
 from tests.support.toy_engine import Scenario
 
 pytestmark = pytest.mark.timeout(600)
 PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
-STORED = ROOT / "results" / "reference" / "question-cpu"
 GROUPS = ("commands", "targets", "trace_formats", "metrics", "figures", "claims", "instruments")
 
 
@@ -88,12 +94,13 @@ def run(package, workload, tmp_path_factory) -> Path:
 def test_a_command_is_listed_and_runs(package, tmp_path):
     shown = kvbench(package, "--help")
     assert "Added by other packages" in shown.stdout and "fastest" in shown.stdout and not shown.stderr
-    stored = make_run(tmp_path / "stored", Scenario(repeats=2))
+    stored = make_run(tmp_path / "stored", Scenario(configs=PAIR, repeats=2))
     named = kvbench(package, "fastest", stored)
     speeds = {cell.cell_id: max(cell.throughput().values()) for cell in read_run(stored).cells}
     assert len(speeds) > 1 and named.stdout.strip() == max(speeds, key=speeds.__getitem__)
 
 
+@pytest.mark.full
 def test_an_engine_is_launched_and_its_metric_and_figure_are_reported(run):
     assert json.loads((run / "manifest.json").read_text())["backend"] == "my-engine"
     done = next(json.loads(path.read_text()) for path in run.glob("cells/*/loads/*/done.json"))
@@ -112,8 +119,8 @@ def test_a_trace_of_the_new_format_is_described(package, tmp_path):
     assert shown["format"] == "my-csv" and shown["requests"] == 2
 
 
-def test_a_claim_is_listed_and_judged(package, tmp_path):
-    assert "pages-waste-less" in kvbench(package, "claims", "--list").stdout
+@pytest.mark.full
+def test_a_claim_is_judged(package, tmp_path):
     judged = kvbench(package, "claims", "--only", "pages-waste-less", "--profile", "cpu", "--output-dir", tmp_path)
     assert judged.returncode == 0, judged.stdout + judged.stderr
     (stored,) = tmp_path.glob("claims/*/claims.json")
@@ -122,6 +129,7 @@ def test_a_claim_is_listed_and_judged(package, tmp_path):
     assert claim["rule"] == "Holds if pages waste fewer slots than reservations do."
 
 
+@pytest.mark.full
 def test_an_instrument_runs_the_loads_of_a_sweep(package, workload, run, tmp_path):
     words = ("sweep", workload, "--instrument", "replay", "--lockstep-minutes", "0", "--no-quality", "--no-calibration")
     replayed = kvbench(package, *words, "--output-dir", tmp_path, REPLAY=str(run))
@@ -136,57 +144,57 @@ def test_an_instrument_runs_the_loads_of_a_sweep(package, workload, run, tmp_pat
 
 BROKEN = {
     "broken = my_kv.missing:command": "cannot be imported (ModuleNotFoundError",
-    "broken = my_kv:__name__": "is a str",
+    "broken = kvbench.cli.load:__name__": "is a str",
     "broken = kvbench.cli.load:load": "calls itself 'load'",
 }
+PROBLEM = "'broken' of package my-kv cannot be used"
+
+
+@pytest.fixture
+def installed(monkeypatch) -> Iterator[Callable[..., None]]:
+    """Takes the packages in some folders for those that are installed."""
+
+    def install(*folders: Path) -> None:
+        found = distributions(path=list(map(str, folders)))
+        entries = EntryPoints(entry for package in found for entry in package.entry_points)
+        monkeypatch.setattr(plugins, "_installed", lambda: entries)
+        plugins.plugins.cache_clear()
+
+    yield install
+    plugins.plugins.cache_clear()
 
 
 @pytest.mark.parametrize("entry", BROKEN)
-def test_a_broken_command_is_refused_and_named_in_the_help_and_stops_no_other(tmp_path, entry):
+def test_a_broken_command_is_refused_and_named_in_the_help_and_stops_no_other(installed, tmp_path, capsys, entry):
     write_package(tmp_path, f"[kvbench.commands]\n{entry}\n", {})
-    used, shown, other = (kvbench(tmp_path, *words) for words in (["broken"], ["--help"], ["trace", "--help"]))
-    problem = "kvbench.commands 'broken' of package my-kv cannot be used: "
-    assert used.returncode == 2 and used.stderr.startswith(f"error: {problem}")
-    assert BROKEN[entry] in used.stderr and "fix or uninstall my-kv" in used.stderr
-    assert shown.returncode == 0 and "sweep" in shown.stdout and shown.stderr.startswith(f"note: {problem}")
-    assert "Traceback" not in used.stderr + shown.stderr and other.stderr == ""
+    installed(tmp_path)
+    group = SectionedGroup("kvbench", sections={}, commands=PluginCommands(plugins.plugins("commands")))
+    with click.Context(group) as ctx:
+        assert "sweep" in group.get_help(ctx)
+        assert capsys.readouterr().err.startswith(f"note: kvbench.commands {PROBLEM}: ")
+        with pytest.raises(UsageError, match="fix or uninstall my-kv") as refused:
+            group.get_command(ctx, "broken")
+    assert BROKEN[entry] in str(refused.value)
 
 
-def test_a_broken_metric_is_named_and_stops_no_report(tmp_path):
-    write_package(tmp_path, "[kvbench.metrics]\nbroken = my_kv.missing:metric\n", {})
-    shown = kvbench(tmp_path, "report", STORED, "--output-dir", tmp_path / "report")
-    assert shown.returncode == 0 and shown.stdout
-    assert "note: kvbench.metrics 'broken' of package my-kv cannot be used" in shown.stderr
+def test_a_broken_metric_is_named_and_left_out_and_a_broken_instrument_is_refused(installed, tmp_path, capsys):
+    groups = {f"kvbench.{group}": {"broken": "my_kv_gone.missing:it"} for group in ("metrics", "instruments")}
+    write_package(tmp_path, as_ini(groups), {})
+    installed(tmp_path)
+    plugins.add_plugins(metrics := {}, "metrics", Metric)
+    assert f"note: kvbench.metrics {PROBLEM}" in capsys.readouterr().err and not metrics
+    with pytest.raises(UsageError, match=rf"kvbench\.instruments {PROBLEM}"):
+        plugins.find_plugin("instruments", "broken", "--instrument")
+    with pytest.raises(UsageError, match="simulated"):
+        plugins.find_plugin("instruments", "simulatd", "--instrument")
 
 
-def test_a_broken_instrument_stops_the_sweep_that_names_it(tmp_path, workload):
-    write_package(tmp_path, "[kvbench.instruments]\nbroken = my_kv.missing:clock\n", {})
-    refused, other = (
-        kvbench(tmp_path, "sweep", workload, "--instrument", name, "--dry-run") for name in ("broken", "http")
-    )
-    assert refused.returncode == 2 and "kvbench.instruments 'broken' of package my-kv" in refused.stderr
-    assert other.returncode == 0 and "my-kv" not in other.stderr
-
-
-def test_a_name_belongs_to_kvbench_or_to_the_first_package(tmp_path):
+def test_a_name_belongs_to_kvbench_or_to_the_first_package(installed, tmp_path, capsys):
     write_package(tmp_path / "one", "[kvbench.commands]\nsweep = kvbench.cli.load:load\nmine = my_kv.one:mine\n", {})
     write_package(tmp_path / "two", "[kvbench.commands]\nmine = my_kv.two:mine\n", {}, "other-kv")
-    paths = Path(os.pathsep.join([str(tmp_path / "one"), str(tmp_path / "two")]))
-    shown = kvbench(paths, "sweep", "--help")
-    assert shown.returncode == 0 and "Run every cell of a workload" in shown.stdout
-    assert shown.stderr.splitlines() == [
-        "note: kvbench.commands 'sweep' of package my-kv cannot be used: the name is taken by kvbench; fix or "
-        "uninstall my-kv",
-        "note: kvbench.commands 'mine' of package other-kv cannot be used: the name is taken by my-kv; fix or "
-        "uninstall other-kv",
-    ]
-
-
-def test_an_unknown_instrument_is_refused_with_the_names_that_there_are(tmp_path, workload):
-    refused = kvbench(tmp_path, "sweep", workload, "--instrument", "simulatd", "--dry-run")
-    assert refused.returncode == 2 and "simulated" in refused.stderr
-
-
-def test_kvbench_finds_its_own_commands_without_being_installed(tmp_path):
-    shown = kvbench(tmp_path, "--version")
-    assert shown.returncode == 0 and "kvbench" in shown.stdout
+    installed(tmp_path / "one", tmp_path / "two")
+    found = plugins.plugins("commands")
+    assert found["sweep"].value == "kvbench.cli.sweep:sweep" and found["mine"].value == "my_kv.one:mine"
+    first, second = capsys.readouterr().err.splitlines()
+    assert "'sweep' of package my-kv cannot be used: the name is taken by kvbench" in first
+    assert "'mine' of package other-kv cannot be used: the name is taken by my-kv" in second

@@ -17,6 +17,7 @@ from kvbench.workload.file import load_workload
 from tests.support.sweep_parts import TINY
 
 
+@pytest.mark.full  # it compiles every kernel anew
 def test_head_is_built_and_its_engine_serves(tmp_path):
     try:
         commit = find_commit(REPOSITORY, "HEAD")

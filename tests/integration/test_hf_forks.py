@@ -1,24 +1,71 @@
-"""Forks against requests of their own and against Hugging Face: n > 1 and best_of, on roomy and on tiny pools."""
+"""Forks and beams against requests of their own and against Hugging Face, on roomy and on tiny pools."""
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
 
+from engine.engine import Engine
 from engine.sequence import Request, SamplingParams
-from tests.support.fork_cases import MAX_LEN, POOLS, PROMPTS, ROOMY, assert_pressed, engine_for, requests
-from tests.support.hf_parts import Run, model_folder, one_thread, oracle
+from tests.support.hf_parts import (
+    PREEMPTION,
+    VOCAB,
+    Run,
+    loaded,
+    make_engine,
+    model_folder,
+    one_thread,
+    oracle,
+    preempting,
+)
+
+full = partial(pytest.param, marks=pytest.mark.full)
+MAX_LEN = 64
+ROOMY, TIGHT = 1024, 96  # slots; the tight pool holds one longest sequence and half of another
+# pool and preemption: name -> (slots, settings)
+POOLS = {"roomy": (ROOMY, {})} | {how: (TIGHT, preempting(how, 16)) for how in PREEMPTION}
+POOLS["swap-overlapping"] = (TIGHT, {**preempting("swap", 16), "async_scheduling": True})
+
+
+def _prompts() -> dict[str, tuple[int, ...]]:
+    """By name; their lengths are 0, 1 and page size - 1 beyond whole pages of 7 and of 16."""
+    rng = random.Random(5)
+    base = tuple(rng.randrange(2, VOCAB) for _ in range(35))
+    return {str(n): base[:n] for n in (13, 14, 15, 16, 17, 32)} | {"other": base[20:]}
+
+
+PROMPTS = _prompts()
+
+
+def engine_for(folder: str, slots: int, **settings) -> Engine:
+    sizes = {"max_model_len": MAX_LEN, "max_num_seqs": 16, "max_num_batched_tokens": 24}
+    return make_engine(loaded(folder), folder, slots=slots, **{**sizes, **settings})
+
+
+def requests(params: SamplingParams, names=tuple(PROMPTS), **rest) -> list[Request]:
+    return [Request(name, PROMPTS[name], params, **rest) for name in names]
+
+
+def assert_pressed(engine: Engine, pool: str) -> None:
+    """That the pool did to the run what it was made for."""
+    stats = engine.stats()
+    assert (stats.num_preemptions > 0) == (pool != "roomy")
+    assert (stats.counters.swapped_out_slots > 0) == pool.startswith("swap")
+    if pool != "swap-small":  # siblings may drive each other out of the host as well
+        assert (stats.counters.swapped_in_slots > 0) == pool.startswith("swap")
+    assert (stats.counters.swap_lost_slots > 0) == (pool == "swap-small")
+    if pool == "recompute" and not engine.config.enable_prefix_caching:  # else the cache may have kept all of it
+        assert stats.recomputed_tokens > 0
+
 
 OUTPUT_TOKENS = 20
 SAMPLED = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=4.0, top_p=0.95, ignore_eos=True)
-PRESSED = pytest.mark.parametrize(
-    ("page_size", "pool"),
-    [(7, "roomy"), (1, "recompute"), (7, "swap"), (16, "swap-small"), (16, "swap-overlapping")],
-)
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +91,11 @@ def separate(folder: str, params: SamplingParams, n: int) -> dict[str, list[list
     return {name: [tokens[f"{name}/{i}"] for i in range(n)] for name in PROMPTS}
 
 
-@PRESSED
-@pytest.mark.parametrize("caching", [False, True], ids=["plain", "cached"])
+@pytest.mark.parametrize(
+    ("page_size", "caching", "pool"),
+    [full(7, False, "roomy"), (1, True, "recompute"), full(7, False, "recompute"), full(7, True, "swap"),
+     (7, False, "swap-small"), (16, True, "swap-overlapping")],
+)  # fmt: skip
 def test_sampled_siblings_are_requests_with_the_next_seeds(folder, page_size, caching, pool):
     """They differ from each other, so a sibling that read another's page would say something else."""
     slots, settings = POOLS[pool]
@@ -62,14 +112,8 @@ def test_sampled_siblings_are_requests_with_the_next_seeds(folder, page_size, ca
 @pytest.mark.parametrize(("reservation", "preemption"), [("max", "swap"), ("oracle", "recompute")])
 def test_siblings_in_the_contiguous_layout(folder, reservation, preemption):
     """A fork copies everything or waits for a reservation; a more urgent request drives siblings out."""
-    engine = engine_for(
-        folder,
-        3 * MAX_LEN,
-        layout="contiguous",
-        reservation=reservation,
-        scheduling_policy="priority",
-        **POOLS[preemption][1],
-    )
+    settings = {"layout": "contiguous", "reservation": reservation, "scheduling_policy": "priority"}
+    engine = engine_for(folder, 3 * MAX_LEN, **settings, **POOLS[preemption][1])
     params = replace(SAMPLED, seed=40)
     names = list(PROMPTS)
     urgent = requests(replace(params, n=3), names=names[4:])
@@ -89,7 +133,9 @@ def mean_logprob(folder: str, prompt: tuple[int, ...], output: list[int]) -> flo
     return float(chosen.mean())
 
 
-@PRESSED
+@pytest.mark.parametrize(
+    ("page_size", "pool"), [full(1, "recompute"), (16, "swap-small"), full(7, "swap-overlapping")]
+)
 def test_best_of_returns_the_most_probable(folder, page_size, pool):
     """The candidates as requests of their own, ranked by the mean log probability that Hugging Face's model gives."""
     slots, settings = POOLS[pool]
@@ -102,16 +148,83 @@ def test_best_of_returns_the_most_probable(folder, page_size, pool):
     assert_pressed(engine, pool)
 
 
-def test_best_of_compares_means_where_eos_ends_some_early(folder):
-    """Sums would favour the short ones."""
-    engine = engine_for(folder, ROOMY)
-    params = replace(SAMPLED, seed=3, ignore_eos=False, stop_token_ids=tuple(range(2, 30)))
-    run = Run(engine, requests(replace(params, n=4, best_of=8)))
-    by_sum = by_mean = 0
-    for name, candidates in separate(folder, params, 8).items():
-        means = {tuple(tokens): mean_logprob(folder, PROMPTS[name], tokens) for tokens in candidates}
-        ranked = sorted(candidates, key=lambda tokens: -means[tuple(tokens)])
-        assert run.family(name) == ranked[:4]
-        by_mean += 1
-        by_sum += ranked[:4] == sorted(candidates, key=lambda tokens: -means[tuple(tokens)] * len(tokens))[:4]
-    assert by_sum < by_mean, "the two ways of ranking never differ here: take another seed"
+# beams
+
+
+def beams_of_generate(
+    folder: str, prompt: tuple[int, ...], params: SamplingParams, eos: tuple[int, ...]
+) -> list[list[int]]:
+    ids = torch.tensor([prompt])
+    settings = {
+        "num_beams": params.beam_width, "num_return_sequences": params.n, "do_sample": False,
+        "max_new_tokens": params.max_tokens, "eos_token_id": list(eos) or None, "pad_token_id": 0,
+        "length_penalty": params.length_penalty, "early_stopping": params.early_stopping,
+    }  # fmt: skip
+    rows = oracle(folder).generate(ids, attention_mask=torch.ones_like(ids), **settings)
+    tokens = [row[len(prompt) :] for row in rows.tolist()]
+    ends = [next((i + 1 for i, token in enumerate(row) if token in eos), len(row)) for row in tokens]
+    return [row[:end] for row, end in zip(tokens, ends, strict=True)]
+
+
+def beam_params(width: int, n: int, stops: tuple[int, ...] = (), **settings) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=12, temperature=0.0, n=n, beam_width=width, ignore_eos=True, stop_token_ids=stops, **settings
+    )
+
+
+@cache
+def common_tokens(folder: str) -> tuple[int, ...]:
+    """Tokens that endless beam searches meet, as first ones and later: as EOS they end some beams and not others."""
+    endless = beam_params(4, 4)
+    beams = [beam for prompt in PROMPTS.values() for beam in beams_of_generate(folder, prompt, endless, ())]
+    first = Counter(beam[0] for beam in beams).most_common(2)
+    later = Counter(token for beam in beams for token in beam[2:]).most_common(3)
+    return tuple({token for token, _ in first + later})
+
+
+@cache
+def expected_beams(folder: str, params: SamplingParams) -> dict[str, list[list[int]]]:
+    return {name: beams_of_generate(folder, prompt, params, params.stop_token_ids) for name, prompt in PROMPTS.items()}
+
+
+def assert_beams(run: Run, folder: str, params: SamplingParams) -> None:
+    assert {name: run.family(name) for name in PROMPTS} == expected_beams(folder, params)
+    for answer in run.answers.values():
+        assert answer.reason == ("stop" if answer.tokens[-1] in params.stop_token_ids else "length")
+
+
+@pytest.mark.parametrize(
+    ("width", "length_penalty", "early_stopping"),
+    [(3, 1.0, False), (4, -1.0, "never"), full(8, 0.0, True)],
+)
+def test_beams_equal_generate(folder, width, length_penalty, early_stopping):
+    """All prompts at once against each alone, half of the searches with EOS."""
+    stops = common_tokens(folder) if width % 2 == 0 else ()
+    params = beam_params(width, max(1, width // 2), stops, length_penalty=length_penalty, early_stopping=early_stopping)
+    run = Run(engine_for(folder, ROOMY, page_size=7), requests(params))
+    assert_beams(run, folder, params)
+    assert any(answer.reason == "stop" for answer in run.answers.values()) == bool(stops)
+
+
+@pytest.mark.parametrize(
+    ("page_size", "caching", "pool"),
+    [full(1, True, "recompute"), (7, False, "swap"), full(16, False, "swap-small"), (16, True, "swap-overlapping")],
+)
+def test_beams_under_pressure(folder, page_size, caching, pool):
+    """The pool holds one beam of the longest prompt and little more: its siblings take turns."""
+    settings = {"max_model_len": 48, "page_size": page_size, "enable_prefix_caching": caching}
+    engine = engine_for(folder, 56, **settings, **POOLS[pool][1])
+    params = beam_params(4, 4, common_tokens(folder))
+    run = Run(engine, requests(params))
+    assert_beams(run, folder, params)
+    assert engine.stats().forks > 0
+    assert_pressed(engine, pool)
+
+
+@pytest.mark.parametrize(("slots", "preemption"), [(MAX_LEN, "swap"), (3 * MAX_LEN, "recompute")])
+def test_beams_in_the_contiguous_layout(folder, slots, preemption):
+    """With room for a single reservation the beams of a request take turns."""
+    engine = engine_for(folder, slots, layout="contiguous", **POOLS[preemption][1])
+    params = beam_params(3, 3, common_tokens(folder))
+    assert_beams(Run(engine, requests(params)), folder, params)
+    assert_pressed(engine, preemption)

@@ -25,6 +25,7 @@ from tests.integration.test_kvbench_tiny import FOLDER, OUTPUT_TOKENS, PROMPTS
 from tests.support.hf_parts import greedy_outputs, one_thread, oracle
 from tests.support.loads import free_port
 
+pytestmark = pytest.mark.full
 TEXTS = (*PROMPTS, "naïve 中文 🙂\n\t end ", "I've 12345 WE'LL  x\r\n\n  y", "def f(x):\n    return x[10]")
 NAMES = [str(number) for number in range(len(PROMPTS))]
 

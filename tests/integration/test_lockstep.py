@@ -23,6 +23,7 @@ from kvbench.lockstep.process import LOCKSTEP_COMMAND, EngineProcess, open_all
 from kvbench.lockstep.turns import TurnTaker, take_turns
 from kvbench.workload.file import load_workload
 from kvbench.workload.load_section import LoadConfig, load_point
+from tests.support.fake_lockstep import FakeProcess, fake_clock
 from tests.support.sweep_parts import ROOT
 
 TINY = {
@@ -51,101 +52,79 @@ def workload_file(tmp_path):
     return path
 
 
-def alone(settings, requests):
+SHARING = LOAD | {
+    "temperature": 1.0, "concurrency": [1],
+    "prompts": {"kind": "synthetic", "classes": [
+        {"name": "samples", "share": 0.5, "prompt_tokens": 40, "output_tokens": 12, "n": 3},
+        {"name": "beams", "share": 0.5, "prompt_tokens": 20, "output_tokens": 8, "n": 2, "beam_width": 3},
+    ]},
+}  # fmt: skip
+ENGINES = {
+    "base": {},
+    "contiguous": {"layout": "contiguous", "page_size": 16},
+    "int8": {"kv_cache_dtype": "int8_per_token_head"},
+    "prefix": {"enable_prefix_caching": True, "page_size": 8},
+}
+
+
+def alone(settings, requests, temperature):
     """What an engine that runs by itself generates, one request at a time."""
     engine, tokens = build_engine(EngineConfig.from_mapping(settings)), []
     for spec in requests:
-        params = SamplingParams(max_tokens=spec.max_tokens, temperature=0.0, ignore_eos=True)
-        engine.add_request(Request("r", spec.prompt_token_ids, params))
-        found = []
+        params = SamplingParams(spec.max_tokens, temperature, ignore_eos=True, n=spec.n, beam_width=spec.beam_width)
+        engine.add_request(Request(str(spec.index), spec.prompt_token_ids, params))
+        found = {index: [] for index in range(spec.n)}
         while engine.has_work():
-            found += [token for output in engine.step() for token in output.token_ids]
-        tokens.append(found)
+            for output in engine.step():
+                found[output.index] += output.token_ids
+        assert spec.cls != "samples" or len(set(map(tuple, found.values()))) == 3
+        tokens.append([token for index in range(spec.n) for token in found[index]])
     return tokens
 
 
-def test_engines_that_share_weights_and_take_turns_generate_what_each_generates_alone(workload_file, tmp_path):
+@pytest.mark.parametrize(("section", "names"), [(LOAD, list(ENGINES)), (SHARING, ["base", "contiguous"])])
+def test_engines_that_share_weights_and_take_turns_generate_what_each_generates_alone(
+    workload_file, tmp_path, section, names
+):
     workload = load_workload(workload_file, profile="cpu")
-    base = dict(workload.engine)
-    others = {
-        "base": {},
-        "contiguous": {"layout": "contiguous", "page_size": 16},
-        "int8": {"kv_cache_dtype": "int8_per_token_head"},
-        "prefix": {"enable_prefix_caching": True, "page_size": 8},
-    }
-    settings = {name: {**base, **more} for name, more in others.items()}
-    point = load_point("closed", concurrency=3, rate=None, num_requests=6)
-    requests = loads.requests_of(workload.load, point, vocab_size=300, max_model_len=128, seed=0, repeat=1)
-    with EngineProcess(LOCKSTEP_COMMAND, tmp_path / "log") as process:
-        process.greet()
-        open_all([(process, name, each) for name, each in settings.items()])
-        seats = [TurnTaker(process, name) for name in settings]
-        before = [loads.begin(seat, workload.load, point, requests, math.inf) for seat in seats]
-        take_turns(seats, random.Random(3), 2, math.inf)
-        done, tables = {}, {}
-        for seat, metrics in zip(seats, before, strict=True):
-            out = tmp_path / seat.name
-            out.mkdir()
-            done[seat.name] = loads.store(out, [loads.Repetition.of(seat)], workload.load, point, requests, metrics)
-            tables[seat.name] = pd.read_parquet(out / "requests.parquet")
-            assert done[seat.name].valid, done[seat.name].invalid_reasons
-    wanted = sum(spec.max_tokens for spec in requests)
-    for name, table in tables.items():
-        assert [list(ids) for ids in table["output_token_ids"]] == alone(settings[name], requests), name
-        metrics = done[name].metrics
-        assert metrics.total_output_tokens == wanted and metrics.completed == 6
-        # the definition, from the file of the steps
-        steps = pd.read_parquet(tmp_path / name / "steps.parquet")
-        assert metrics.duration_s == pytest.approx(steps["seconds"].sum())
-        assert metrics.output_throughput == pytest.approx(wanted / steps["seconds"].sum())
-        assert steps["output_tokens"].sum() == wanted
-    assert tables["prefix"]["cached_tokens"].sum() > 0 == tables["base"]["cached_tokens"].sum()
-
-
-SHARING = [
-    {"name": "samples", "share": 0.5, "prompt_tokens": 40, "output_tokens": 12, "n": 3},
-    {"name": "beams", "share": 0.5, "prompt_tokens": 20, "output_tokens": 8, "n": 2, "beam_width": 3},
-]
-
-
-def test_requests_of_several_sequences_are_what_each_engine_generates_alone(workload_file, tmp_path):
-    workload = load_workload(workload_file, profile="cpu")
-    load = LoadConfig.model_validate(
-        LOAD | {"temperature": 1.0, "concurrency": [1], "prompts": {"kind": "synthetic", "classes": SHARING}}
-    )
-    point = load_point("closed", concurrency=1, rate=None, num_requests=6)
-    settings = {"paged": dict(workload.engine), "contiguous": {**workload.engine, "layout": "contiguous"}}
+    load = LoadConfig.model_validate(section)
+    settings = {name: {**workload.engine, **ENGINES[name]} for name in names}
+    point = load_point("closed", concurrency=section["concurrency"][0], rate=None, num_requests=6)
     requests = loads.requests_of(load, point, vocab_size=300, max_model_len=128, seed=0, repeat=1)
-    saved = {}
     with EngineProcess(LOCKSTEP_COMMAND, tmp_path / "log") as process:
         process.greet()
         open_all([(process, name, each) for name, each in settings.items()])
         seats = [TurnTaker(process, name) for name in settings]
         before = [loads.begin(seat, load, point, requests, math.inf) for seat in seats]
         take_turns(seats, random.Random(3), 2, math.inf)
+        results = {}
         for seat, metrics in zip(seats, before, strict=True):
-            (out := tmp_path / seat.name).mkdir()
-            done = loads.store(out, [loads.Repetition.of(seat)], load, point, requests, metrics)
-            assert done.valid, done.invalid_reasons
-            assert done.metrics.total_output_tokens == seat.output_tokens == 3 * 3 * 12 + 3 * 2 * 8
-            assert done.metrics.per_class["samples"].tpot_ms.n == 9
-            assert done.metrics.per_class["beams"].itl_ms.n == 0
-            table = pd.read_parquet(out / "requests.parquet")
-            engine = build_engine(EngineConfig.from_mapping(settings[seat.name]))
-            for spec, ids in zip(requests, table["output_token_ids"], strict=True):
-                params = SamplingParams(spec.max_tokens, 1.0, ignore_eos=True, n=spec.n, beam_width=spec.beam_width)
-                engine.add_request(Request(str(spec.index), spec.prompt_token_ids, params))
-                found = {index: [] for index in range(spec.n)}
-                while engine.has_work():
-                    for output in engine.step():
-                        found[output.index] += output.token_ids
-                assert list(ids) == [token for index in range(spec.n) for token in found[index]], spec.cls
-                assert spec.cls == "beams" or len({tuple(each) for each in found.values()}) == 3
-            counters = json.loads((out / "counters.json").read_text())
-            logical, owned = (counters[f"kv_page_steps_total_{kind}"] for kind in ("logical", "physical"))
-            saved[seat.name] = 1 - owned / logical
+            (tmp_path / seat.name).mkdir()
+            repetition = loads.Repetition.of(seat)
+            results[seat.name] = loads.store(tmp_path / seat.name, [repetition], load, point, requests, metrics)
+    wanted, tables, saved = sum(spec.max_tokens * spec.n for spec in requests), {}, {}
+    for name, result in results.items():
+        assert result.valid, result.invalid_reasons
+        tables[name] = pd.read_parquet(tmp_path / name / "requests.parquet")
+        generated = [list(ids) for ids in tables[name]["output_token_ids"]]
+        assert generated == alone(settings[name], requests, load.temperature), name
+        metrics = result.metrics
+        assert metrics.total_output_tokens == wanted and metrics.completed == 6
+        # the definition, from the file of the steps
+        steps = pd.read_parquet(tmp_path / name / "steps.parquet")
+        assert metrics.duration_s == pytest.approx(steps["seconds"].sum())
+        assert metrics.output_throughput == pytest.approx(wanted / steps["seconds"].sum())
+        assert steps["output_tokens"].sum() == wanted
+        counters = json.loads((tmp_path / name / "counters.json").read_text())
+        logical, owned = (counters[f"kv_page_steps_total_{kind}"] for kind in ("logical", "physical"))
+        saved[name] = 1 - owned / logical
+        if section is SHARING:
+            assert metrics.per_class["samples"].tpot_ms.n == 9 and metrics.per_class["beams"].itl_ms.n == 0
             assert counters["copied_pages_total"] > 0 and counters["forks_total"] >= 3 * 2
-    assert saved["contiguous"] == 0 < 0.3 < saved["paged"] < 0.7
+    if section is SHARING:
+        assert saved["contiguous"] == 0 < 0.3 < saved["base"] < 0.7
+    else:
+        assert tables["prefix"]["cached_tokens"].sum() > 0 == tables["base"]["cached_tokens"].sum()
 
 
 @pytest.fixture
@@ -169,6 +148,7 @@ def compare(workload_file, tmp_path, monkeypatch, capfd):
     return run
 
 
+@pytest.mark.full
 def test_a_pair_of_the_real_engine_is_measured_in_engine_time(compare, tmp_path):
     _, manifest, verdict, said = compare("max_num_seqs=4", "max_num_seqs=1")
     assert manifest["method"] == "lockstep", said.out + said.err
@@ -186,8 +166,8 @@ def test_a_pair_of_the_real_engine_is_measured_in_engine_time(compare, tmp_path)
 @pytest.fixture
 def scripted(compare, monkeypatch):
     """The same with engines whose steps take chosen times; without the served check, whose servers take real ones."""
-    command = (sys.executable, "-m", "tests.support.fake_lockstep")
-    monkeypatch.setattr(lockstep_pairs, "LOCKSTEP_COMMAND", command)
+    monkeypatch.setattr(lockstep_pairs, "EngineProcess", FakeProcess)
+    fake_clock(monkeypatch)
     monkeypatch.setattr(lockstep_pairs, "_LEAST_S", 3.0)
     monkeypatch.setattr(ServedCheck, "run", lambda check, workloads: None)
     return compare
@@ -203,7 +183,7 @@ def test_a_slower_engine_fails_and_an_equal_one_passes(scripted):
 
 def test_an_unchanged_engine_passes_and_both_sides_of_a_pair_stay_on_the_same_cores(scripted, monkeypatch):
     cores = []
-    monkeypatch.setattr(EngineProcess, "stay_on", lambda process, on: cores.append(tuple(on)))
+    monkeypatch.setattr(FakeProcess, "stay_on", lambda process, on: cores.append(tuple(on)))
     code, _, verdict, said = scripted("page_size=16", "page_size=16", "--order-seed", "1")  # draws both of two cores
     assert (code, verdict["outcome"]) == (0, "pass"), said.out + said.err
     if len(os.sched_getaffinity(0)) > 1:
@@ -217,6 +197,11 @@ def test_an_engine_that_dies_is_the_fault_of_its_side(scripted):
     assert all(each["faults"]["candidate"] and not each["reasons"]["base"] for each in manifest["voids"])
 
 
+def test_settings_that_the_engine_refuses_are_a_usage_error(scripted):
+    code, _, _, said = scripted("page_size=16", "page_size=64")
+    assert code == 2 and "page_size cannot be 64" in said.err
+
+
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
@@ -228,8 +213,3 @@ def test_an_engine_that_dies_is_the_fault_of_its_side(scripted):
 def test_what_cannot_be_stepped_is_refused_when_lockstep_is_asked_for(compare, words, reason):
     code, _, _, said = compare(*words, "--method", "lockstep")
     assert code == 2 and reason in said.err
-
-
-def test_settings_that_the_engine_refuses_are_a_usage_error(scripted):
-    code, _, _, said = scripted("page_size=16", "page_size=64")
-    assert code == 2 and "page_size cannot be 64" in said.err

@@ -10,9 +10,9 @@ the tokens that are decided by more than such a code can move (``TIE``).
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -104,11 +104,22 @@ def assert_everything_met(engine: Engine, preemption: str) -> None:
     assert (stats.recomputed_tokens > 0) == (preemption != "swap")
 
 
+full = partial(pytest.param, marks=pytest.mark.full)
 STRICT = [*((7, how) for how in PREEMPTION), (16, "recompute"), (5, "swap-small")]
+INT8, MAIN = "int8_per_token_head", [
+    ("int8_per_token_head", 7, "swap-small"), ("fp8_e4m3", 7, "recompute"), ("int4_per_token_head", 16, "recompute"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("page_size", "preemption"), STRICT)
-@pytest.mark.parametrize("kv_format", KV_FORMATS)
+def ring(settings: Iterable[tuple]) -> list:
+    """In the main ring those of INT8, which has all that the other formats have."""
+    return [one if one[0] == INT8 else full(*one) for one in settings]
+
+
+@pytest.mark.parametrize(
+    ("kv_format", "page_size", "preemption"),
+    [one if one in MAIN else full(*one) for one in ((name, *how) for name in KV_FORMATS for how in STRICT)],
+)
 def test_quantised_cached_preempted_on_a_full_pool(folder, kv_format, page_size, preemption):
     """Each alone was fine elsewhere and together they corrupted the KV: int8 x prefix caching x full pool
     (vllm#50702); and damage that depended on prompt length mod page size (vllm#50749). The same prompts come twice,
@@ -120,7 +131,7 @@ def test_quantised_cached_preempted_on_a_full_pool(folder, kv_format, page_size,
     assert_everything_met(engine, preemption)
 
 
-@pytest.mark.parametrize(("kv_format", "preemption"), zip(KV_FORMATS, ["recompute", "swap"] * 2, strict=True))
+@pytest.mark.parametrize(("kv_format", "preemption"), ring(zip(KV_FORMATS, ["recompute", "swap"] * 2, strict=True)))
 def test_quantised_forks_on_a_full_pool(folder, kv_format, preemption):
     """A copy on write copies codes and scales: each sibling is what a request of its own with seed + i is."""
     engine = tight_engine(folder, kv_format, 7, preemption)
@@ -133,19 +144,12 @@ def test_quantised_forks_on_a_full_pool(folder, kv_format, preemption):
     assert (engine.stats().counters.swapped_in_slots > 0) == (preemption == "swap")
 
 
-@pytest.mark.parametrize(("kv_format", "preemption"), zip(KV_FORMATS, (*PREEMPTION, "swap"), strict=True))
+@pytest.mark.parametrize(("kv_format", "preemption"), ring(zip(KV_FORMATS, (*PREEMPTION, "swap"), strict=True)))
 def test_quantised_in_the_contiguous_layout(folder, kv_format, preemption):
     """Whole reservations go out and come back, driven out by more urgent requests."""
-    engine = engine_for(
-        in_float64(folder),
-        folder,
-        kv_format,
-        slots=2 * MAX_LEN,
-        layout="contiguous",
-        reservation="oracle",
-        scheduling_policy="priority",
-        **preempting(preemption, 40),
-    )
+    settings = {"layout": "contiguous", "reservation": "oracle", "scheduling_policy": "priority"}
+    settings |= {"slots": 2 * MAX_LEN, **preempting(preemption, 40)}
+    engine = engine_for(in_float64(folder), folder, kv_format, **settings)
     names = list(PROMPTS)
     run = Run(engine, requests(names=names[:4], priority=1), later={12: requests(names=names[4:])})
     assert run.tokens() == undisturbed(folder, kv_format)
@@ -180,20 +184,15 @@ def undisturbed_float32(folder: str, kv_format: str) -> dict[str, list[int]]:
     return decided
 
 
-@pytest.mark.parametrize(("page_size", "preemption"), [(7, "swap-small"), (16, "recompute")])
-@pytest.mark.parametrize("kv_format", KV_FORMATS)
+@pytest.mark.parametrize(
+    ("kv_format", "page_size", "preemption"),
+    [*ring((name, 7, "swap-small") for name in KV_FORMATS), *(full(name, 16, "recompute") for name in KV_FORMATS)],
+)
 def test_the_float32_kernels_under_the_same_pressure(folder, kv_format, page_size, preemption):
     """vllm#50702 and vllm#50749 once more, through the CPU kernels and float32 models that are really served."""
     decided = undisturbed_float32(folder, kv_format)
-    engine = engine_for(
-        loaded(folder),
-        folder,
-        kv_format,
-        slots=TIGHT,
-        page_size=page_size,
-        enable_prefix_caching=True,
-        **preempting(preemption, 32),
-    )
+    settings = {"slots": TIGHT, "page_size": page_size, "enable_prefix_caching": True, **preempting(preemption, 32)}
+    engine = engine_for(loaded(folder), folder, kv_format, **settings)
     assert engine.executor.host.backend.name == "numba"
     for order in (requests(), requests()[::-1]):
         tokens = Run(engine, order).tokens()
@@ -201,7 +200,7 @@ def test_the_float32_kernels_under_the_same_pressure(folder, kv_format, page_siz
     assert_everything_met(engine, preemption)
 
 
-@pytest.mark.parametrize("kv_format", KV_FORMATS)
+@pytest.mark.parametrize("kv_format", [INT8, *map(full, sorted(set(KV_FORMATS) - {INT8}))])
 def test_the_format_is_really_in_use(folder, kv_format):
     """Else all of the above would hold and prove nothing."""
     plain = undisturbed(folder, "auto")

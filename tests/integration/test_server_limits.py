@@ -17,9 +17,13 @@ from typing import Any
 
 import pytest
 
+from engine.config import EngineConfig
+from engine.model.spec import ModelInfo
 from engine.server.app import MAX_BODY_BYTES, body_limit
-from engine.server.tokenizer import ServerTokenizer
-from tests.support.fake_engine import branching, fake_engine, saying
+from engine.server.chat import RESERVED_OPTIONS
+from engine.server.errors import APIError
+from engine.server.tokenizer import ServerTokenizer, load_tokenizer
+from tests.support.fake_engine import branching, fake_engine
 from tests.support.http_server import RunningServer, running_server, shipped_tokenizer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -34,6 +38,13 @@ def server() -> Iterator[RunningServer]:
         yield running
 
 
+def test_the_longest_text_that_may_pass_is_all_tokens_of_the_longest_kind() -> None:
+    tokenizer = load_tokenizer(EngineConfig(max_model_len=256), ModelInfo("m", 8192, 1024, (0,), None))
+    assert tokenizer.max_characters == 256 * max(map(len, tokenizer.backend.get_vocab(with_added_tokens=True)))
+    with pytest.raises(APIError, match=f"has {tokenizer.max_characters + 1} characters"):
+        tokenizer.encode("a" * (tokenizer.max_characters + 1))
+
+
 def padded(size: int) -> bytes:
     return b'{"prompt": [5], "max_tokens": 1}'.ljust(size)
 
@@ -42,7 +53,6 @@ def padded(size: int) -> bytes:
     ("path", "at", "beyond", "status"),
     [
         (COMPLETIONS, {"prompt": [5] * 1000, "max_tokens": 24}, {"prompt": [5] * 1000, "max_tokens": 25}, 400),
-        (COMPLETIONS, {"prompt": [5] * 1023}, {"prompt": [5] * 1024}, 400),
         (COMPLETIONS, {"prompt": [8191]}, {"prompt": [8192]}, 400),
         (COMPLETIONS, {"prompt": [5], "n": 64}, {"prompt": [5], "n": 65}, 422),
         (COMPLETIONS, {"prompt": [[5]] * 1024}, {"prompt": [[5]] * 1025}, 422),
@@ -68,16 +78,12 @@ def test_what_is_at_a_limit_is_served_and_what_is_beyond_is_refused(server, path
     [
         (COMPLETIONS, {"prompt": [LONG], "n": 65}, "too_many_sequences"),
         (COMPLETIONS, {"prompt": [LONG] * 1025}, "too_many_choices"),
-        (CHAT, {"messages": [{"role": "user", "content": LONG}], "n": 65}, "too_many_sequences"),
         (COMPLETIONS, b'{"prompt":[' + b'"a",' * 500_000 + b'"a"]}', "too_many"),
-        (COMPLETIONS, b'{"prompt":[' + b"[5]," * 500_000 + b"[5]]}", "too_many"),
         (CHAT, b'{"messages":[' + b'{"role":"user"},' * 100_000 + b'{"role":"user"}]}', "too_many"),
-        (CHAT, b'{"messages":[' + b"{}," * 500_000 + b"{}]}", "missing_field"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "text"}] * 20_000}]}, "too_many"),
         ("/tokenize", {"messages": [{"role": "user"}] * 20_000}, "too_many"),
         ("/detokenize", b'{"tokens":[' + b'"",' * 500_000 + b"5]}", "invalid_value"),
-        (CHAT, {"messages": [{"role": "user"}], "chat_template_kwargs": {"self": 1}}, None),
-        (CHAT, {"messages": [{"role": "user"}], "chat_template_kwargs": {"tools": 5}}, None),
+        *((CHAT, {"messages": [{"role": "user"}], "chat_template_kwargs": {n: 5}}, None) for n in RESERVED_OPTIONS),
     ],
     ids=itertools.count(),
 )
@@ -91,7 +97,6 @@ def test_counts_and_names_are_checked_before_anything_is_encoded(server, path, b
     ("path", "body"),
     [
         (COMPLETIONS, {"prompt": ["a" * 100] * 300}),
-        (COMPLETIONS, {"prompt": "a" * 30_000}),
         (CHAT, {"messages": [{"role": "user", "content": "a"}] * 300}),
         ("/tokenize", {"prompt": "a" * 30_000}),
     ],
@@ -122,15 +127,6 @@ def test_a_prompt_s_cached_tokens_count_once_however_many_choices(server: Runnin
         assert (usage["prompt_tokens"], usage["completion_tokens"]) == (90, 2 * 4 * 3)
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_that_is_cut_within_a_character_ends_with_its_replacement(stream: bool) -> None:
-    crab = shipped_tokenizer().encode("\U0001f980")
-    with running_server(fake_engine(saying(*crab))) as server:
-        for path, prompt in ((COMPLETIONS, {"prompt": [5], "n": 2}), (CHAT, {"messages": [{"role": "user"}], "n": 2})):
-            reply = server.post(path, {**prompt, "max_tokens": len(crab) - 1, "stream": stream})
-            assert re.findall(r"\\ufffd|\ufffd", reply.body.decode()) == ["\\ufffd" if stream else "\ufffd"] * 2
-
-
 # Connections.
 
 
@@ -142,11 +138,11 @@ def raw_request(server: RunningServer, body: dict[str, Any], version: str, times
     return sock
 
 
-@pytest.mark.parametrize(("version", "half_closed"), [("1.0", False), ("1.1", False), ("1.1", True)])
+@pytest.mark.parametrize(("version", "half_closed"), [("1.0", False), ("1.1", True)])
 @pytest.mark.parametrize("stream", [False, True])
 def test_half_closed_and_old_connections_get_the_whole_answer(stream: bool, version: str, half_closed: bool) -> None:
     body = {"prompt": [5], "max_tokens": 20, "stream": stream}
-    with running_server(fake_engine(step_s=0.03)) as server, raw_request(server, body, version) as sock:
+    with running_server(fake_engine(step_s=0.015)) as server, raw_request(server, body, version) as sock:
         if half_closed:
             sock.shutdown(socket.SHUT_WR)
         answer = http.client.HTTPResponse(sock)
@@ -240,7 +236,7 @@ def damaged(raw: bytes, rng: random.Random) -> bytes:
     return (raw[:start] + part + raw[end:])[:LIMIT]
 
 
-@pytest.mark.soak
+@pytest.mark.full
 def test_no_body_of_500_stops_the_server(server: RunningServer) -> None:
     rng = random.Random(41)
     for number in range(500):

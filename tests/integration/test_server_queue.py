@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import concurrent.futures
-import time
 from typing import Any
 
-import openai
 import pytest
 
 from engine.sequence import Sequence
@@ -53,22 +51,6 @@ def test_more_prompts_than_the_queue_holds_are_refused_for_good() -> None:
         assert reply.error["message"].startswith("4 prompts are more than the 1 that run at once (max_num_seqs)")
         # one may run and two wait: these were only ever too many for a moment
         assert server.post(COMPLETIONS, {"prompt": [[7], [8], [9]], "max_tokens": 2}).status == 200
-
-
-def test_the_official_client_tries_again_and_is_served() -> None:
-    with running_server(fake_engine(max_num_seqs=1, max_num_waiting=1, step_s=0.002)) as server:
-        socks = occupy(server, 1)
-        with openai.OpenAI(base_url=server.base_url, api_key="none", max_retries=0, timeout=30) as client:
-            with pytest.raises(openai.RateLimitError, match="max_num_waiting"):
-                client.completions.create(model="fake", prompt=[5], max_tokens=2)
-            with concurrent.futures.ThreadPoolExecutor(1) as pool:
-                patient = client.with_options(max_retries=8)
-                answer = pool.submit(patient.completions.create, model="fake", prompt=[5], max_tokens=2)
-                while server.metrics()["request_failure_total{kind=queue_full}"] < 2:
-                    time.sleep(0.01)
-                for sock in socks:
-                    sock.close()
-                assert answer.result().usage.completion_tokens == 2
 
 
 def test_under_the_priority_policy_the_lowest_number_goes_first() -> None:

@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-import openai
 import pytest
 import torch
 
@@ -15,7 +14,7 @@ from engine.config import EngineConfig
 from engine.model.attention import FUSION
 from engine.server.tokenizer import load_tokenizer
 from tests.support.hf_parts import SMALL
-from tests.support.http_server import RunningServer, running_server
+from tests.support.http_server import RunningServer, openai_client, running_server
 
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
@@ -55,24 +54,12 @@ def test_server_info_tells_what_became_of_auto(server: RunningServer) -> None:
     }
 
 
-@pytest.fixture
-def client(server: RunningServer) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=server.base_url, api_key="none", max_retries=0, timeout=60) as made:
-        yield made
-
-
-def test_streamed_text_equals_the_text_at_once(client: openai.OpenAI) -> None:
-    options = {"model": "tiny-llama", "prompt": "Shall I compare thee", "max_tokens": 40, "temperature": 0}
-    at_once = client.completions.create(**options)
-    chunks = list(client.completions.create(**options, stream=True))
-    assert "".join(chunk.choices[0].text for chunk in chunks) == at_once.choices[0].text
-    assert len(chunks) == at_once.usage.completion_tokens
-    assert at_once.choices[0].text
-
-
-def test_text_and_ids_are_the_same_prompt(server: RunningServer, client: openai.OpenAI) -> None:
-    text = "Rough winds do shake the darling buds of May"
+def test_streamed_text_equals_the_text_at_once_and_that_of_the_prompts_ids(server: RunningServer) -> None:
+    text = "Shall I compare thee"
     ids = server.post("/tokenize", {"prompt": text}).json["tokens"]
-    both = [client.completions.create(model="tiny-llama", prompt=p, max_tokens=20, temperature=0) for p in (text, ids)]
-    assert both[0].choices[0].text == both[1].choices[0].text
-    assert both[0].usage.prompt_tokens == both[1].usage.prompt_tokens == len(ids)
+    options = {"model": "tiny-llama", "max_tokens": 40, "temperature": 0}
+    with openai_client(server) as client:
+        at_once = client.completions.create(prompt=text, **options)
+        chunks = list(client.completions.create(prompt=ids, **options, stream=True))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == at_once.choices[0].text != ""
+    assert len(chunks) == at_once.usage.completion_tokens and at_once.usage.prompt_tokens == len(ids)

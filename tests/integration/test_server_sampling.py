@@ -105,7 +105,7 @@ def test_best_of_returns_the_most_likely_and_charges_for_all(server: RunningServ
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 @pytest.mark.parametrize(
-    "fields", [{"n": 2, "best_of": 4}, {"use_beam_search": True, "n": 2, "best_of": 3}], ids=["best_of", "beams"]
+    "fields", [{"n": 2, "best_of": 4}, {"use_beam_search": True, "n": 3}], ids=["best_of", "beams"]
 )
 def test_what_is_chosen_at_the_end_is_streamed_then_a_choice_an_event(
     server: RunningServer, path: str, fields: dict[str, Any]
@@ -115,23 +115,19 @@ def test_what_is_chosen_at_the_end_is_streamed_then_a_choice_an_event(
     streamed = {"max_tokens": 3, "return_token_ids": True, "stream": True, "stream_options": {"include_usage": True}}
     *events, last = server.post(path, {**prompt, **streamed, **fields}).events
     choices = [choice for event in events for choice in event["choices"]]
-    assert [choice["index"] for choice in choices] == [0, 1]
+    assert [choice["index"] for choice in choices] == list(range(fields["n"]))
     assert [choice["token_ids"] for choice in choices] == ids(whole)
-    assert [choice["finish_reason"] for choice in choices] == ["length", "length"]
+    assert len({tuple(tokens) for tokens in ids(whole)}) == fields["n"] and all(len(own) == 3 for own in ids(whole))
+    assert {choice["finish_reason"] for choice in choices} == {"length"}
     assert last["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+    server.wait_for(num_requests_running=0, kv_pages_owned=0)
 
 
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_beams_come_best_first(server: RunningServer, path: str) -> None:
+def test_beams_come_best_first(server: RunningServer) -> None:
     """The k-th best continuation of every beam has a log probability of -(k + 1): sums give the order."""
-    answer = ask(server, path, use_beam_search=True, n=2, best_of=3, max_tokens=1)
+    answer = ask(server, use_beam_search=True, n=2, best_of=3, max_tokens=1)
     assert ids(answer) == [[100], [101]]
     assert answer["usage"]["completion_tokens"] == 2
-    answer = ask(server, path, use_beam_search=True, n=3)
-    assert len(ids(answer)) == 3
-    assert len({tuple(tokens) for tokens in ids(answer)}) == 3
-    assert all(len(tokens) == 3 for tokens in ids(answer))
-    server.wait_for(num_requests_running=0, kv_pages_owned=0)
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
@@ -139,9 +135,7 @@ def test_beams_come_best_first(server: RunningServer, path: str) -> None:
     ("fields", "param", "numbers"),
     [
         ({"n": 9}, "n", ("9", "8")),
-        ({"n": 10**30}, "n", ("10000", "8")),
         ({"n": 2, "best_of": 12}, "best_of", ("12", "8")),
-        ({"use_beam_search": True, "n": 2, "best_of": 12}, "best_of", ("12", "8")),
         ({"use_beam_search": True, "n": 100}, "n", ("100", "8")),
         ({"priority": -3}, "priority", ("-3",)),
         ({"priority": 3}, "priority", ("3", "--scheduling-policy")),
@@ -159,11 +153,9 @@ def test_what_cannot_be_is_refused_with_the_numbers(
 def test_more_beams_than_tokens_are_refused() -> None:
     with running_server(fake_engine(vocab_size=4)) as server:
         reply = server.post(COMPLETIONS, {"prompt": [1], "use_beam_search": True, "n": 5})
-        assert reply.status == 422
-        assert "5 beams" in reply.error["message"] and "4" in reply.error["message"]
+        assert reply.status == 422 and "5 beams" in reply.error["message"] and "4" in reply.error["message"]
 
 
 def test_a_length_penalty_that_leaves_all_bounds_is_refused(server: RunningServer) -> None:
     reply = server.post(COMPLETIONS, {"prompt": [5], "max_tokens": 900, "use_beam_search": True, "length_penalty": 1e9})
-    assert reply.status == 400
-    assert "length_penalty cannot be 1000000000.0" in reply.error["message"]
+    assert reply.status == 400 and "length_penalty cannot be 1000000000.0" in reply.error["message"]

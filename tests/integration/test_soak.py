@@ -1,7 +1,7 @@
 """The real server under thousands of requests at a full pool: everything ends, is accounted for, and comes back.
 
 Lengths, shared prefixes, siblings, beams, priorities, salts, clients that leave before and amid their answer, requests
-that cannot be. ``-m "not soak"`` leaves it out.
+that cannot be.
 """
 
 from __future__ import annotations
@@ -12,18 +12,29 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.soak_client import Soak, Tally
-from tests.support.soak_plan import plan, probes
-from tests.support.soak_server import INT8_SLOT_BYTES, PAGES, SLOT_BYTES, SoakServer, memory_flags, soak_server
+from tests.support.soak import (
+    INT8_SLOT_BYTES,
+    PAGES,
+    SLOT_BYTES,
+    Soak,
+    SoakServer,
+    Tally,
+    memory_flags,
+    plan,
+    probes,
+    soak_server,
+)
 
 WORKERS = 24
 MEASUREMENTS = 8
-SEED = 7  # with it, the 500 requests of the short ones hold each kind of request that can be refused
+SEED = 7
 # Bytes that the resident memory may grow by over the last three quarters of the requests: 560 a request. Seen: 0.1 (of
 # 30,000 requests) to 1.2 MiB; a list that keeps the engine's ``Request`` of each takes 3.
 MEMORY_SLACK = 2 * 2**20
 
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+pytestmark = [
+    pytest.mark.full, pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc"),
+]  # fmt: skip
 
 
 def run_soak(server: SoakServer, seed: int, count: int, limit_s: float) -> tuple[Tally, list[int]]:
@@ -122,7 +133,6 @@ INT8 = ("--enable-prefix-caching", "--kv-cache-dtype", "int8_per_token_head", *m
 CONTIGUOUS = ("--layout", "contiguous", "--reservation", "pow2", *memory_flags(SLOT_BYTES, swap=True))
 
 
-@pytest.mark.soak
 @pytest.mark.timeout(330)
 def test_five_thousand_requests_leave_nothing_behind(tmp_path: Path) -> None:
     """With swap, which recomputes too: the host's space is small."""

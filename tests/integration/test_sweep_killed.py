@@ -14,6 +14,7 @@ import pytest
 from kvbench.lockstep import sitting
 from kvbench.runs.quality import QUALITY, read_quality
 from kvbench.targets import choose
+from tests.support.fake_lockstep import FakeProcess, fake_clock
 from tests.support.loads import FAKE, ROOT
 from tests.support.quality_results import figures, result
 from tests.support.sweep_parts import Bench, Script, alive, complaints, finished, manifest, wait_until
@@ -66,7 +67,7 @@ def ended_at(bench, where, nth, number, *words):
 
 # Where the sweep is ended: the function, at which of its calls and how, over HTTP or not, loads that are finished then.
 ENDS = {
-    "engine time": ("kvbench.lockstep.process:EngineProcess.greet", 2, STOP, False, 0),
+    "engine time": ("tests.support.fake_lockstep:FakeProcess.greet", 2, STOP, False, 0),
     "a load over HTTP": ("kvbench.sweep.run:SweepProgress.load_progress", 3, KILL, True, 0),
     "a load over HTTP, by Ctrl-C": ("kvbench.sweep.run:SweepProgress.load_progress", 3, STOP, True, 0),
     "between loads": ("kvbench.sweep.run:SweepProgress.load_finished", 1, KILL, False, 1),
@@ -81,7 +82,8 @@ ENDS = {
 
 def test_a_sweep_that_is_ended_anywhere_goes_on_with_what_is_left(tmp_path, monkeypatch):
     monkeypatch.setattr(choose, "BUILTIN_COMMAND", (sys.executable, str(FAKE)))
-    monkeypatch.setattr(sitting, "LOCKSTEP_COMMAND", (sys.executable, "-m", "tests.support.fake_lockstep"))
+    monkeypatch.setattr(sitting, "EngineProcess", FakeProcess)
+    fake_clock(monkeypatch)
     monkeypatch.setattr("kvbench.quality.measure.measure", measure_quality)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.delenv("KVBENCH_NO_QUALITY", raising=False)
@@ -106,7 +108,7 @@ def test_a_sweep_that_is_ended_anywhere_goes_on_with_what_is_left(tmp_path, monk
             assert not first["finished"] and first["launches"] == 1
             planned = bench.kvbench(*words, "--dry-run").stdout
             assert "9 minutes of it are engine time" in planned, "as the run was begun"
-            words += ["--lockstep-minutes", "0.1"]
+            words += ["--lockstep-minutes", "0.05"]
     assert "nothing is left" in bench.kvbench("sweep", "--resume", str(run), "--dry-run").stdout
     assert bench.kvbench(*words).returncode == 0
     assert finished(run) == before and set(before) == LOADS and complaints(run) == []

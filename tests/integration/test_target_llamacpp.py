@@ -17,6 +17,7 @@ ENGINE = {
 
 
 @pytest.mark.skipif("LLAMA_SERVER" not in os.environ, reason="LLAMA_SERVER names no llama-server")
+@pytest.mark.full
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("endpoint", ["completions", "chat"])
 def test_a_sweep_of_llama_cpp(tmp_path, endpoint):

@@ -32,6 +32,7 @@ REFUSED = dict(zip(("contiguous", "paged-p16-fp8_e4m3", "paged-p16-noprefix"), S
     not all(importlib.util.find_spec(name) for name in NEEDED),
     reason="transformers serve needs the packages of its extra: pip install 'transformers[serving]'",
 )
+@pytest.mark.full
 @pytest.mark.timeout(900)  # it imports torch, a minute on a busy machine
 @pytest.mark.parametrize("endpoint", ["completions", "chat"])
 def test_a_sweep_of_transformers_serve(tmp_path, endpoint):

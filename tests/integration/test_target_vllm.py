@@ -18,6 +18,7 @@ BYTES_A_TOKEN = 2 * 2 * 2 * 32 * 4  # layers x (K and V) x KV heads x head_dim x
 
 
 @pytest.mark.skipif("VLLM_PYTHON" not in os.environ, reason="VLLM_PYTHON names no Python with vLLM's CPU build")
+@pytest.mark.full
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("endpoint", ["completions", "chat"])
 def test_a_sweep_of_vllm(tmp_path, endpoint):

@@ -5,9 +5,9 @@ After every rule every invariant is asserted; in the end every request must have
 alone, and an idle engine must own nothing. No torch: ``CountingExecutor`` keeps a shadow of what each slot holds.
 
 The seed is fixed, but Hypothesis also draws constants of the modules that are imported, so the examples differ a little
-with the tests that ran before in the same process. ``KVBENCH_DEEP=10`` runs ten times as many, other ones each time:
+with the tests that ran before in the same process. ``KVBENCH_DEEP=40`` runs forty times as many, other ones each time:
 
-    KVBENCH_DEEP=10 python -m pytest tests/property/test_engine_machine.py
+    KVBENCH_DEEP=40 python -m pytest tests/property/test_engine_machine.py
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, Phase, settings
 from tests.support.engine_machine import ContiguousMachine, EngineMachine
 
 DEEP = int(os.environ.get("KVBENCH_DEEP", "0"))
-RULES_IN_CI = 60_000
+RULES_IN_CI = 15_000
 
 pytestmark = pytest.mark.timeout(900 * max(1, DEEP))
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.timeout(900 * max(1, DEEP))
 def _profile(machine: type[EngineMachine], share: float):
     case = machine.TestCase
     case.settings = settings(
-        max_examples=int(1450 * share) * max(1, DEEP),
+        max_examples=int(380 * share) * max(1, DEEP),
         stateful_step_count=50,
         derandomize=not DEEP,
         database=None if not DEEP else settings.default.database,
@@ -49,7 +49,7 @@ def test_that_many_rules_were_executed():
     """The claim of the two tests above: it is only worth what has really run, and what has really happened."""
     assert EngineMachine.executed >= RULES_IN_CI * max(1, DEEP), "the tests above belong to this one"
     assert EngineMachine.overlapped >= 0.4 * EngineMachine.executed
-    assert len(EngineMachine.events) == 18
-    # Too rare to count on: 18 to 172 and 1 to 16 a run. test_contiguous and test_async_scheduling bring them about.
+    assert len(EngineMachine.events) == 18, EngineMachine.events
+    # Too rare to count on; test_contiguous and test_async_scheduling bring them about.
     rare = {"refused_fragmented", "pending ending preempted"}
-    assert all(count >= 20 for event, count in EngineMachine.events.items() if event not in rare), EngineMachine.events
+    assert all(count >= 3 for event, count in EngineMachine.events.items() if event not in rare), EngineMachine.events

@@ -3,7 +3,6 @@
     def test_page(browser, tmp_path):
         with browser.open(tmp_path / "report.html", width=400, scheme="dark") as page:
             assert page.problems() == []
-            page.screenshot(tmp_path / "page.png")
 
 ``browser`` is a fixture of tests/conftest.py; its tests are skipped where there is no Chromium.
 """
@@ -12,7 +11,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,7 +18,7 @@ from typing import Any
 
 LAPTOP, PHONE = 1300, 400  # px
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-_OPEN_WITHIN_S = 20.0
+_OPEN_WITHIN_S = 60.0  # of a busy machine
 _TOLERANCE_PX = 2.0
 _MOST_SHOWN = 8  # problems of a kind
 
@@ -113,11 +111,10 @@ def find_browser() -> str | None:
 
 
 class OpenPage:
-    """A page that is open and drawn. ``page``: Playwright's. ``opened_s``: how long that took."""
+    """A page that is open and drawn. ``page``: Playwright's."""
 
     def __init__(self, page: Any, draw_within_s: float | None) -> None:
         self.page, self._draw_within_s = page, draw_within_s
-        self.opened_s = 0.0
         self._errors: list[str] = []
         page.on("console", self._read)
         page.on("pageerror", lambda error: self._note(f"error of a script: {error}"))
@@ -136,10 +133,8 @@ class OpenPage:
         dialog.dismiss()
 
     def load(self, address: str) -> None:
-        start = time.monotonic()
         self.page.goto(address, timeout=1000 * _OPEN_WITHIN_S, wait_until="load")
         self.settle()
-        self.opened_s = time.monotonic() - start
 
     def settle(self) -> None:
         """Waits until every figure is drawn and two frames have passed; without JavaScript there is no such wait."""
@@ -173,11 +168,6 @@ class OpenPage:
     def text(self) -> str:
         """What a reader sees of the page, figures aside."""
         return self.page.inner_text("body")
-
-    def screenshot(self, path: Path) -> None:
-        """The whole page as PNG."""
-        self.page.screenshot(path=path, full_page=True)
-
 
 def _some(found: list[str]) -> list[str]:
     more = [f"and {len(found) - _MOST_SHOWN} more like these"] if len(found) > _MOST_SHOWN else []

@@ -117,6 +117,13 @@ class RunningServer(ServerClient):
     engine: Engine
 
 
+def openai_client(server: ServerClient) -> Any:
+    """OpenAI's own client of the server, which tries nothing twice."""
+    import openai  # half a second that most users of this file need not wait for
+
+    return openai.OpenAI(base_url=server.base_url, api_key="none", max_retries=0, timeout=60)
+
+
 @contextlib.contextmanager
 def running_server(
     engine: Engine, tokenizer: ServerTokenizer | None = None, **server_options: Any

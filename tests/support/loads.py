@@ -88,12 +88,12 @@ class LoadProcess:
         return out, self._errors.read().decode()
 
 
-def start_load(*arguments: str, group: bool = False, wrapper: str = "", **env: str) -> LoadProcess:
-    """``python -m kvbench.load``, forked from a process that has imported it; ``group``: in one of its own."""
+def start_load(*arguments: str, wrapper: str = "", **env: str) -> LoadProcess:
+    """``python -m kvbench.load`` in a group of its own, forked from a process that has imported it."""
     errors = tempfile.TemporaryFile()  # noqa: SIM115 - read by communicate
     child = processes.launch(
         [*wrapper.split(), sys.executable, "-m", "kvbench.load", *arguments], stdout=subprocess.PIPE, stderr=errors,
-        own_session=group, death_signal=signal.SIGKILL, env=env, cwd=ROOT,
+        death_signal=signal.SIGKILL, env=env, cwd=ROOT,
         preloaded=None if "PYTHONPATH" in env else LOAD_CLIENT,
     )  # fmt: skip
     return LoadProcess(child, errors)

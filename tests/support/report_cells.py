@@ -16,6 +16,10 @@ from tests.support.records import put
 
 MIB = 1024 * 1024
 
+# tokens/s of three repeats, where others have 100; WIDE is not told apart
+FAST, FASTER, SLOW, WIDE = (150.0, 151.0, 152.0), (200.0, 201.0, 202.0), (50.0, 51.0, 49.0), (50.0, 100.0, 250.0)
+LATE, SOON = (900.0, 910.0, 905.0), (100.0, 101.0, 102.0)  # p95 TTFT in ms, where others have 500
+
 
 def cell(
     layout: str = "paged",

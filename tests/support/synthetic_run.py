@@ -1,13 +1,19 @@
-"""A synthetic run folder, made by a small simulated engine, for tests of whatever reads run folders.
+"""Run folders for tests of whatever reads them. Nothing here is a measurement.
 
-Nothing here is a measurement: a toy engine with a paged and a contiguous layout is stepped in virtual time, and its
-requests and gauges are stored as the loads of a sweep and aggregated as a sweep does. Equal seeds give equal folders.
+``make_run`` steps a toy engine with a paged and a contiguous layout in virtual time and stores its requests and gauges
+as the loads of a sweep, aggregated as a sweep does; equal seeds give equal folders. ``write_run`` writes summaries with
+the values that a test says, in milliseconds.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
+
+import pandas as pd
 
 from kvbench.common.files import write_json
 from kvbench.metrics.latency import summarise
@@ -109,19 +115,74 @@ def _quality(sc: Scenario) -> QualityResult:
     return result(of, beside=beside, model="kvbench-tiny" if beside else "llama-32m", git={"sha": "0123456789abcdef"})
 
 
+FIRST = datetime(2026, 1, 1, 3, tzinfo=UTC)
+MACHINE = {"cpu": {"model": "synthetic", "cores": 2}, "gpus": [], "device": "synthetic", "profile": "cpu"}
+ROWS = pd.DataFrame({"ok": [True], "t0": [0.0], "ts": [0.0], "class": ["a"], "chunk_times": [[0.1]]})
+
+
+def repeat(number: int, throughput: float, ttft: float = 100.0, itl: float = 10.0) -> dict[str, Any]:
+    """One repeat of a summary.json; ``ttft`` and ``itl``: p95 in ms."""
+    metrics = {"output_throughput": throughput, "ttft_ms": {"p95": ttft}, "itl_ms": {"p95": itl}}
+    server = {
+        "kv_cache_usage_perc_peak": 0.9, "kv_waste_slots_mean": 30.0, "kv_slots_reserved_mean": 1000.0,
+        "prefix_cache_hits_total": 300.0, "prefix_cache_queries_total": 1200.0,
+    }  # fmt: skip
+    return {"repeat": number, "metrics": metrics, "server": server}
+
+
+def write_run(
+    results: Path,
+    day: int,
+    cells: Mapping[str, Sequence[float | Mapping[str, Any]]],
+    *,
+    sha: str = "",
+    name: str = "mixed",
+    invalid: Sequence[str] = (),
+    load: Mapping[str, Any] | None = None,
+    samples: bool = True,
+    **manifest: Any,
+) -> Path:
+    """A run that started ``day`` days after FIRST. ``cells``: cell id -> throughputs of its repeats, or repeats.
+
+    ``samples``: with raw samples, of one request only: a report can be made of a run without them.
+    """
+    started, sha = FIRST + timedelta(days=day), sha or f"{day:07x}".ljust(40, "0")
+    folder = results / name / f"{started:%Y%m%dT%H%M%SZ}-{sha[:7]}"
+    said = {
+        "format": 1, "status": "complete", "workload": {"name": name, "seed": 0, "load": {"mode": "closed"}},
+        "workload_name": name, "plan": [], "git": {"sha": sha, "short_sha": sha[:7], "dirty": False},
+        "versions": {"kvbench": "0.1.0", "torch": "2.13.0"}, "started": started.isoformat(), **MACHINE,
+    }  # fmt: skip
+    write_json(folder / "manifest.json", said | manifest)
+    (folder / "summary.csv").write_text("cell_id\n" + "".join(f"{cell}\n" for cell in cells))
+    for cell, values in cells.items():
+        place = folder / "cells" / cell
+        write_json(place / "loads" / "1" / DONE, {})
+        if samples:
+            ROWS.to_parquet(place / "requests.parquet")
+        summary = {
+            "cell_id": cell,
+            "config_id": cell.rsplit("-", 1)[0],
+            "settings": {"layout": "paged"},
+            "load": {"mode": "closed", "concurrency": 3, **(load or {})},
+            "repeats": [
+                value if isinstance(value, Mapping) else repeat(number, value) for number, value in enumerate(values, 1)
+            ],
+            "pooled": {"text": "what the model said"},
+            "valid": cell not in invalid,
+            "invalid_reasons": ["timestamp lag"] if cell in invalid else [],
+        }
+        write_json(place / "summary.json", summary)
+    return folder
+
+
 BASELINE, CONTIGUOUS = CONFIGS[0], CONFIGS[1]
 PAIR = (BASELINE, CONTIGUOUS)
-WITH_INT4 = (*PAIR, *CONFIGS[4:6], Config("kv_cache_dtype-int4", kv_cache_dtype=INT4, varied={"kv_cache_dtype": INT4}))
 VARIANTS: dict[str, Scenario] = {
-    "normal": Scenario(repeats=2),
-    "failures": Scenario(configs=PAIR, repeats=1, failures={"baseline": 3}),
-    "invalid": Scenario(configs=PAIR, repeats=1, invalid={"layout-contiguous": ("timestamp lag p99 3.1 ms",)}),
+    "normal": Scenario(repeats=2, quality="beside"),
     "incomplete": Scenario(configs=(*PAIR, CONFIGS[3]), repeats=1, missing=("page_size-64",)),
-    "single_repeat": Scenario(configs=PAIR, repeats=1),
-    "open_loop": Scenario(configs=PAIR, repeats=1, rates=(2.0, 12.0)),
-    "no_contiguous": Scenario(configs=(BASELINE, *CONFIGS[2:4]), repeats=1),
+    "open_loop": Scenario(configs=CONFIGS[2:4], repeats=1, rates=(2.0, 12.0), failures={"page_size-8": 3}),
     "one_cell": Scenario(configs=(BASELINE,), concurrencies=(24,)),
     "foreign": Scenario(configs=(replace(BASELINE, config_id="vllm"),), repeats=1, server_metrics=False),
-    "quality": Scenario(configs=WITH_INT4, concurrencies=(24,), quality="beside"),
     "nothing": Scenario(missing=tuple(c.config_id for c in CONFIGS)),
 }

@@ -23,6 +23,11 @@ PAGE_TABLE_BYTES = 65_536  # on top of the slots, as the budget has it
 INT8, INT4 = "int8_per_token_head", "int4_per_token_head"
 CODES_A_FLOAT = {INT8: 4, INT4: 8}
 PLACES = ("tokens", "waste", "cached", "pinned", "free", "fragmented")
+COUNTERS = (
+    "num_preemptions_total", "recomputed_tokens_total", "prefix_cache_hits_total", "prefix_cache_queries_total",
+    "generation_tokens_total", "swapped_out_slots_total", "swapped_in_slots_total", "swap_lost_slots_total",
+    *(f"kv_slot_steps_total_{place}" for place in PLACES),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -40,16 +45,11 @@ class Config:
     @property
     def settings(self) -> dict[str, Any]:
         paged = {"page_size": self.page_size, "enable_prefix_caching": self.prefix_caching}
+        limits = {"kv_budget": "64MiB", "max_model_len": MAX_MODEL_LEN, "max_num_seqs": 64}
         return {
-            "layout": self.layout,
-            **(paged if self.layout == "paged" else {}),
-            "kv_cache_dtype": self.kv_cache_dtype,
-            "preemption_mode": self.preemption_mode,
-            "kv_budget": "64MiB",
-            "max_model_len": MAX_MODEL_LEN,
-            "max_num_seqs": 64,
-            "max_num_batched_tokens": 512,
-        }
+            "layout": self.layout, **(paged if self.layout == "paged" else {}), "kv_cache_dtype": self.kv_cache_dtype,
+            "preemption_mode": self.preemption_mode, **limits, "max_num_batched_tokens": 512,
+        }  # fmt: skip
 
     @property
     def bytes_per_slot(self) -> int:
@@ -69,6 +69,7 @@ CONFIGS = (
     Config("enable_prefix_caching-true", prefix_caching=True, varied={"enable_prefix_caching": True}),
     Config("kv_cache_dtype-int8", kv_cache_dtype=INT8, varied={"kv_cache_dtype": INT8}),
     Config("preemption_mode-swap", preemption_mode="swap", varied={"preemption_mode": "swap"}),
+    Config("kv_cache_dtype-int4", kv_cache_dtype=INT4, varied={"kv_cache_dtype": INT4}),
 )
 
 
@@ -165,17 +166,7 @@ class _Engine:
         self.waiting: list[_Sequence] = []
         self.running: list[_Sequence] = []
         self.prefix_seen = False
-        self.counters = {
-            "num_preemptions_total": 0,
-            "recomputed_tokens_total": 0,
-            "prefix_cache_hits_total": 0,
-            "prefix_cache_queries_total": 0,
-            "generation_tokens_total": 0,
-            "swapped_out_slots_total": 0,
-            "swapped_in_slots_total": 0,
-            "swap_lost_slots_total": 0,
-            **{f"kv_slot_steps_total_{place}": 0 for place in PLACES},
-        }
+        self.counters = dict.fromkeys(COUNTERS, 0)
 
     def reserved(self, sequence: _Sequence, extra: int = 0) -> int:
         if self.config.layout == "contiguous":
@@ -253,26 +244,16 @@ class _Engine:
         owned = places["tokens"] + places["waste"]
         size = MAX_MODEL_LEN if self.config.layout == "contiguous" else self.config.page_size
         return {
-            "num_requests_running": len(self.running),
-            "num_requests_waiting": len(self.waiting),
+            "num_requests_running": len(self.running), "num_requests_waiting": len(self.waiting),
             "kv_cache_usage_perc": owned / self.slots,
-            "kv_pages_total": self.slots // size,
-            "kv_pages_owned": owned // size,
-            "kv_slots_total": self.slots,
-            "kv_slots_reserved": owned,
-            "kv_slots_used": places["tokens"],
-            "kv_slots_cached": places["cached"],
-            "kv_slots_pinned": places["pinned"],
-            "kv_slots_free": places["free"],
-            "kv_slots_fragmented": places["fragmented"],
+            "kv_pages_total": self.slots // size, "kv_pages_owned": owned // size,
+            "kv_slots_total": self.slots, "kv_slots_reserved": owned, "kv_slots_used": places["tokens"],
+            **{f"kv_slots_{place}": places[place] for place in PLACES[2:]},
             "kv_slots_shared": 48 if places["cached"] else 0,
-            "kv_waste_slots": places["waste"],
-            "kv_waste_bytes": places["waste"] * width,
-            "kv_bytes_per_slot": width,
-            "kv_scale_bytes_per_slot": self.config.scale_bytes,
-            "page_table_bytes": (owned // size) * 8,
-            "kv_budget_bytes": self.budget + PAGE_TABLE_BYTES,
-        }
+            "kv_waste_slots": places["waste"], "kv_waste_bytes": places["waste"] * width,
+            "kv_bytes_per_slot": width, "kv_scale_bytes_per_slot": self.config.scale_bytes,
+            "page_table_bytes": (owned // size) * 8, "kv_budget_bytes": self.budget + PAGE_TABLE_BYTES,
+        }  # fmt: skip
 
 
 def _frame(done: list[_Sequence], names: list[str], config: Config, sc: Scenario) -> pd.DataFrame:
@@ -280,26 +261,14 @@ def _frame(done: list[_Sequence], names: list[str], config: Config, sc: Scenario
     failed = sc.failures.get(config.config_id, 0)
     for s in sorted(done, key=lambda s: s.index):
         ok = s.index >= failed
+        ending = (None, None, "length") if ok else ("truncated", "stream ended early", None)
         rows.append(
             {
-                "index": s.index,
-                "class": names[s.index],
-                "user": s.user,
-                "prompt_tokens": s.prompt,
-                "output_tokens": s.output,
-                "cached_tokens": s.hit,
-                "max_tokens": s.output,
-                "t0": s.t0,
-                "ts": s.t0 + 1e-4,
-                "first": s.times[0],
-                "last": s.times[-1],
-                "chunk_times": s.times,
-                "ok": ok,
-                "error_kind": None if ok else "truncated",
-                "error": None if ok else "stream ended early",
-                "finish_reason": "length" if ok else None,
-                "http_status": 200,
-                "text": sc.text,
+                "index": s.index, "class": names[s.index], "user": s.user, "prompt_tokens": s.prompt,
+                "output_tokens": s.output, "cached_tokens": s.hit, "max_tokens": s.output,
+                "t0": s.t0, "ts": s.t0 + 1e-4, "first": s.times[0], "last": s.times[-1], "chunk_times": s.times,
+                "ok": ok, "http_status": 200,
+                **dict(zip(("error_kind", "error", "finish_reason"), ending, strict=True)), "text": sc.text,
             }
-        )
+        )  # fmt: skip
     return pd.DataFrame(rows)

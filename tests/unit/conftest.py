@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from kvbench.report.document import Document, document
-from kvbench.report.page import write_report
 from kvbench.runs.model import Run
 from kvbench.runs.read import read_run
 from tests.support.exchange import exchanges
@@ -60,18 +59,6 @@ def run_of(run_folder: Callable[[str], Path]) -> Callable[[str], Run]:
 def document_of(run_folder: Callable[[str], Path]) -> Callable[[str], Document]:
     """What the report of a named variant says, made once."""
     return cache(lambda variant: document(read_run(run_folder(variant))))
-
-
-@pytest.fixture(scope="session")
-def page_of(run_folder: Callable[[str], Path], document_of: Callable[[str], Document]) -> Callable[[str], str]:
-    """The HTML of a named variant, built once."""
-
-    @cache
-    def text(variant: str) -> str:
-        folder = run_folder(variant)
-        return write_report(document_of(variant), folder)[0].read_text()
-
-    return text
 
 
 @pytest.fixture

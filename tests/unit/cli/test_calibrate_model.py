@@ -60,11 +60,8 @@ def test_a_run_is_fitted_written_checked_and_drawn(run, measured, tmp_path):
         ((), "RUN|run"),
         (("run",), "--device"),
         (("run", "--device", "H1000"), "H100"),
-        (("run", "--device", "T4"), "T4"),
-        (("run", "--device", "L4", "--tensor-parallel", "3"), "3"),
         (("run", "--device", "L4", "--model", "llama-3.1-70b"), "llama-3.1-70b"),  # the run states another
         (("run", "--device", "H100", "--ops", "empty"), "empty"),
-        (("run", "--device", "H100", "--engine", "max_num_seqs"), "KEY=VALUE"),
         (("run", "--device", "H100", "--engine", "max_num_seqs=many"), "max_num_seqs"),
         (("empty", "--device", "H100"), "requests.jsonl"),
         (("--calibration", "meta.json", "--check", "run", "--device", "H100"), "meta.json"),

@@ -95,12 +95,14 @@ def test_help_lists_the_groups_of_commands_and_the_exit_codes(run):
     assert code == 0 and {name: tuple(shown[name]) for name in GROUPS} == GROUPS and OTHERS not in shown
     assert re.findall(r"^ {2,6}(\d+) ", out, re.MULTILINE) == ["0", "1", "2", "3", "4", "5", "130"]
     assert "--resume" in out and "--bind-host" in out
+    code, out, _ = run("serve", "--help")  # of the server, where it parses
+    assert code == 0 and "--kv-budget" in out and "usage: kvbench serve" in out
     shown = sections(run("dev", "--help")[1])
     listed = [name for names in shown.values() for name in names if name[0] != "-"]
     assert OTHERS not in shown and sorted(listed) == sorted((*DEV, "doctor")) and set(cli.commands) == set(COMMANDS)
 
 
-@pytest.mark.parametrize("name", DEV)
+@pytest.mark.parametrize("name", ["tune", "calibrate-client"])
 def test_an_old_name_works_and_says_the_new_one(run, name):
     new, old = run("dev", name, "--help"), run(name, "--help")
     assert old[0] == new[0] == 0 and new[2] == ""
@@ -138,14 +140,9 @@ def test_help_all_shows_every_option_with_each_of_its_names(run, path):
     rare = [option for option in REQUESTS[path].params if getattr(option, "rare", False)]
     usual = run(*path, "--help")[1]
     assert (f"All options: kvbench {' '.join(path)} --help-all" in usual.splitlines()[-1]) == bool(rare)
-    assert not {option.opts[0] for option in rare} & {word for words in sections(usual).values() for word in words}
-
-
-@pytest.mark.parametrize("name", ["sweep", "load"])
-def test_help_shows_at_most_20_usual_options_under_headings(run, name):
-    shown = sections(run(name, "--help")[1])
-    assert len(shown) > 4 and 10 < sum(map(len, shown.values())) <= 22
-    assert sum(map(len, sections(run(name, "--help-all")[1]).values())) > 40
+    words = [word for words in sections(usual).values() for word in words]
+    assert not {option.opts[0] for option in rare} & set(words)
+    assert path not in (("sweep",), ("load",)) or len(words) <= 22
 
 
 def request(name, *words):
@@ -159,29 +156,15 @@ def test_a_request_holds_what_the_line_says(monkeypatch):
     assert request("sweep") == SweepRequest() and request("load") == LoadRequest()
     words = ["tiny.yaml", "--max-concurrency", "8,32", "--vary", "page_size=16,32", "--vary", "layout=paged,contiguous"]
     made = request("sweep", *words, "--wait-idle", "0", "--resume", "--endpoint-type", "chat", "-o", "load.repeats=2")
-    assert made == SweepRequest(
-        workload="tiny.yaml",
-        concurrency=(8, 32),
-        vary=("page_size=16,32", "layout=paged,contiguous"),
-        wait_idle_minutes=0.0,
-        resume="latest",
-        endpoint_type="chat",
-        overrides=("load.repeats=2",),
-    )
-    assert made.changes == ("load.repeats=2", "load.endpoint=chat")
-    stated = {"workload", "concurrency", "vary", "wait_idle_minutes", "resume", "endpoint_type", "overrides"}
-    assert set(made.given) == stated and made.typed("wait_idle_minutes") == "--wait-idle"
+    stated = {
+        "workload": "tiny.yaml", "concurrency": (8, 32), "vary": ("page_size=16,32", "layout=paged,contiguous"),
+        "wait_idle_minutes": 0.0, "resume": "latest", "endpoint_type": "chat", "overrides": ("load.repeats=2",),
+    }  # fmt: skip
+    assert made == SweepRequest(**stated) and made.changes == ("load.repeats=2", "load.endpoint=chat")
+    assert set(made.given) == set(stated) and made.typed("wait_idle_minutes") == "--wait-idle"
     assert made.part(Answers) == Answers(concurrency=made.concurrency, vary=made.vary)
     made = request("load", "--base-url", "URL", "--request-rate", "inf", "--goodput", "ttft:200", "tpot:50", "--master")
     assert made == LoadRequest(url="URL", request_rate=math.inf, goodput=("ttft:200 tpot:50",), master=True)
-
-
-def test_help_keeps_its_lines_and_comes_from_the_server_where_it_parses(run):
-    lines = [line.strip() for line in run("sweep", "--help")[1].splitlines()]
-    assert "kvbench sweep workloads/mixed.yaml --resume" in lines
-    assert "130  interrupted; go on with the printed --resume command" in lines
-    code, out, _ = run("serve", "--help")
-    assert code == 0 and "--kv-budget" in out and "usage: kvbench serve" in out
 
 
 def test_help_imports_nothing_heavy():
@@ -201,32 +184,23 @@ LOAD = ("load", "tiny.yaml", *NOBODY)
     ("arguments", "named"),
     [
         (("sweep",), ["workload is missing", "--input-len"]),
-        (("plan", "x" * 5000), ["'xxx", "..."]),
         ((*SWEEP, "-o", f"model.config={'x' * 5000}"), ["'xxx", "too long"]),
-        ((*SWEEP, "-o", f"load.num_requests=[1{'0' * 400}]"), ["load.num_requests", "YAML"]),
         ((*SWEEP, "-o", "load.num_requests=10000001"), ["load.num_requests", "10000000"]),
         (("sweep", "nothing.yaml"), ["'nothing.yaml'"]),
         ((*SWEEP, "--only", "pagd*"), ["'pagd*'", "paged-p16-c1, contiguous-c1"]),
-        ((*SWEEP, "-o", "engine.page_size=0"), ["page_size", "0", "at least 1"]),
         ((*SWEEP, "-o", "engine.page_sizes=8"), ["'page_sizes'", "'page_size'"]),
         ((*SWEEP, "-o", "engine.kv_budget=1KiB"), ["1024", "kv_budget"]),
-        ((*SWEEP, "-o", "engine.max_model_len=99999999"), ["99999999", "llama-32m"]),
         ((*SWEEP, "-o", "nonsense"), ["key=value"]),
         ((*SWEEP, "-o", "engine.kv_budget=1.5"), ["1.5", "'128MiB'"]),
         ((*SWEEP, "--profile", "tpu"), ["'tpu'"]),
-        ((*SWEEP, "--repeats", "0"), ["--repeats", "0"]),
-        ((*SWEEP, "--seed", "x"), ["--seed", "'x'"]),
         ((*SWEEP, "--port", "70000"), ["--port", "70000"]),
         ((*SWEEP, "--start-timeout", "nan", "--dry-run"), ["nan is not a finite number"]),
-        ((*SWEEP, "--bogus"), ["--bogus"]),
         ((*SWEEP, "--dry-run", "--output-dir", "tiny.yaml/results"), ["tiny.yaml", "--output-dir"]),
         ((*SWEEP, "--resume"), ["no incomplete run of 'tiny'"]),
-        ((*SWEEP, "--resume", "nowhere"), ["'nowhere'"]),
         (("sweep", "--resume", "nowhere"), ["'nowhere'"]),
         (("sweep", "--resume"), ["workload is missing"]),
         ((*SWEEP, "--force"), ["--force goes with --resume"]),
         ((*SWEEP, "--serve-cmd", "a 'b"), ["--serve-cmd", "quotes"]),
-        ((*SWEEP, "--serve-cmd", " "), ["--serve-cmd"]),
         ((*SWEEP, "--serve-cmd", "/nowhere/server --x"), ["--serve-cmd", "'/nowhere/server'"]),
         ((*SWEEP, "--target", "localhost:8000"), ["'localhost:8000'", "http://"]),
         (("load", "tiny.yaml", "--url", "nope"), ["--url 'nope' is not a URL"]),
@@ -235,30 +209,19 @@ LOAD = ("load", "tiny.yaml", *NOBODY)
         (("plan",), ["a model", "a workload", "--input-len"]),
         (("sweep", "--resume", "run", "--vary", "page_size=1,2"), ["--vary", "begun"]),
         (("load", *NOBODY, "--input-len", "5"), ["--output-len is missing"]),
-        ((*LOAD, "--input-len", "5"), ["--input-len"]),
-        ((*SWEEP, "--output-len", "5"), ["--output-len"]),
         ((*SWEEP, "--vary", "page=3"), ["'page'", "'page_size'"]),
         ((*SWEEP, "--concurrency", "0"), ["--concurrency", "'0'"]),
-        ((*SWEEP, "--vary", "page_size=8,8"), ["--vary page_size names 8 twice"]),
         ((*SWEEP, "-o", "sweep={page_size: [8, 8]}"), ["tiny.yaml: sweep.page_size names 8 twice: leave one out"]),
         ((*SWEEP, "-o", "sweep={page_size: [16, null]}"), ["names 16 twice (null is the default, 16)"]),
-        (("simulate", "tiny.yaml", "--device", "L4", "-o", "engine.pagesize=8"), ["did you mean 'page_size'?"]),
         (("init", "my.yaml", *PROMPTS, "--vary", "pagesize=8,16"), ["did you mean 'page_size'?"]),
         (("init", "my.yaml", *PROMPTS, "--vary", "foo=8,16"), ["'foo' is not an engine setting", "page_size"]),
-        ((*SWEEP, "-o", "load.repeats=null"), ["load.repeats: null is not a whole number"]),
-        ((*SWEEP, "-o", "load.concurrency=[]"), ["load.concurrency: [] is not allowed; give at least 1"]),
         ((*SWEEP, "-o", "load.mode=opn"), ["load.mode: 'opn' is not allowed; give 'closed' or 'open'"]),
         (("init", "tiny.yaml", "--input-len", "5"), ["tiny.yaml is there already"]),
         (("init", "nowhere/my.yaml"), ["nowhere/my.yaml"]),
         (("help", "nothing"), ["'nothing'"]),
         ((*LOAD, "--preset", "vlm"), ["--preset 'vlm'"]),
         ((*LOAD, "--at", "c9"), ["'c9'", "c1"]),
-        ((*LOAD, "--find-max-rate", "p95_ttft<=1s", "--run-seconds", "inf"), ["inf is not a finite number"]),
-        (("dev", "bench-engine", "--sides", "nope"), ["--sides", "'nope'"]),
-        (("dev", "bench-engine", "--page-size", "0"), ["page_size cannot be 0"]),
-        (("dev", "bench-engine", "--kv-budget", "1.5"), ["'1.5'", "fraction of a byte"]),
-        (("dev", "bench-engine", "--model", "nowhere"), ["nowhere"]),
-        (("dev", "bench-engine", "--requests", "0"), ["--requests cannot be 0"]),
+        pytest.param(("dev", "bench-engine", "--sides", "nope"), ["--sides", "'nope'"], marks=pytest.mark.full),
         (("report", "."), ["manifest.json"]),
     ],
 )
@@ -278,9 +241,11 @@ def test_init_writes_a_workload_that_sweep_and_plan_take(run, tmp_path):
     text = (tmp_path / "my.yaml").read_text()
     assert code == 0 and "my.yaml" in out and len(text.splitlines()) < 25
     code, out, _ = run("sweep", "my.yaml", "--dry-run", "--profile", "cpu")
+    assert not (tmp_path / "results").exists()
     assert code == 0 and "3 configurations, 3 cells" in out and "15,000 tokens" in out and "1 of 4" in out
     code, out, _ = run("sweep", *ASKED, "--design", "full", "--vary", "kv_cache_dtype=auto,fp8", "--dry-run")
-    assert code == 0 and "4 configurations, 4 cells" in out and not (tmp_path / "results").exists()
+    assert code == 0 and "4 configurations, 4 cells" in out and "4 cells, 8 server launches, 8 loads" in out
+    assert not (tmp_path / "results").exists()
 
 
 def test_init_asks_on_a_terminal(run, tmp_path, monkeypatch):
@@ -298,12 +263,6 @@ def test_help_knows_the_keys_of_a_workload_and_every_command(run):
     assert run("help", "plan")[:2] == run("plan", "--help")[:2]
     code, out, _ = run("help", "workload", "--json-schema")
     assert code == 0 and json.loads(out)["properties"]["load"]
-
-
-def test_dry_run_launches_and_writes_nothing(run, tmp_path):
-    code, out, _ = run("sweep", "tiny.yaml", "--dry-run", "--profile", "cpu")
-    assert code == 0 and "2 cells, 6 server launches, 6 loads" in out
-    assert list(tmp_path.iterdir()) == [tmp_path / "tiny.yaml"]
 
 
 def test_dry_run_of_a_resumed_run_shows_what_is_left_of_its_plan(run, tmp_path):
@@ -335,7 +294,7 @@ def test_doctor_shows_what_this_machine_has_and_the_details_all(run):
 
 @pytest.mark.parametrize(
     ("amx", "avx512", "said"),
-    [(True, True, "fast: AMX"), (False, True, "AVX512-BF16 in linear"), (False, False, "slow: neither")],
+    [(True, True, "fast: AMX"), (False, True, "AVX512-BF16 in linear")],
 )
 def test_doctor_tells_how_the_engine_computes_bfloat16_on_this_cpu(run, monkeypatch, amx, avx512, said):
     monkeypatch.setattr("kernels.numba_amx.has_amx", lambda: amx)
@@ -391,9 +350,7 @@ def test_summaries_fit_80_columns_uncut(run, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     for group in ((), ("dev",), ("gate",), ("accept",), ("history",), ("trace",)):
         rows = run(*group, "--help")[1].partition("Show this message and exit.\n")[2].splitlines()
-        rows = [
-            row for row in rows if row.startswith("  ") and "Exit codes" not in row and not row.split()[0].isdigit()
-        ]
+        rows = [row for row in rows if re.match("  ", row) and "Exit codes" not in row and not row.split()[0].isdigit()]
         assert rows and all(len(row) <= 80 and row.endswith(".") and not row.endswith("...") for row in rows), rows
 
 
@@ -410,13 +367,10 @@ def test_a_group_alone_prints_its_help_and_no_error(run, arguments):
         (("load", "--concurency", "1"), "'--concurrency'"),
         (("swep",), "'sweep'"),
         (("tun",), "'dev tune'"),
-        (("calibrate-modl",), "'dev calibrate-model'"),
         (("dev", "tun"), "'tune'"),
         (("zzzzz",), None),
-        (("plan", "--gpu", "gaudi3", "Qwen3-32B"), None),
         (("plan", "--gpu", "mi300", "Qwen3-32B"), "MI300X"),
         (("sweep", "tony.yaml"), "tiny.yaml"),
-        (("sweep", "other.yaml"), None),
     ],
 )
 def test_suggestions_are_near_or_none(run, arguments, near):

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvbench.cli.main import main
-from tests.support.stored_runs import write_reportable
-from tests.support.synthetic_run import BASELINE, PAIR, make_run
+from tests.support.synthetic_run import BASELINE, PAIR, make_run, write_run
 from tests.support.toy_engine import Scenario
+
+write_reportable = partial(write_run, samples=False)
 
 
 @pytest.fixture
@@ -27,7 +29,7 @@ def recommend(capsys: pytest.CaptureFixture[str]) -> Any:
 
 
 def test_a_run_is_answered_as_text_and_as_json(recommend: Any, tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "run", Scenario(configs=PAIR))
+    folder = make_run(tmp_path / "run", Scenario(configs=PAIR, concurrencies=(3,), num_requests=20))
     code, text, notes = recommend(folder)
     assert code == 0 and "\nengine: {layout: paged," in text and not notes
     code, out, _ = recommend(folder, "--json")
@@ -79,7 +81,8 @@ def test_a_folder_without_a_run_is_bad_input(recommend: Any, tmp_path: Path) -> 
 
 def test_a_run_without_a_valid_load_says_so_and_exits_with_4(recommend: Any, tmp_path: Path) -> None:
     reasons = {config.config_id: ("timestamp lag p99 3.1 ms",) for config in PAIR}
-    code, text, _ = recommend(make_run(tmp_path / "run", Scenario(configs=PAIR, repeats=1, invalid=reasons)))
+    invalid = Scenario(configs=PAIR, repeats=1, num_requests=20, invalid=reasons)
+    code, text, _ = recommend(make_run(tmp_path / "run", invalid))
     assert code == 4 and "timestamp lag" in text.splitlines()[0]
     nothing = Scenario(configs=PAIR, missing=tuple(config.config_id for config in PAIR))
     assert recommend(make_run(tmp_path / "nothing", nothing))[0] == 4

@@ -123,19 +123,26 @@ if (forked := os.fork()) == 0:  # and so has this one, without an environment of
     os.setsid()
     if os.fork():
         os._exit(0)
+    print(os.getpid(), flush=True)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     time.sleep(60)
+os.waitpid(forked, 0)
 print(os.getpid(), children[0].pid, flush=True)
 time.sleep(60)
 """
 
 
-def test_its_family_is_stopped_with_it(tmp_path):
+@pytest.mark.parametrize("dies_first", [False, True])
+def test_its_family_is_stopped_with_it(tmp_path, dies_first):
     with child(tmp_path, FAMILY) as process:
-        pids = {int(word) for word in process.stdout.readline().split()}
-        members = {member.pid for member in process.remember()}
-        assert pids - {process.pid} < members and len(members) >= 2
-        assert processes.stop(process, grace_s=0.5) == -signal.SIGTERM
-    wait_until(lambda: not any(map(alive, pids | members)), 20)
+        pids = {int(word) for _ in range(2) for word in process.stdout.readline().split()}
+        assert len(pids) == 3 and process.pid in pids and all(map(alive, pids))
+        if dies_first:
+            process.kill()
+            process.wait()
+        assert pids - {process.pid} <= {member.pid for member in processes.family(process.pid, process.mark)}
+        assert processes.stop(process, grace_s=0.5) == -(signal.SIGKILL if dies_first else signal.SIGTERM)
+    wait_until(lambda: not any(map(alive, pids)), 20)
 
 
 PARENT = """
@@ -144,7 +151,8 @@ from kvbench.common import processes
 from kvbench.common.preloaded import Preloaded
 command = [sys.executable, "-m", "child_of_a_test"]
 p = processes.launch(command, stdout=subprocess.PIPE, stderr=None, preloaded=Preloaded("child_of_a_test"))
-print(p.pid, *map(int, p.stdout.readline().split()), type(p).__name__, flush=True)
+pids = [int(word) for _ in range(2) for word in p.stdout.readline().split()]
+print(*pids, type(p).__name__, flush=True)
 p.watch()
 p.remember()
 print("watched", flush=True)

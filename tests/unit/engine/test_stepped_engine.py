@@ -108,8 +108,10 @@ def test_a_new_load_starts_at_zero_with_an_empty_cache_unless_it_is_kept(monkeyp
     assert cached == [0, 8, 0]
 
 
-def test_a_load_during_a_load_is_refused(even):
-    load(even, [[[1, 2, 3], 4, None, 0]], 1)
+def test_a_load_during_a_load_or_with_an_unknown_option_is_refused(even):
+    with pytest.raises(ValueError, match="top_k"):
+        load(even, [[[1, 2, 3], 4, None, 0, {"top_k": 3}]], 1)
+    load(even, [[[1, 2, 3], 4, None, 0]], 1)  # it was left idle
     even.turn(1)
     with pytest.raises(ValueError, match="last load"):
         load(even, [], 1)
@@ -176,27 +178,14 @@ def test_sequences_that_are_chosen_at_the_end_come_in_its_step(even, options):
     assert [step[3] for step in steps[:4]] == [0, 0, 0, 8]  # what is thrown away is no output
 
 
-def test_the_metrics_count_gaps_within_sequences(even):
+def test_the_metrics_count_latencies_in_engine_time_and_gaps_within_sequences(even):
     load(even, [[[1, 2, 3], 4, None, 0, {"n": 3}]], 1)
     to_end(even)
     lines = dict(line.rsplit(" ", 1) for line in even.result()["metrics"].splitlines() if not line.startswith("#"))
     assert float(lines["kvbench:time_to_first_token_seconds_count"]) == 3
+    assert float(lines["kvbench:time_to_first_token_seconds_sum"]) == 3 * STEP_S
     assert float(lines["kvbench:inter_token_latency_seconds_sum"]) == 3 * 3 * STEP_S
-
-
-def test_an_option_that_the_engine_does_not_know_is_refused(stepped):
-    with pytest.raises(ValueError, match="top_k"):
-        load(stepped, [[[1, 2, 3], 4, None, 0, {"top_k": 3}]], 1)
-    load(stepped, [[[1, 2, 3], 4, None, 0]], 1)  # and leaves it idle
-
-
-def test_metrics_count_latencies_in_engine_time(even):
-    load(even, [[[1, 2, 3], 4, None, 0]], 1)
-    to_end(even)
-    lines = dict(line.rsplit(" ", 1) for line in even.result()["metrics"].splitlines() if not line.startswith("#"))
-    assert float(lines["kvbench:time_to_first_token_seconds_sum"]) == STEP_S
-    assert float(lines["kvbench:inter_token_latency_seconds_sum"]) == 3 * STEP_S
-    assert float(lines["kvbench:generation_tokens_total"]) == 4
+    assert float(lines["kvbench:generation_tokens_total"]) == 12
 
 
 def test_the_process_speaks_its_protocol_first_and_answers_every_line():

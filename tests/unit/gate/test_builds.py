@@ -6,7 +6,6 @@ import fcntl
 import json
 import os
 import shutil
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -65,18 +64,6 @@ def repo(tmp_path):
     write(made, {"a.txt": "two\n"})
     commit_all(made, "second")
     return made
-
-
-def test_a_layered_build_runs_its_own_source_with_our_dependencies(build, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))  # what the user has there does not win
-    env = {k: v for k, v in {**os.environ, **build.env}.items() if v is not None}
-    code = "import engine, kvbench, numpy, sys; print(engine.__file__, kvbench.__file__, numpy.__file__, sys.prefix)"
-    command = [build.python, "-c", code]
-    done = subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, check=True)
-    *ours, dependency, prefix = done.stdout.split()
-    assert all(Path(place).is_relative_to(build.source) for place in ours)
-    assert (dependency, prefix) == (numpy.__file__, str(build.folder / "env"))
-    assert build.how == "layered" and build.versions["numpy"] == numpy.__version__
 
 
 def test_a_build_is_kept_and_found_again_and_the_working_tree_is_another(tiny, cache, build):
@@ -175,10 +162,9 @@ def test_a_build_command_makes_the_environment(other, tmp_path):
     assert "serve.py" in (build.source / "listing").read_text()
     assert build.env["PYTHONPATH"] is None and "NUMBA_CACHE_DIR" not in build.env
     assert build.env["PATH"].startswith(str(build.folder / "env" / "bin"))
-    with Builds(tmp_path / "b", build_cmd=command) as builds:
-        assert not builds.build(build.commit).fresh
-    with Builds(tmp_path / "b", build_cmd="true") as builds:
-        assert builds.build(build.commit).folder != build.folder
+    for again, same in ((command, True), ("true", False)):
+        with Builds(tmp_path / "b", build_cmd=again) as builds:
+            assert (builds.build(build.commit).folder == build.folder) == same
 
 
 def test_a_build_that_fails_or_hangs_or_has_no_command_is_no_build(other, tmp_path):
@@ -221,7 +207,6 @@ def test_other_dependencies_are_installed_by_pip_with_the_pins(other, tmp_path, 
     [
         ("constraints.txt", "numpy==", "# another comment\nnumpy==", True),
         ("constraints.txt", "numpy==", "numpy==9", False),
-        ("pyproject.toml", '"numpy>=2.0"', '"numpy>=2.1"', False),
         ("pyproject.toml", 'name = "kvbench"', 'name = "kvbench2"', True),
         ("pyproject.toml", "[project]", "", False),
     ],

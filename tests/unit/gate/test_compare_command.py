@@ -11,9 +11,9 @@ import json
 import os
 import shlex
 import xml.etree.ElementTree as ET
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -149,18 +149,6 @@ def test_an_older_comparison_by_twins_is_judged_and_not_gone_on_with(compare, op
         assert code == resumed and ("start a new comparison" in said) == (resumed == 2), said
 
 
-def test_the_folder_is_locked_while_it_is_measured(compare, opens_nothing):
-    def measure(comparison):
-        with pytest.raises(UsageError, match="being written"), comparison.folder.locked():
-            pass
-
-    _, folder, _ = compare(*SIDES, *WORDS, measure=measure)
-    opens_nothing()
-    with CompareFolder(folder).locked():
-        code, _, err = compare("--resume", str(folder))
-    assert code == 2 and "another kvbench" in err
-
-
 def raises(error):
     def measure(comparison):
         raise error
@@ -177,37 +165,41 @@ def test_what_cannot_be_judged_leaves_a_verdict_for_ci(compare, monkeypatch, tmp
     assert verdict["base"]["text"] == "page_size=16" and verdict["reproduce"].startswith("kvbench compare page_size")
     assert "a full disk" in ET.parse(folder / "junit.xml").find(".//error").get("message")
     assert "a full disk" in (tmp_path / "step.md").read_text()
-
-    def no_room(*_):
-        raise OSError(28, "No space left on device", "pairs.csv")
-
-    monkeypatch.setattr(run, "write_pairs", no_room)  # the verdict is shown though the pairs cannot be written
-    code, folder, err = compare(*SIDES, *WORDS, measure=lambda _: Verdict("compare", "fail", "it is slower"))
-    assert code == 4 and "pairs.csv" in err
-    assert read_json(folder / "verdict.json")["sentence"] == "it is slower"
+    with monkeypatch.context() as patch:  # the verdict is shown though the pairs cannot be written
+        patch.setattr(run, "write_pairs", Mock(side_effect=OSError(28, "No space left on device", "pairs.csv")))
+        code, folder, err = compare(*SIDES, *WORDS, measure=lambda _: Verdict("compare", "fail", "it is slower"))
+    assert code == 4 and "pairs.csv" in err and read_json(folder / "verdict.json")["sentence"] == "it is slower"
+    make = builds._make_venv
+    monkeypatch.setattr(builds, "_make_venv", lambda env, log, pip: make(env, log, pip=False))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    repo = make_repo(tmp_path / "repo", {"serve.py": ""})
+    how = ("--repo", str(repo), "--build-cmd", "false", "--serve-cmd", "{python} serve.py {port}")
+    code, folder, err = compare("main", "HEAD", *WORDS, *how)
+    verdict = read_json(folder / "verdict.json")
+    assert (code, verdict["outcome"]) == (4, "invalid") and "false" in verdict["sentence"], err
+    assert (verdict["base"]["name"], verdict["candidate"]["name"]) == ("main", "HEAD")
 
 
 @pytest.mark.parametrize(
     ("error", "code"), [(Interrupted("SIGTERM"), 130), (OSError(28, "No space left on device"), 4)]
 )
 def test_an_interruption_and_a_full_disk_leave_a_folder_that_can_be_resumed(compare, monkeypatch, error, code):
-    def compile(self, *_):
-        raise error
-
-    monkeypatch.setattr(PairedWorkload, "compile", compile)
+    monkeypatch.setattr(PairedWorkload, "compile", Mock(side_effect=error))
     left, folder, said = compare(*SIDES, *WORDS, measure=EXECUTE)
     assert left == code and f"kvbench compare --resume results/compare/{folder.name}" in said
     assert read_json(folder / "manifest.json")["status"] == "incomplete"
     assert (folder / "verdict.json").exists() == (code == 4)
 
 
-def test_bad_input_leaves_no_verdict_and_nothing_at_all_where_nothing_was_measured(compare):
+def test_bad_input_leaves_no_verdict_and_nothing_at_all_where_nothing_was_measured(compare, opens_nothing):
     refused = raises(UsageError("the URL does not serve"))
     assert compare(*SIDES, *WORDS, measure=refused)[:2] == (2, None)
 
     def unlike(comparison):
         path = comparison.folder.run("base", "tiny").load("paged-p16-c2", 1)
         write_load(path, "paged-p16-c2", (1.0, 1.0, 1.0))
+        with pytest.raises(UsageError, match="being written"), comparison.folder.locked():
+            pass
         raise UsageError("dtype differs")
 
     code, folder, err = compare(*SIDES, *WORDS, measure=unlike)
@@ -215,6 +207,10 @@ def test_bad_input_leaves_no_verdict_and_nothing_at_all_where_nothing_was_measur
     assert sorted(path.name for path in folder.iterdir()) == ["base", "manifest.json"]
     _, begun, _ = compare(*SIDES, *WORDS)
     assert compare("--resume", str(begun), measure=refused)[0] == 2 and begun.is_dir()  # it was there before
+    opens_nothing()
+    with CompareFolder(begun).locked():
+        code, _, err = compare("--resume", str(begun))
+    assert code == 2 and "another kvbench" in err
 
 
 WIDE = 101.0  # throughput of a candidate whose pairs scatter too much to be judged
@@ -257,13 +253,12 @@ class Machine:
 
     def __init__(self, monkeypatch):
         self.launch, self.side, self.long, self.invalid = 0.0, 0.0, (), ()
-        self.now, self.sides, self.shown = 0.0, 0, []
+        self.now, self.sides = 0.0, 0
         monkeypatch.setattr(clock, "monotonic", lambda: self.now)
         monkeypatch.setattr(run, "monotonic", lambda: self.now)
         monkeypatch.setattr(BuiltinTarget, "start", lambda target, settings, log: self.spend(self.launch, target.check))
         monkeypatch.setattr(run, "BlockRunner", self.runner)
         monkeypatch.setattr(run, "with_compared_requests", lambda folder, state, *_, **__: state)
-        monkeypatch.setattr(run, "status_line", self.status_line)
 
     def spend(self, seconds, check):
         until = self.now + seconds
@@ -286,14 +281,6 @@ class Machine:
 
         return SimpleNamespace(run_block=run_block, failures=[])
 
-    @contextmanager
-    def status_line(self, console, text):
-        def update(text):
-            self.shown.append(text())
-            self.latest = text
-
-        yield update
-
 
 @pytest.fixture
 def machine(monkeypatch):
@@ -314,6 +301,12 @@ def timed(compare, machine):
         return code, folder, read_json(folder / "verdict.json"), said, machine.now - began
 
     return command
+
+
+def test_work_is_expected_to_take_its_longest_time_so_far_and_the_first_counts_only_alone():
+    took = {"pair": [90.0, 30.0, 40.0], "launch": [5.0]}
+    known = clock.Clock(took=took)
+    assert [known.expected_s(work, 7.0) for work in ("pair", "launch", "unknown")] == [40.0, 5.0, 7.0]
 
 
 @pytest.mark.parametrize(
@@ -384,28 +377,6 @@ def test_too_little_time_for_any_verdict_is_refused_as_soon_as_it_is_known(
         code, _, said = compare("--resume", str(folder), "--max-minutes", "0.5", "--force", measure=EXECUTE)
         assert code == 3 and "note: --max-minutes" in said
         assert compare("--resume", str(folder), measure=EXECUTE)[0] == 0
-
-
-def test_what_is_done_is_shown_with_how_long_it_has_taken(timed, machine):
-    timed(launch=100.0, side=30.0)
-    first = next(text for text in machine.shown if text.startswith("starting base (page_size=16"))
-    assert first.endswith(": 0:00")
-    machine.now += 75.0  # the text is asked for whenever it is shown
-    latest = machine.latest()  # of the load, and not since its last answer
-    assert latest.startswith("pair 10: paged-p") and latest.endswith("-c2, 1/6 requests: 1:45")
-
-
-def test_a_build_that_fails_leaves_a_verdict_for_ci(compare, tmp_path, monkeypatch):
-    make = builds._make_venv
-    monkeypatch.setattr(builds, "_make_venv", lambda env, log, pip: make(env, log, pip=False))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    repo = make_repo(tmp_path / "repo", {"serve.py": ""})
-    how = ("--repo", str(repo), "--build-cmd", "false", "--serve-cmd", "{python} serve.py {port}")
-    code, folder, err = compare("main", "HEAD", *WORDS, *how)
-    assert code == 4, err
-    verdict = read_json(folder / "verdict.json")
-    assert verdict["outcome"] == "invalid" and "false" in verdict["sentence"]
-    assert (verdict["base"]["name"], verdict["candidate"]["name"]) == ("main", "HEAD")
 
 
 def test_calibrate_stores_the_noise_of_its_pairs_and_is_resumed_by_calibrate(compare, tmp_path):

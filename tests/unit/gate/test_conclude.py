@@ -41,16 +41,6 @@ def test_a_slower_candidate_fails_at_the_first_look_and_the_numbers_are_those_of
         verdict_of(tmp_path / "missing", base, candidate)
 
 
-def test_figures_in_running_time_are_called_so(tmp_path):
-    folder = stored_comparison(tmp_path, *noisy_pairs(8, 3, 4), CELLS)
-    for method, named in (("launched", False), ("twins", True)):
-        verdict = conclude(folder, folder.state().model_copy(update={"method": method}), POLICY)
-        assert verdict.facts["method"] == method
-        assert ("running time" in pair_page(verdict)) == named
-        titles = {f.metric: f.title for f in verdict.findings if f.suite == "overall"}
-        assert ["(whole run)" in titles[metric] for metric in ("output_throughput", "p95_itl_ms")] == [True, False]
-
-
 def test_a_pair_counts_only_with_all_its_cells_valid_on_both_sides(tmp_path):
     folder = stored_comparison(tmp_path, *noisy_pairs(9, 3, 5), CELLS)
     manifest = folder.state()
@@ -94,22 +84,22 @@ def test_a_server_that_fails_alone_is_a_regression_once_chance_is_ruled_out(tmp_
     assert verdict == conclude(folder, folder.state(), POLICY)
 
 
-def test_attempts_after_going_on_are_told_apart_and_those_before_were_not_what_gave_it_up(tmp_path):
+def test_what_else_the_state_of_a_comparison_says_is_in_its_verdict(tmp_path):
     folder = stored_comparison(tmp_path, *noisy_pairs(8, 3, 8), CELLS)
+
+    def verdict(**changes):
+        return conclude(folder, folder.state().model_copy(update=changes), POLICY)
+
+    for method, running in (("launched", False), ("twins", True)):  # figures in running time are called so
+        assert ("running time" in pair_page(verdict(method=method))) == running
+    for apart, notes in ((["base"], 1), (["base", "candidate"], 0)):  # whose loads alone had a server each
+        found = verdict(apart={"mixed/a": apart}).notes
+        assert sum("prefix cache of base" in note for note in found) == notes
     voids = [failed(n, machine=["others used it"], resume=r) for r, n in ((0, 1), (0, 2), (1, 1), (1, 2), (1, 3))]
-    manifest = folder.state().model_copy(update={"voids": tuple(voids), "void": GivenUp(9, "mixed/a")})
-    (gave_up, *_) = conclude(folder, manifest, POLICY).findings
-    assert "in 3 attempts" in gave_up.sentence
-    assert [words.split(" (")[0] for words in gave_up.details] == [
-        f"pair 9, attempt {n} after resume 1" for n in (1, 2, 3)
-    ]
-
-
-@pytest.mark.parametrize(("apart", "notes"), [(["base"], 1), (["base", "candidate"], 0)])
-def test_a_side_whose_loads_alone_had_a_server_each_is_said(tmp_path, apart, notes):
-    folder = stored_comparison(tmp_path, *noisy_pairs(8, 3, 2), CELLS)
-    verdict = conclude(folder, folder.state().model_copy(update={"apart": {"mixed/a": apart}}), POLICY)
-    assert sum("prefix cache of base" in note for note in verdict.notes) == notes
+    (gave_up, *_) = verdict(voids=tuple(voids), void=GivenUp(9, "mixed/a")).findings
+    assert "in 3 attempts" in gave_up.sentence  # those before it went on were not what gave it up
+    named = [f"pair 9, attempt {n} after resume 1" for n in (1, 2, 3)]
+    assert [words.split(" (")[0] for words in gave_up.details] == named
 
 
 def test_the_pairs_are_written_as_a_table(tmp_path):

@@ -39,9 +39,7 @@ TTFT = cell(ttft=(300.0, 500.0, 900.0))  # median 500
         (GateLimit("metric", "p95_ttft_ms", high=500), PASS, 500),  # a limit may be reached
         (GateLimit("metric", "p95_ttft_ms", high=499.9), FAIL, 500),
         (GateLimit("metric", "p95_ttft_ms", high=899, every=True), FAIL, 900),
-        (GateLimit("metric", "p95_ttft_ms", high=900, every=True), PASS, 900),
         (GateLimit("metric", "p95_ttft_ms", low=301, every=True), FAIL, 300),
-        (GateLimit("metric", "p95_ttft_ms", low=500), PASS, 500),
         (GateLimit("metric", "ttft_ms.p95", low=501), FAIL, 500),
         (GateLimit("metric", "ttft_ms.p95", low=400, high=600), PASS, 500),
         (GateLimit("metric", "p95_ttft_ms", low=310, high=890, every=True), FAIL, 300),  # both by 10: the first
@@ -60,13 +58,9 @@ def test_globs_choose_cells_and_ids_are_of_cell_and_metric():
     cells = (cell(load=3), cell(load=24), cell("contiguous", load=24))
     found = judge(GateLimit("metric", "p95_ttft_ms", high=500, cells=("paged*-24",)), *cells)
     assert [f.id for f in found] == ["limit/mixed/paged (page 16)-24/p95_ttft_ms"]
-    found = judge(
-        [GateLimit("metric", "p95_ttft_ms", high=h, cells=("mixed/contig*",)) for h in (500, 400, 300)], *cells
-    )
-    assert [f.id.removeprefix("limit/mixed/contiguous-24/") for f in found] == [
-        "p95_ttft_ms", "p95_ttft_ms (2)", "p95_ttft_ms (3)"
-    ]  # fmt: skip
-    assert [f.outcome for f in found] == [PASS, FAIL, FAIL]
+    found = judge([GateLimit("metric", "p95_ttft_ms", high=h, cells=("mixed/contig*",)) for h in (500, 400)], *cells)
+    ids = [f.id.removeprefix("limit/mixed/contiguous-24/") for f in found]
+    assert ids == ["p95_ttft_ms", "p95_ttft_ms (2)"] and [f.outcome for f in found] == [PASS, FAIL]
     named = only(GateLimit("metric", "p95_ttft_ms", high=1, name="what users feel"), TTFT)
     assert named.id.endswith("/what users feel")
 
@@ -261,19 +255,13 @@ def quality(*outside: str, note: str = "", **known: float) -> QualityResult:
         (GateLimit("kld", "mean", high=0.01), PASS),
         (GateLimit("kld", "mean", high=0.009), FAIL),
         (GateLimit("kld", "p99", high=0.02), FAIL),
-        (GateLimit("kld", "same_argmax", low=0.98), PASS),
         (GateLimit("kld", "same_argmax", low=0.99), FAIL),
         (GateLimit("kld", "p95", high=1), INVALID),  # not among the figures
-        (GateLimit("quality", "perplexity_change", high=0.004), PASS),
         (GateLimit("quality", "perplexity_change", high=0.003), FAIL),
         (GateLimit("quality", "rms_dp", high=0.09), FAIL),
-        (GateLimit("quality", "rms_dp", high=0.1), PASS),
-        (GateLimit("quality", "greedy", low=0.83), PASS),  # 40 of 48
-        (GateLimit("quality", "greedy", low=0.84), FAIL),
+        (GateLimit("quality", "greedy", low=0.84), FAIL),  # 40 of 48
         (GateLimit("quality", "passkey", low=0.98), PASS),  # 63 of 64
-        (GateLimit("quality", "passkey", low=0.99), FAIL),
-        (GateLimit("quality", "full_pool_wrong", high=2), PASS),
-        (GateLimit("quality", "full_pool_wrong", high=1), FAIL),
+        (GateLimit("quality", "full_pool_wrong", high=1), FAIL),  # of 2
         (GateLimit("quality", "within"), PASS),
     ],
 )

@@ -70,6 +70,9 @@ def test_more_pairs_show_less_and_wider_levels_too(noise):
     part = line_of(measured(drawn()[:9]), "p95_itl_ms", CELL)  # a look beyond the pairs that are there is worked out
     whole = line_of(noise, "p95_itl_ms", CELL)
     assert part.detectable[LAST] / part.sd == pytest.approx(whole.detectable[LAST] / whole.sd, rel=0.2)
+    y = drawn(shared=0.95, configurations=1)  # hypotheses that depend on each other count as few
+    part, whole = (line_of(measured(each), "p95_itl_ms", CELL) for each in (y[:8], y))
+    assert part.detectable[LAST] / part.sd == pytest.approx(whole.detectable[LAST] / whole.sd, rel=0.08)
     # 4 % of pair noise: an independent approximation by the t of 72 to 87 tests
     t = stats.t.isf(0.0025 / 80, LAST - 1) + stats.norm.ppf(0.8)
     line = line_of(noise, "p95_ttft_ms", CELL)

@@ -68,16 +68,15 @@ timing:
     assert timing.class_of("mixed/paged-p16-c3") == "quiet"  # the first that fits
     assert timing.class_of("mixed/paged-p16-c32") == "mixed ones"
     assert timing.class_of("prefix/paged-p16-c16") == "prefix"  # no class of the file's: its workload
-
-
-def test_a_policy_comes_back_from_a_manifest_as_it_was(read):
+    name = "mixed/paged-p16-c3"  # globs without a slash are of the cell
+    assert matches(name, ["paged-*"]) and matches(name, ["x", "mixed/*-c3"]) and matches(name, ["*"])
+    assert not any(matches(name, [glob]) for glob in ("mixed*", "prefix/*", "paged-*-c32"))
     text = "timing: {looks: [{pairs: 10, alpha: 1%}], classes: {b: ['*b*'], a: '*'}}"
-    policy = read(text)
+    policy = read(text)  # as it comes back from a manifest
     again = Policy.of(StoredPolicy.parse(json.loads(json.dumps(policy.stored().to_json()))))
     assert again.timing == policy.timing and list(again.timing.classes) == ["b", "a"]
     assert policy.stored().digest == policy.digest == again.digest != load_policy(None).digest
-    other = read(text.replace("b: ['*b*'], a: '*'", "a: '*', b: ['*b*']"))
-    assert other.digest != policy.digest  # the first class that matches counts
+    assert read(text.replace("b: ['*b*'], a: '*'", "a: '*', b: ['*b*']")).digest != policy.digest  # the first counts
 
 
 def test_limits_as_they_are_written(read):
@@ -143,9 +142,3 @@ def test_a_mistake_is_refused_with_what_to_write_instead(read, text):
         read(text)
     assert REFUSED[text] in str(refused.value)
     assert "gates.yaml" in str(refused.value) and "\n" not in str(refused.value)
-
-
-def test_globs_without_a_slash_are_of_the_cell():
-    name = "mixed/paged-p16-c3"
-    assert matches(name, ["paged-*"]) and matches(name, ["x", "mixed/*-c3"]) and matches(name, ["*"])
-    assert not matches(name, ["mixed*"]) and not matches(name, ["prefix/*"]) and not matches(name, ["paged-*-c32"])

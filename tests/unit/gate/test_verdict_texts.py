@@ -60,21 +60,15 @@ def test_a_number_keeps_three_figures_and_a_line_and_a_name_keep_their_limit(val
         assert flat.endswith(short[-2:]) and flat.startswith(cut.removesuffix(" …"))
 
 
-def test_clean_keeps_what_can_be_read():
-    assert wording.clean("a\r\nb\rc\td é 🚀") == "a\nb\nc\td é 🚀"
-    assert wording.clean("\x1b[1;31mred\x1b[0m \x1b]8;;http://x\x07link \x00\x7f\x85\ud800\uffff.") == "red link ."
-
-
-@pytest.mark.parametrize(
-    ("base", "words"),
-    [
+def test_clean_keeps_what_can_be_read_and_sides_are_named_once():
+    for base, words in (
         ({"name": "main", "sha": "0123456789abcdef"}, "base main (0123456789ab)"),
         ({"name": "HEAD (0123456)", "sha": "0123456789abcdef"}, "base HEAD (0123456)"),
         ({"command": "x"}, ""),
-    ],
-)
-def test_sides_are_named_once(base, words):
-    assert wording.sides(Verdict("compare", PASS, "s", base=base, candidate={"command": "x"})) == words
+    ):
+        assert wording.sides(Verdict("compare", PASS, "s", base=base, candidate={"command": "x"})) == words
+    assert wording.clean("a\r\nb\rc\td é 🚀") == "a\nb\nc\td é 🚀"
+    assert wording.clean("\x1b[1;31mred\x1b[0m \x1b]8;;http://x\x07link \x00\x7f\x85\ud800\uffff.") == "red link ."
 
 
 def test_the_worst_comes_first_and_where_no_direction_is_better_the_greater_change():

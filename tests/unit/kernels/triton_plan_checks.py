@@ -77,7 +77,7 @@ SMALL = {"shape": (1, 16, 16), "kv_heads": 1, "page_size": 7}
         *(skewed("one long", (1500, *range(0, 90, 10)), kind, full=kind != "fp8_e4m3") for kind in KINDS),
         *(skewed("windowed", (3, 700, 0, 300, 1, 900), kind, **WINDOWED) for kind in ("auto", KINDS[-1])),
         skewed("alone", (1500,), with_sinks=True),
-        *(skewed(f"{n}", every_tenth_is_long(n), sms=6, full=n != 17, **SMALL) for n in (1, 17, 40)),
+        *(skewed(f"{n}", every_tenth_is_long(n), sms=6, full=True, **SMALL) for n in (1, 17, 40)),
     ],
 )
 def test_skewed_batches_agree_with_float64(lens, kind, sms, changes):

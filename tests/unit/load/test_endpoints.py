@@ -122,13 +122,8 @@ def test_each_kind_of_delta_has_its_moment_in_a_chat(name: str) -> None:
 
 
 def test_reasoning_that_is_counted_beside_the_output_is_output_too() -> None:
-    frames = [
-        ROLE,
-        *[delta({"reasoning_content": "r"})] * 5,
-        delta({"content": "a"}, "stop"),
-        usage(1, **thought(5)),
-        DONE,
-    ]
+    thoughts = [delta({"reasoning_content": "r"})] * 5
+    frames = [ROLE, *thoughts, delta({"content": "a"}, "stop"), usage(1, **thought(5)), DONE]
     out = judged("chat", frames, most=1)
     assert out.ok and (out.output_tokens, out.reasoning_tokens, out.streamed_tokens) == (6, 5, 6)
     assert judged("chat", [*frames[:-2], usage(2, **thought(5)), DONE], most=1).error_kind == "usage_mismatch"
@@ -150,13 +145,6 @@ def test_an_answer_of_hidden_reasoning_alone_succeeds_without_a_token_that_came(
     assert out.ok and (out.chunk_times, out.first, out.first_output) == ([2, 3], 2, None)
     assert judged("chat", [*ids, usage(2, **thought(1)), DONE]).first_output == 2
     assert judged("chat", [ROLE, delta({}, "length"), usage(4, **thought(3)), DONE]).error_kind == "usage_mismatch"
-
-
-def test_sequences_of_a_chat_are_kept_apart() -> None:
-    frames = [[ROLE, delta({"role": "assistant"}, index=1)], delta({"content": "a"}), delta({"content": "x"}, index=1),
-              delta({"content": "b"}, "stop"), delta({"content": "y"}, "length", 1), usage(4), DONE]  # fmt: skip
-    out = judged("chat", frames, n=2)
-    assert out.ok and (out.chunk_choices, out.text) == ([0, 1, 0, 1], "ab\nxy")
 
 
 def part(name: str, text: str, **more: Any) -> dict[str, Any]:
@@ -337,19 +325,20 @@ def test_no_spoilt_stream_raises_and_a_success_has_an_end_and_a_usage(endpoint: 
         assert not out.ok or (out.done and out.output_tokens is not None and out.finish_reason)
 
 
+TURNS = [{"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "b"), ("user", "c"))]
+
+
 @pytest.mark.parametrize(
     ("endpoint", "history", "field", "sent"),
     [
         ("completions", (), "prompt", "c"),
-        ("chat", (), "messages", [{"role": "user", "content": "c"}]),
-        ("chat", ("a", "b"), "messages", [{"role": r, "content": t} for r, t in zip(("user", "assistant") * 2, "abc",
-                                                                                      strict=False)]),
+        ("chat", (), "messages", TURNS[2:]),
+        ("chat", ("a", "b"), "messages", TURNS),
         ("responses", (), "input", "c"),
-        ("responses", ("a", "b"), "input", [{"type": "message", "role": r, "content": t} for r, t in
-                                            zip(("user", "assistant") * 2, "abc", strict=False)]),
-        ("messages", (), "messages", [{"role": "user", "content": "c"}]),
+        ("responses", ("a", "b"), "input", [{"type": "message"} | turn for turn in TURNS]),
+        ("messages", (), "messages", TURNS[2:]),
     ],
-)  # fmt: skip
+)
 def test_the_prompt_stands_in_the_body_as_each_api_has_it(endpoint, history, field, sent) -> None:
     request = RequestSpec(0, "a", (7,), "c", 3, history=history)
     body = Dialect(extra_body={"top_k": 4}).at(endpoint).streamed_body("m", request, 0.0, ignore_eos=True)

@@ -57,24 +57,23 @@ def start(
     )  # fmt: skip
 
 
-def locust(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
-    """The whole test."""
-    running = start(folder, *arguments)
-    out, err = running.communicate(timeout=120)
-    return subprocess.CompletedProcess((), running.returncode, out, err)
-
-
-def two_processes() -> tuple[str, ...]:
+def sharing(processes: int) -> tuple[str, ...]:
+    """The options of so many processes of Locust's own."""
     port = str(free_port())
-    return ("--processes", "2", "--master-bind-port", port, "--master-port", port)
+    return ("--processes", "2", "--master-bind-port", port, "--master-port", port) if processes > 1 else ()
+
+
+def ended(running: subprocess.Popen) -> tuple[int, str, str]:
+    out, err = running.communicate(timeout=120)
+    return running.returncode, out, err
 
 
 def test_ttft_itl_and_tpot_are_rows_and_locusts_workers_share_the_load(steady_url: str, tmp_path: Path) -> None:
     """14 requests over 2 worker processes of Locust's: each sent once, each timed, all in the CSV."""
-    more = ("--csv", str(tmp_path / "out"), "--run-time", "50s", *two_processes())
-    done = locust(tmp_path, "--host", steady_url, "--kvbench-at", "c4", *more)
-    assert done.returncode == 0, done.stderr
-    assert "used up" in done.stderr and "--run-time" in done.stderr  # why it ends before its time
+    more = ("--csv", str(tmp_path / "out"), "--run-time", "50s", *sharing(2))
+    code, _, said = ended(start(tmp_path, "--host", steady_url, "--kvbench-at", "c4", *more))
+    assert code == 0, said
+    assert "used up" in said and "--run-time" in said  # why it ends before its time
     stamps = stamps_of(steady_url)
     assert len(stamps) == 14
     tokens = {60: [], 8: []}
@@ -118,10 +117,8 @@ locustfile._drawn = draw_slowly
 def test_run_time_counts_from_the_first_request(steady_url: str, tmp_path: Path, processes: int) -> None:
     """The requests take longer to draw than the test may take."""
     (tmp_path / "slow.py").write_text(SLOW_START)
-    more = two_processes() if processes > 1 else ()
-    words = ("--host", steady_url, "--kvbench-at", "c4", "--run-time", "1s", *more)
-    running = start(tmp_path, *words, number=5000, file=tmp_path / "slow.py")
-    _, said = running.communicate(timeout=120)
+    words = ("--host", steady_url, "--kvbench-at", "c4", "--run-time", "1s", *sharing(processes))
+    _, _, said = ended(start(tmp_path, *words, number=5000, file=tmp_path / "slow.py"))
     assert 0 < len(stamps_of(steady_url)) < 5000 and "used up" not in said, said
     assert "counts from now" in said
 
@@ -142,9 +139,9 @@ def test_a_worker_that_comes_late_takes_no_part_and_holds_nobody_up(steady_url: 
             heard.append(kind)
             if kind == "quit":
                 break
-    _, said = master.communicate(timeout=120)
-    assert master.returncode == 0, said
-    early.communicate(timeout=120)
+    code, _, said = ended(master)
+    assert code == 0, said
+    ended(early)
     assert heard[0] == "ack" and heard[-1] == "quit" and "spawn" not in heard and "kvbench_shard" not in heard
     rows = pd.read_csv(tmp_path / "out_stats.csv").set_index("Name")
     assert rows.loc["Aggregated", ["Request Count", "Failure Count"]].tolist() == [16, 0]
@@ -154,28 +151,19 @@ def test_a_worker_that_comes_late_takes_no_part_and_holds_nobody_up(steady_url: 
 @pytest.mark.full
 @pytest.mark.parametrize("processes", [1, 2])
 def test_the_test_ends_with_the_server(tmp_path: Path, processes: int) -> None:
-    more = two_processes() if processes > 1 else ()
     with own_mock("--ttft-ms", "5", "--itl-ms", "5") as (server, url):
-        running = start(tmp_path, "--host", url, "--kvbench-at", "c4", *more, number=5000)
+        running = start(tmp_path, "--host", url, "--kvbench-at", "c4", *sharing(processes), number=5000)
         while len(stamps_of(url)) < 50:
             assert running.poll() is None
             time.sleep(0.05)
         server.kill()
-        _, said = running.communicate(timeout=120)
-    assert running.returncode == 4, said
+        code, _, said = ended(running)
+    assert code == 4, said
     assert "kvbench: the server went away (" in said and "Traceback" not in said
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("--kvbench-at", "c99"), "its loads are c2, c4"),
-        pytest.param(("--host", "http://127.0.0.1:9"), "did not answer", marks=pytest.mark.full),
-    ],
-)
-def test_a_mistake_is_one_sentence(tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
-    done = locust(tmp_path, *arguments)
-    assert done.returncode == 2
-    said = [line for line in done.stderr.splitlines() if line.startswith("kvbench: ")]
-    assert len(said) == 1 and words in said[0]
-    assert "Traceback" not in done.stderr and "Ramping" not in done.stderr and done.stdout == ""
+def test_a_mistake_is_one_sentence(tmp_path: Path) -> None:
+    code, out, err = ended(start(tmp_path, "--kvbench-at", "c99"))
+    said = [line for line in err.splitlines() if line.startswith("kvbench: ")]
+    assert code == 2 and len(said) == 1 and "its loads are c2, c4" in said[0]
+    assert "Traceback" not in err and "Ramping" not in err and out == ""

@@ -167,7 +167,7 @@ def test_a_worker_lost_in_the_middle_ends_the_load_as_invalid(
 def test_no_worker_outlives_its_master(loads: LoadRunner, whole_group: bool) -> None:
     """The master alone is killed; or all are stopped by SIGTERM, as kvbench stops its load process."""
     spec = endless(loads, 7400 + whole_group, processes=2)
-    master = start_load(str(spec), group=True)
+    master = start_load(str(spec))
     wait_for(master)
     workers = psutil.Process(master.pid).children()
     assert len(workers) == 2

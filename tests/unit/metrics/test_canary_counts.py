@@ -38,13 +38,10 @@ def test_the_chance_is_that_of_fishers_exact_test(wrong, offline):
     assert chance_of_so_many(wrong, 20, 20, off, asked) == pytest.approx(fisher_exact(table, "greater").pvalue)
 
 
-def test_so_many_asked_again_count_once():
+def test_so_many_asked_again_count_once_and_none_wrong_is_no_evidence():
     """The same 10 canaries three times: 12 wrong of 30 are 4 of 10."""
     assert chance_of_so_many(12, 30, 10, 1, 100) == chance_of_so_many(4, 10, 10, 1, 100)
     assert chance_of_so_many(1, 30, 10, 0, 100) == chance_of_so_many(1, 10, 10, 0, 100) > ALPHA
-
-
-def test_none_wrong_is_no_evidence_and_many_are():
     assert chance_of_so_many(0, 20, 20, 0, 100) == 1.0
     assert chance_of_so_many(4, 20, 20, 0, 100) < ALPHA < chance_of_so_many(3, 20, 20, 0, 100)
     assert chance_of_so_many(6, 20, 20, 30, 100) > 0.1

@@ -160,11 +160,9 @@ def test_what_breaks_a_limit_is_said_and_what_keeps_it_is_not(change, word):
 @pytest.mark.parametrize(
     ("kv_cache_dtype", "right_with_room", "wrong_at_full_pool", "outside"),
     [
-        ("auto", 40, 0, 0),
         ("auto", 40, 1, 1),
         ("auto", 39, 0, 1),
         ("int4_per_token_head", 30, 10, 0),  # a quarter on both sides
-        ("int4_per_token_head", 30, 30, 1),
         ("fp8_e4m3", 40, 1, 0),
         ("fp8_e4m3", 40, 15, 1),
     ],

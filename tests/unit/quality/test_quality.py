@@ -27,6 +27,7 @@ from tests.support.hf_parts import COMMON, model_folder, one_thread
 from tests.support.kv_mutants import swap_in_out_of_order
 
 VOCAB = 8192  # of the tokenizer that ships, which reads the prompts of a model without one
+TINY = prompts.FILLER.parent
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -60,6 +61,7 @@ def few_prompts(tmp_path, monkeypatch) -> None:
     for name in SETS:
         (tmp_path / f"{name}.jsonl").write_text("".join(each.row for each in PROMPTS[name]))
     monkeypatch.setattr(measure, "FOLDER", tmp_path)
+    monkeypatch.setattr(measure, "_LONGEST_CANARY", 300)
     monkeypatch.setattr(measure, "available_cpus", lambda: 1)
     monkeypatch.setattr(prompts, "RESIDUES", 8)
 
@@ -72,7 +74,6 @@ engine: {{device: cpu, kv_budget: 1MiB, max_model_len: 128, max_num_seqs: 4, max
 sweep:
   layout: [contiguous]
   kv_cache_dtype: [auto, int8_per_token_head, int4_per_token_head]
-  enable_prefix_caching: [true]
   preemption_mode: [swap]
   max_num_seqs: [8]
 load:
@@ -92,13 +93,9 @@ def workload(folder, tmp_path: Path) -> Path:
 def run_folder(workload: Path, **manifest: object) -> Path:
     folder = workload.parent / "run"
     folder.mkdir(exist_ok=True)
-    made = {
-        "format": 1,
-        "workload": dict(load_workload(workload, profile="cpu").resolved),
-        "plan": [],
-        "profile": "cpu",
-    }
-    (folder / "manifest.json").write_text(json.dumps({**made, "git": git_state(), **manifest}))
+    resolved = dict(load_workload(workload, profile="cpu").resolved)
+    made = {"format": 1, "workload": resolved, "plan": [], "profile": "cpu", "git": git_state(), **manifest}
+    (folder / "manifest.json").write_text(json.dumps(made))
     return folder
 
 
@@ -110,7 +107,7 @@ def test_the_command_on_a_run(workload, capsys):
     run = run_folder(workload, model={"weights_fingerprint": "of other weights"})
     assert command(run) == 0
     result = read_quality(run)
-    assert len(result.configurations) == 7 and not result.beside and result.note == ""
+    assert len(result.configurations) == 6 and not result.beside and result.note == ""
     by_dtype = {each.kv_cache_dtype: each for each in result.configurations.values()}
     int8, int4 = by_dtype["int8_per_token_head"], by_dtype["int4_per_token_head"]
     for figures in (result.control, *result.configurations.values()):
@@ -118,42 +115,36 @@ def test_the_command_on_a_run(workload, capsys):
         assert figures.sets["workload"].prompts == 5 and figures.greedy.answers == 10
         assert figures.passkey.asked == 2 + 8 and figures.perplexity > 1000
     for figures in result.configurations.values():
-        plain = figures.kv_cache_dtype == "auto"
+        plain, pool = figures.kv_cache_dtype == "auto", figures.full_pool
         assert (figures.mean < 1e-9) == plain and figures.mean_low <= figures.mean <= figures.mean_high
-        pool = figures.full_pool
-        assert (not pool.wrong and pool.agree == pool.answers) or not plain
+        assert not plain or (figures.outside == () and not pool.wrong and pool.agree == pool.answers)
         assert pool.answers >= 16 and pool.passkey_asked >= 8 and pool.forks > 0
-        assert not plain or figures.outside == ()
     assert 0 < int8.mean < int4.mean <= int4.p99 <= int4.max
     assert max(each.full_pool.preemptions for each in result.configurations.values()) > 0
     # Without canaries everything is asked of each but one: max_num_seqs changes no answer.
-    assert result.facts.left_out == 1 and result.facts.measurements == 6
-    assert {name: figures.like for name, figures in result.configurations.items() if figures.like} == {
-        "paged-seqs8": "paged"
-    }
+    assert result.facts.left_out == 1 and result.facts.measurements == 5
+    shared = {name: figures.like for name, figures in result.configurations.items() if figures.like}
+    assert shared == {"paged-seqs8": "paged"}
     (different,) = result.differs_from(RunFolder(run).manifest())
     assert different.startswith("set of weights ")
     out, err = capsys.readouterr()
-    assert "warning" not in err
-    assert "control" in out and all(config_id in out for config_id in result.configurations)
-
-
-FEW = ("-o", "sweep={kv_cache_dtype: [int8_per_token_head]}")
+    assert "warning" not in err and all(name in out for name in ("control", *result.configurations))
 
 
 def test_random_weights_are_measured_with_a_trained_model_beside_them(workload, folder, tmp_path, monkeypatch):
     monkeypatch.setattr(measure, "BESIDE", folder)
     file = tmp_path / "out.json"
-    dummy = ("-o", "model={config: llama-32m, load_format: dummy}", *FEW, "--profile", "cpu", "--output", file)
-    assert command(workload, *dummy) == 0
+    dummy = ("-o", "model={config: llama-32m, load_format: dummy}", "-o", "sweep={}", "--profile", "cpu")
+    assert command(workload, *dummy, "--output", file) == 0
     result = json.loads(file.read_text())
     assert result["beside"] and result["model"] == "small" and result["weights"] == f"those of {folder}"
     assert result["note"] == "" and "workload" not in result["control"]["sets"]
-    assert command(workload, *dummy, "--model", f"{folder}/config.json") == 0
+    assert command(workload, *dummy, "--model", f"{folder}/config.json", "--output", file) == 0
     result = json.loads(file.read_text())
     assert "random (seed 0)" in result["weights"] and "random" in result["note"]
 
 
+@pytest.mark.full
 def test_several_sets_of_weights_are_all_named(workload, tmp_path):
     file = tmp_path / "out.json"
     dtypes = ("-o", "model.dtype=float32", "-o", "sweep={dtype: [bfloat16]}")
@@ -164,32 +155,30 @@ def test_several_sets_of_weights_are_all_named(workload, tmp_path):
     assert result["weights_fingerprint"] == ""
 
 
-def test_other_code_than_the_run_is_said_before_it_is_measured(workload, capsys, monkeypatch):
-    run = run_folder(workload, git={"sha": "0123456789abcdef"})
-
-    def refuse(*_, **__):
-        raise UsageError("measured")
-
-    monkeypatch.setattr("kvbench.quality.measure.measure", refuse)
-    assert command(run) == 2
-    warning, said = capsys.readouterr().err.splitlines()
-    assert "of the run 0123456789ab" in warning and "only with --force" in warning and said == "error: measured"
-
-
-def test_what_cannot_be_measured_is_refused(workload, folder, capsys, tmp_path):
+def test_what_cannot_be_measured_is_refused_and_other_code_than_the_run_said_before(
+    workload, folder, capsys, tmp_path, monkeypatch
+):
     def refused(words: str, *arguments: object) -> bool:
         return command(*arguments) == 2 and words in capsys.readouterr().err
 
     run = run_folder(workload, backend="vllm")
     assert refused("built-in engine only", run)
     assert refused("-o", run, "-o", "seed=4")
-    assert refused("there is no workload file", workload.parent / "none.yaml")
-    cpu = (workload, "--profile", "cpu", *FEW)
+    assert refused("--all", "--url", "http://127.0.0.1:9", "--all")
+    cpu = (workload, "--profile", "cpu", "-o", "sweep={}")
     assert refused("neither a folder", *cpu, "--model", tmp_path / "nothing")
     assert refused("measure with another model", *cpu, "--model", model_folder(str(tmp_path)))  # reads no text
     for name in SETS:
         (tmp_path / f"{name}.jsonl").write_text(PROMPTS["long-context"][0].row)
     assert refused("no prompt fits 256 tokens", *cpu, "--model", f"{folder}/")
+
+    def refuse(*_, **__):
+        raise UsageError("measured")
+
+    monkeypatch.setattr("kvbench.quality.measure.measure", refuse)
+    assert command(run_folder(workload, git={"sha": "0123456789abcdef"})) == 2
+    warning, said = capsys.readouterr().err.splitlines()
+    assert "of the run 0123456789ab" in warning and "only with --force" in warning and said == "error: measured"
 
 
 def test_a_result_names_what_differs_from_the_run():
@@ -200,54 +189,12 @@ def test_a_result_names_what_differs_from_the_run():
     assert "b" * 12 in commit and "a" * 12 in commit and "torch 2.2" in torch_version
 
 
-@pytest.mark.parametrize("text", ['{"format": "other"}', "[]", f'{{"format": "{FORMAT}", "no": 1}}'])
+@pytest.mark.parametrize("text", ["[]", f'{{"format": "{FORMAT}", "no": 1}}'])
 def test_a_file_that_is_not_its_own_is_refused_and_none_is_nothing_measured(tmp_path, text):
     assert read_quality(tmp_path) is None
     (tmp_path / QUALITY).write_text(text)
     with pytest.raises(UsageError, match=f"kvbench quality {tmp_path}"):
         read_quality(tmp_path)
-
-
-# --- Canaries ---
-
-
-def make(*words: object) -> int:
-    return guarded(lambda: canaries.main([str(word) for word in words], standalone_mode=False))
-
-
-def test_canaries_of_a_trained_model_are_right_and_asked_of_every_configuration(workload, tmp_path, monkeypatch):
-    model, file = prompts.FILLER.parent, tmp_path / "kvbench-tiny.jsonl"
-    assert make(model, "--output", file, "--passkeys", 8, "--copies", 1) == 0
-    made = read_canaries(file)
-    keys = [each for each in made.canaries if each.kind == "passkey"]
-    assert len(keys) == 8 == len({len(each.prompt_token_ids) % 8 for each in keys})
-    assert all(each.answer in each.prompt and each.margin >= 0.5 for each in keys)
-    starts = [each.prompt_token_ids[: int(each.depth * len(each.prompt_token_ids)) - 1] for each in keys]
-    shared = [a == b[: len(a)] for a, b in itertools.pairwise(starts)]
-    assert sum(shared) >= 4  # groups of two and three
-    damaged = dataclasses.replace(made.canaries[0], canary_id="other", answer_token_ids=(5,) * 6)
-    write_canaries(file, CanarySet(made.model, made.weights_fingerprints, (*made.canaries, damaged)))
-    monkeypatch.setattr(measure, "SHIPPED", tmp_path)
-    out = tmp_path / "out.json"
-    words = ("--profile", "cpu", "-o", "sweep={}", "-o", "engine.max_model_len=1700", "--model", model)
-    assert command(workload, *words, "--output", out) == 0
-    result = json.loads(out.read_text())
-    (figures,) = result["configurations"].values()
-    assert figures["canaries"] == {"asked": len(made.canaries) + 1, "right": len(made.canaries)}
-    assert 0 < result["control"]["mean"] < 1e-9  # it computes the same in another way, and so rounds differently
-
-
-def test_an_error_that_shows_only_at_a_full_pool_puts_a_configuration_outside(workload, tmp_path, monkeypatch):
-    model, out = prompts.FILLER.parent, tmp_path / "out.json"
-    settings = ("-o", "sweep={preemption_mode: [swap]}", "-o", "engine.max_model_len=300")
-    with swap_in_out_of_order() as fired:
-        assert command(workload, "--profile", "cpu", *settings, "--model", model, "--output", out) == 0
-    assert fired.times
-    (name, recompute), (_, swap) = json.loads(out.read_text())["configurations"].items()
-    assert recompute["outside"] == [] and not recompute["full_pool"]["canaries"]["wrong"]
-    assert (recompute["measured"], swap["measured"], swap["like"]) == ("all", "full_pool", name)
-    assert swap["full_pool"]["canaries"]["wrong"] > 0 and any("canaries" in each for each in swap["outside"])
-    assert swap["canaries"]["asked"] == swap["canaries"]["right"] > 0
 
 
 @pytest.mark.parametrize(("every", "asked"), [(False, ["a", "contiguous", "int8", "int8 prefix"]), (True, None)])
@@ -263,6 +210,49 @@ def test_all_prompts_are_asked_once_of_each_kv_dtype_and_layout(workload, every,
     members = {name: measure.Subject.of(base | changed, None) for name, changed in settings.items()}
     group = measure.WeightsGroup(load_workload(workload, profile="cpu"), members, every, lambda text: None)
     assert list(group.leaders) == (asked or list(settings))
+
+
+# --- Canaries ---
+
+
+def make(*words: object) -> int:
+    return guarded(lambda: canaries.main([str(word) for word in words], standalone_mode=False))
+
+
+def test_canaries_of_a_trained_model_are_right_and_asked_of_every_configuration(workload, tmp_path, monkeypatch):
+    file, out = tmp_path / "kvbench-tiny.jsonl", tmp_path / "out.json"
+    assert make(TINY, "--output", file, "--passkeys", 8, "--copies", 1) == 0
+    made = read_canaries(file)
+    keys = [each for each in made.canaries if each.kind == "passkey"]
+    assert len(keys) == 8 == len({len(each.prompt_token_ids) % 8 for each in keys})
+    assert all(each.answer in each.prompt and each.margin >= 0.5 for each in keys)
+    starts = [each.prompt_token_ids[: int(each.depth * len(each.prompt_token_ids)) - 1] for each in keys]
+    shared = [a == b[: len(a)] for a, b in itertools.pairwise(starts)]
+    assert sum(shared) >= 4  # groups of two and three
+    damaged = dataclasses.replace(made.canaries[0], canary_id="other", answer_token_ids=(5,) * 6)
+    short = made.that_fit(300)
+    assert len(short) >= 4
+    write_canaries(file, CanarySet(made.model, made.weights_fingerprints, (*made.canaries, damaged)))
+    monkeypatch.setattr(measure, "SHIPPED", tmp_path)
+    assert command(workload, "--profile", "cpu", "-o", "sweep={}", "--model", TINY, "--output", out) == 0
+    result = json.loads(out.read_text())
+    (figures,) = result["configurations"].values()
+    assert figures["canaries"] == {"asked": len(short) + 1, "right": len(short)}
+    assert 0 < result["control"]["mean"] < 1e-9  # it computes the same in another way, and so rounds differently
+
+
+def test_an_error_that_shows_only_at_a_full_pool_puts_a_configuration_outside(workload, tmp_path):
+    """The configuration is like the one before it, and so is asked at a full pool only."""
+    out = tmp_path / "out.json"
+    settings = ("-o", "sweep={preemption_mode: [swap]}")
+    with swap_in_out_of_order() as fired:
+        assert command(workload, "--profile", "cpu", *settings, "--model", TINY, "--output", out) == 0
+    assert fired.times
+    (name, recompute), (_, swap) = json.loads(out.read_text())["configurations"].items()
+    assert recompute["outside"] == [] and not recompute["full_pool"]["canaries"]["wrong"]
+    assert (recompute["measured"], swap["measured"], swap["like"]) == ("all", "full_pool", name)
+    assert swap["full_pool"]["canaries"]["wrong"] > 0 and any("canaries" in each for each in swap["outside"])
+    assert swap["canaries"]["asked"] == swap["canaries"]["right"] > 0
 
 
 def test_a_model_that_knows_no_answer_makes_no_canaries(folder, tmp_path, capsys):

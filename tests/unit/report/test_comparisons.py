@@ -1,13 +1,31 @@
-"""Which cells are compared, and which lead."""
+"""Which cells are compared, which lead, and changes against the baseline, in the direction of each metric."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from kvbench.report.comparisons import THROUGHPUT, Comparisons, best, differing, leaders, scatters, served, spread
-from kvbench.runs.model import MeasuredLoad
+from kvbench.effects.comparison import Call, Comparison
+from kvbench.metrics.definitions import ENGINE, SERVED
+from kvbench.report.comparisons import (
+    ITL,
+    THROUGHPUT,
+    TTFT,
+    Comparisons,
+    best,
+    differing,
+    leaders,
+    scatters,
+    served,
+    short_name,
+    sized,
+    spread,
+)
+from kvbench.runs.model import MeasuredLoad, Run
 from tests.support.records import put, take
-from tests.support.report_cells import cell, mark_few, run
+from tests.support.report_cells import FAST, LATE, SLOW, WIDE, cell, in_engine_time, mark_few, run
+from tests.support.report_parts import change
 
 AT_24 = MeasuredLoad("closed", 24)
 
@@ -35,7 +53,6 @@ PAGE_16, PAGE_8 = "paged (page 16)", "paged (page 8)"
         ((60.0, 99.0, 101.0), (50.0, 50.0, 50.0), {PAGE_16: "level", PAGE_8: "undecided"}),
         ((70.0, 70.0, 70.0), (50.0, 50.0, 50.0), {PAGE_16: "level"}),
         ((98.0, 100.0, 100.0), (60.0, 99.0, 101.0), {}),  # nobody is decided to be worse
-        ((90.0,), (50.0,), {}),  # one repeat in common decides nothing
     ],
 )
 def test_leaders_are_all_that_are_not_decided_to_be_worse(
@@ -106,9 +123,7 @@ SWAP = {"preemption_mode": "swap"}
         (cell(enable_prefix_caching=True), cell("contiguous"), {"layout", "enable_prefix_caching"}),
         (cell(), cell(page_size=8), {"page_size"}),
         (cell(preemption_mode="recompute"), cell(**SWAP, swap_space="64MiB"), {"preemption_mode"}),
-        (cell(**SWAP, swap_space=1), cell(**SWAP, swap_space=2), {"swap_space"}),
         (cell("contiguous", reservation="oracle"), cell(), {"layout"}),
-        (cell("contiguous", reservation="oracle"), cell("contiguous"), {"reservation"}),
         (cell("contiguous", reservation="max"), cell("contiguous"), set()),
         (cell(enable_chunked_prefill=False), cell(max_num_partial_prefills=2), {"enable_chunked_prefill"}),
     ],
@@ -125,11 +140,9 @@ def test_effects_are_single_changes_from_the_baseline() -> None:
     ratio = served(effect.cell, effect.base, THROUGHPUT)
     assert ratio is not None and ratio.ratio == pytest.approx(1.2)
     assert Comparisons.of(run(eight, cell(page_size=64))).alone == []  # without a baseline
-
-
-def test_layouts_are_an_effect_only_where_paging_is_not_compared() -> None:
-    base, oracle = cell("contiguous", reservation="max", baseline=True), cell("contiguous", reservation="oracle")
-    assert [e.setting for e in Comparisons.of(run(base, oracle, cell(baseline=False))).alone] == ["reservation"]
+    largest, oracle = (cell("contiguous", reservation=kind, baseline=kind == "max") for kind in ("max", "oracle"))
+    (effect,) = Comparisons.of(run(largest, oracle, cell(baseline=False))).alone
+    assert effect.setting == "reservation"  # layouts only where paging is not compared
 
 
 def test_throughput_falls_back_to_the_whole_run_for_every_repeat_alike() -> None:
@@ -142,3 +155,79 @@ def test_throughput_falls_back_to_the_whole_run_for_every_repeat_alike() -> None
     assert short.throughput() == {0: 80.0, 1: 80.0}
     r = served(short, steady, THROUGHPUT)
     assert r is not None and r.values == pytest.approx((2.0, 2.0))
+
+
+@pytest.mark.parametrize(
+    ("figures", "metric", "call"),
+    [
+        ({"throughput": FAST}, THROUGHPUT, Call.BETTER),
+        ({"throughput": SLOW}, THROUGHPUT, Call.WORSE),
+        ({"throughput": (101.0, 99.0, 100.0)}, THROUGHPUT, Call.LEVEL),
+        ({"throughput": WIDE}, THROUGHPUT, Call.UNDECIDED),
+        ({"ttft": LATE}, TTFT, Call.WORSE),  # more of a latency is worse
+        ({"tpot": (10.0, 10.1, 10.2)}, ITL, Call.BETTER),
+    ],
+)
+def test_a_served_change_is_called_in_the_direction_of_its_metric(figures: dict, metric: str, call: str) -> None:
+    other = cell(page_size=8, **figures)
+    found = change(run(cell(), other), other, metric)
+    assert found is not None and (found.call, found.clock) == (call, SERVED)
+
+
+def test_engine_time_outranks_what_was_served_and_the_clocks_never_mix() -> None:
+    a, b = cell(page_size=8, throughput=SLOW), cell(page_size=64, throughput=FAST)
+    known = run(cell(), a, b, engine_time=in_engine_time((a, THROUGHPUT, 1.1, 1.08, 1.12, Call.BETTER)))
+    found = Comparisons.of(known).changes
+    assert [(one.name, each.clock, each.call) for one, each in found] == [(a.name, ENGINE, Call.BETTER)]
+
+
+def test_what_was_served_decides_only_what_engine_time_does_not_exclude() -> None:
+    other = cell(page_size=8, throughput=FAST)
+    excluded = run(cell(), other, engine_time=in_engine_time((other, THROUGHPUT, 1.01, 0.99, 1.03, Call.UNDECIDED)))
+    found = change(excluded, other, THROUGHPUT)
+    assert found is not None and (found.clock, found.call) == (ENGINE, Call.UNDECIDED)
+    wide = run(cell(), other, engine_time=in_engine_time((other, THROUGHPUT, 1.3, 0.9, 1.8, Call.UNDECIDED)))
+    found = change(wide, other, THROUGHPUT)
+    assert found is not None and (found.clock, found.call) == (SERVED, Call.BETTER)
+
+
+def test_nothing_is_compared_with_an_invalid_baseline_but_engine_time_needs_none() -> None:
+    base, other = cell(reasons=("lag",)), cell(page_size=8, throughput=FAST)
+    assert change(run(base, other), other, THROUGHPUT) is None
+    known = run(base, other, engine_time=in_engine_time((other, THROUGHPUT, 1.1, 1.08, 1.12, Call.BETTER)))
+    assert change(known, other, THROUGHPUT).ratio == 1.1
+    assert change(known, base, THROUGHPUT) is None
+
+
+def test_the_reported_load_is_the_highest_that_decides_anything() -> None:
+    low, high = cell(page_size=8, load=3, throughput=FAST), cell(page_size=8, throughput=WIDE)
+    everything: Run = run(cell(load=3), cell(), low, high)
+    assert Comparisons.of(everything).load == low.load
+    assert Comparisons.of(run(cell(load=3), cell())).load.value == 24
+    assert Comparisons.of(run()).load is None
+
+
+@pytest.mark.parametrize(
+    ("ratio", "low", "high", "text"),
+    [
+        (1.163, 1.126, 1.202, "+16 % (13 to 20)"),
+        (0.957, 0.93, 0.985, "−4.3 % (−7.0 to −1.5)"),
+        (2.4, 1.9, 3.1, "2.4x (1.9 to 3.1)"),
+        (12.2, 11.0, 13.4, "12x (11 to 13)"),
+        (1.0, 0.98, 1.02, "0 % (−2.0 to 2.0)"),
+        (1.5, None, None, "+50 %"),
+        (1.5, 0.1, 20.0, "+50 %"),  # such an interval tells nothing
+    ],
+)
+def test_a_change_is_written_as_people_say_it(ratio, low, high, text: str) -> None:
+    assert sized(Comparison(THROUGHPUT, SERVED, ratio, low, high, 3, Call.UNDECIDED)) == text
+
+
+def test_a_configuration_is_named_by_what_it_changes() -> None:
+    base = cell()
+    assert short_name(base, base) == base.name
+    assert short_name(cell(page_size=8), base) == "page 8"
+    assert short_name(cell("contiguous"), base) == "contiguous"
+    both = cell(page_size=32, kv_cache_dtype="fp8_e4m3", enable_prefix_caching=True)
+    assert short_name(both, base) == "page 32 with prefix caching and FP8 KV (e4m3)"
+    assert short_name(replace(base, settings={}), None) == base.name

@@ -1,4 +1,4 @@
-"""ECDFs of latencies, as a frame and as a figure with a menu of classes."""
+"""ECDFs of latencies, as a frame and as a figure with a menu of classes; points of curves and ticks of axes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 from scipy import stats
 
 from kvbench.report.figures.distributions import EVERY, LATENCIES, distributions
+from kvbench.report.style import ecdf, log_axis, thin
 from tests.support.report_cells import cell, run, stored
 from tests.support.report_parts import distributions_drawing as drawing
 from tests.support.request_rows import frame, row
@@ -73,6 +74,25 @@ def test_only_valid_cells_of_the_highest_load_that_has_any_are_drawn(tmp_path: P
 
 
 def test_a_large_run_stays_small(tmp_path: Path) -> None:
-    rows = requests(3000, ("a", "b", "c"))
+    rows = requests(600, ("a", "b", "c"))
     cells = [stored(cell(page_size=2**i), tmp_path, rows) for i in range(8)]
     assert len(drawing(run(*cells)).figure.to_json()) < 110_000
+
+
+def test_every_point_of_a_thinned_ecdf_is_one_of_the_full_curve() -> None:
+    samples = np.random.default_rng(0).exponential(10, 50_000)
+    x, y = ecdf(samples, 120)
+    whole = stats.ecdf(samples).cdf
+    assert len(x) == 120 and (x[0], x[-1], y[-1]) == (samples.min(), samples.max(), 1.0)
+    assert y == pytest.approx(whole.evaluate(x), abs=1e-12) and np.isin(x, whole.quantiles).all()
+    x, y = ecdf(np.array([3.0, 1.0, 2.0, 2.0]))
+    assert x.tolist() == [1, 2, 2, 3] and y.tolist() == [0.25, 0.5, 0.75, 1]
+    short = thin(pd.DataFrame({"t": range(10_000)}))
+    assert len(short) <= 400 and (short["t"].iloc[0], short["t"].iloc[-1]) == (0, 9_999)
+
+
+def test_log_axis_ticks_lie_on_one_two_five() -> None:
+    assert log_axis(np.array([12.0, 300.0]))["tickvals"] == [20, 50, 100, 200]
+    assert log_axis(np.array([1.0, 1.0, 1.0, 2000.0]))["tickvals"] == [1, 10, 100, 1000]
+    assert log_axis(np.array([100.0, 110.0]))["tickvals"]  # too narrow for two ticks
+    assert log_axis(np.array([0.0])) == {}

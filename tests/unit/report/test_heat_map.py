@@ -57,10 +57,7 @@ def test_what_is_invalid_or_missing_is_blank_and_said() -> None:
 
 
 def test_where_nothing_is_decided_no_combination_is_called_behind_or_level() -> None:
-    once = {
-        name: {"throughput": (rate,)}
-        for name, rate in (("base", 100.0), ("fp8", 130.0), ("p64", 80.0), ("both", 130.0))
-    }
+    once = {name: {"throughput": (80.0,)} for name in ("base", "fp8", "p64", "both")}
     assert "is told apart from" in drawing(run(*grid(**once))).title
     slower = {name: {"throughput": (50.0, 51.0, 52.0)} for name in ("fp8", "p64", "both")}
     assert "is better than" in drawing(run(*grid(**slower))).title
@@ -89,11 +86,9 @@ def test_a_run_of_one_setting_at_a_time_has_none() -> None:
 
 def test_engine_time_is_taken_where_it_knows_every_cell_and_never_mixed() -> None:
     cells = grid(both={"reasons": ("lag",)})
+    known = ((1.08, 1.05, 1.11, "ahead"), (1.0, 0.99, 1.01, "level"), (1.1, 0.9, 1.3, "open"))
     effects = tuple(
-        engine_effect(one, "output_throughput", ratio, low, high, call, 0.01)
-        for one, (ratio, low, high, call) in zip(
-            cells[1:], ((1.08, 1.05, 1.11, "ahead"), (1.0, 0.99, 1.01, "level"), (1.1, 0.9, 1.3, "open")), strict=True
-        )
+        engine_effect(one, "output_throughput", *effect, 0.01) for one, effect in zip(cells[1:], known, strict=True)
     )
     whole = dataclasses.replace(run(*cells), engine_time=EngineTime(effects=effects))
     found = tiles(whole)

@@ -70,6 +70,8 @@ def test_only_the_repeat_of_median_throughput_is_drawn(tmp_path: Path) -> None:
     both = pd.concat([TWO.assign(repeat=i, num_requests_running=10 * i) for i in range(3)], ignore_index=True)
     one = stored(cell(throughput=(90.0, 130.0, 110.0), observed=MEASURED), tmp_path, gauges=both)
     assert set(timeline([one])["running"]) == {20}
+    bad = stored(cell(observed=MEASURED, reasons=("repeat 0: lag",), **ONE_REPEAT), tmp_path / "bad", gauges=TWO)
+    assert set(timeline([bad])["configuration"]) == {"paged (page 16) (invalid)"}
 
 
 def test_a_server_without_slots_shows_its_usage_and_no_event_that_never_happened(tmp_path: Path) -> None:
@@ -83,10 +85,7 @@ def test_a_server_without_slots_shows_its_usage_and_no_event_that_never_happened
     events = {trace.name for trace in timeline_figure(full).data}
     assert {"tokens", "reserved, empty", "free", "preemptions", "prefix_hits", "swapped_out"} <= events
     assert not {"cached", "pinned", "in use"} & events
-
-
-def test_there_is_no_figure_where_no_server_tells_its_usage(tmp_path: Path) -> None:
-    silent = run(stored(cell(**ONE_REPEAT), tmp_path, gauges=readings({"t": 0.0}, {"t": 1.0})))
+    silent = run(stored(cell(**ONE_REPEAT), tmp_path / "silent", gauges=readings({"t": 0.0}, {"t": 1.0})))
     assert drawing(silent, silent.loads[0]) is None
 
 
@@ -107,8 +106,3 @@ def test_of_many_configurations_those_with_other_uses_are_shown() -> None:
     few = run(*shown.cells[:3])
     assert shown_cells(few, few.loads[0]) == list(few.cells)
     assert shown_cells(shown, shown.loads[0]) == [], "its server says nothing of its KV"
-
-
-def test_an_invalid_configuration_is_called_so(tmp_path: Path) -> None:
-    bad = stored(cell(observed=MEASURED, reasons=("repeat 0: lag",), **ONE_REPEAT), tmp_path, gauges=TWO)
-    assert set(timeline([bad])["configuration"]) == {"paged (page 16) (invalid)"}

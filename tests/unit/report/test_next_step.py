@@ -14,11 +14,10 @@ from kvbench.report.next_steps import next_steps as steps_of
 from kvbench.runs.model import Run
 from tests.support.quality_results import measured_run as run
 from tests.support.quality_results import outside, with_quality
-from tests.support.report_cells import cell, in_engine_time
+from tests.support.report_cells import FAST, cell, in_engine_time
 from tests.support.report_cells import run as run_without_quality
 
 COMMAND = ["kvbench", "sweep", "workloads/mixed.yaml"]
-FAST = (150.0, 151.0, 152.0)
 
 
 def next_steps(measured: Run) -> list[NextStep]:

@@ -16,8 +16,9 @@ import plotly.graph_objects as go
 import pytest
 
 from kvbench.cli.main import main
+from kvbench.common.errors import UsageError
 from kvbench.report.document import document
-from kvbench.report.png import SCALE, WIDTH, main_drawings, write_pngs
+from kvbench.report.png import SCALE, WIDTH, write_pngs
 from kvbench.report.style import Drawing, finish
 from kvbench.runs.model import Run
 from tests.support.report_cells import cell
@@ -46,6 +47,7 @@ def drawn(key: str, title: str = "Paged is ahead", min_width: int = 0, **legend:
     return Drawing(key, title, "", figure.update_layout(legend=legend), min_width)
 
 
+@pytest.mark.full
 @needs_browser
 def test_files_are_named_by_key_as_large_as_on_the_page_twice_and_white(tmp_path: Path) -> None:
     shown = [*document(run_of_cells(cell(), cell("contiguous"))).drawings[:1], drawn("wide", min_width=1500)]
@@ -70,19 +72,16 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return given
 
 
-def test_report_writes_the_main_figures_or_all_beside_the_report(
+def test_report_writes_the_main_figures_beside_the_report(
     jobs: list[dict[str, Any]], make: Callable[..., Run], tmp_path: Path
 ) -> None:
-    run = make(repeats=1, concurrencies=(3,))
-    drawings = document(run).drawings
-    for option in ("--png", "--png-all"):
-        jobs.clear()
-        with pytest.raises(SystemExit) as ended:
-            main(["report", str(run.folder), option, "--output-dir", str(tmp_path / option)])
-        assert ended.value.code == 0 and (tmp_path / option / "report.html").is_file()
-        wanted = drawings if option == "--png-all" else main_drawings(drawings)
-        assert [job["path"] for job in jobs] == [tmp_path / option / f"{drawing.key}.png" for drawing in wanted]
-    assert 0 < len(main_drawings(drawings)) < len(drawings)
+    run, out = make(repeats=1, concurrencies=(3,), num_requests=10), tmp_path / "out"
+    with pytest.raises(SystemExit) as ended:
+        main(["report", str(run.folder), "--png", "--output-dir", str(out)])
+    assert ended.value.code == 0 and (out / "report.html").is_file()
+    assert [job["path"] for job in jobs] == [
+        out / f"{name}.png" for name in ("effects", "frontier", "ledger", "kv-timeline-closed-3")
+    ]
 
 
 def test_a_title_stands_above_the_figure_and_is_never_read_as_markup(jobs: list[dict[str, Any]]) -> None:
@@ -91,6 +90,7 @@ def test_a_title_stands_above_the_figure_and_is_never_read_as_markup(jobs: list[
     before = one.figure.to_json()
     write_pngs([one, within], Path("out"))
     long, short = (job["fig"].layout for job in jobs)
+    assert jobs[0]["kopts"]["mathjax"] is False  # kaleido's page would load it from a CDN
     assert "<script" not in long.title.text and "&lt;script&gt;" in long.title.text
     rows = long.title.text.split("<br>")
     assert len(rows) == 2 and long.height > short.height > 400
@@ -101,23 +101,15 @@ def test_a_title_stands_above_the_figure_and_is_never_read_as_markup(jobs: list[
     assert one.figure.to_json() == before
 
 
-def test_nothing_is_fetched_from_the_network(jobs: list[dict[str, Any]]) -> None:
-    write_pngs([drawn("one")], Path("out"))
-    assert jobs[0]["kopts"]["mathjax"] is False  # kaleido's page would load it from a CDN
-
-
-@pytest.mark.parametrize(("missing", "says"), [("kaleido", "pip install 'kaleido>=1'"), ("browser", "install one")])
-def test_without_kaleido_or_a_browser_the_report_is_written_and_the_exit_code_is_2(
-    missing: str, says: str, make: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    run = make(repeats=1, concurrencies=(3,))
-    if missing == "kaleido":
-        monkeypatch.setitem(sys.modules, "kaleido", None)
-    else:
-        pytest.importorskip("kaleido")
-        monkeypatch.setenv("BROWSER_PATH", "/nonexistent/chrome")
+def test_without_kaleido_or_a_browser_the_report_is_written_and_the_exit_code_is_2(make, monkeypatch, capsys) -> None:
+    run = make(repeats=1, concurrencies=(3,), num_requests=10)
+    monkeypatch.setenv("BROWSER_PATH", "/nonexistent/chrome")
+    pytest.importorskip("kaleido")
+    with pytest.raises(UsageError, match="install one"):
+        write_pngs([drawn("one")], run.folder)
+    monkeypatch.setitem(sys.modules, "kaleido", None)
     with pytest.raises(SystemExit) as ended:
         main(["report", str(run.folder), "--png"])
     said = capsys.readouterr().err
-    assert ended.value.code == 2 and says in said and len(said.strip().splitlines()) == 1
+    assert ended.value.code == 2 and "pip install 'kaleido>=1'" in said and len(said.strip().splitlines()) == 1
     assert (run.folder / "report.html").is_file() and not list(run.folder.glob("*.png"))

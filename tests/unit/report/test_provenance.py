@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from kvbench.report.document import document
 from kvbench.report.provenance import (
     brief,
     code_paths,
@@ -18,6 +17,7 @@ from kvbench.report.provenance import (
     validity,
     warnings,
 )
+from kvbench.runs.model import MeasuredCell
 from tests.support.report_cells import cell, refused, run, with_cache, wrong
 
 LAG = tuple(f"repeat {i}: the client lagged: p99 {i}.5 ms, the limit is 1 ms." for i in (1, 2, 3))
@@ -31,7 +31,6 @@ LAG = tuple(f"repeat {i}: the client lagged: p99 {i}.5 ms, the limit is 1 ms." f
         (run(cell(), status="incomplete"), "incomplete", "'incomplete'"),
         (run(cell(), missing=("x",)), "incomplete", "x"),
         (run(cell(reasons=("lag p99 3 ms",)), missing=("x",)), "invalid", "lag p99 3 ms"),
-        (run(cell(reasons=())), "valid", ""),
         (run(cell(failed=2)), "valid", "6 of 144 requests failed"),
         (run(refused()), "valid", '28 of 48 requests failed: "Context size has been exceeded."'),
         (run(refused(), missing=("x",)), "incomplete", "x"),
@@ -62,7 +61,6 @@ SCATTERED = cell(throughput=(98.0, 423.0, 462.0))
         ([cell(throughput=(1.0, 1.0))], {}, ["2 repeats"]),
         ([cell()], {"shared_machine": True}, ["shared this machine"]),
         ([cell()], {"git": {"dirty": True}}, ["uncommitted"]),
-        ([cell()], {"notes": ["the workload has no kv_budget"]}, ["The workload has no kv_budget."]),
         ([cell()], {"resumed": [{"differences": ["torch (2.12 then, 2.13 now)"]}]}, ["resumed", "torch (2.12 then"]),
         ([cell()], {"resumed": [{"differences": []}]}, []),
         ([cell()], {"notes": ["skipped paged-p16: it has other pages"]}, []),
@@ -73,31 +71,25 @@ def test_warnings(cells: list, manifest: dict[str, Any], said: list[str]) -> Non
     assert len(found) == bool(said) and all(part in found[0] for part in said), found
 
 
-def test_a_cache_state_that_was_not_verified_is_warned_of() -> None:
-    one = cell()
-    repeats = (with_cache(one.repeats[0], {"unverified": "too small"}), *one.repeats[1:])
-    shown = run(dataclasses.replace(one, repeats=repeats), workload={"load": {"cache_state": "primed"}})
-    (said,) = (text for text in warnings(shown) if "not verified" in text)
-    assert all(part in said for part in ("primed", "1 of 3 loads", "too small"))
-
-
 @pytest.mark.parametrize(
     ("counts", "words"),
     [
-        ({"disagree": True, "counted": 96.0, "told": 1920}, "count 96 tokens, the usage of the answers 1,920"),
-        ({"from_before": 8}, "8 tokens are hits only because"),
+        ({"unverified": "too small"}, ["not verified", "primed", "too small"]),
+        ({"disagree": True, "counted": 96.0, "told": 1920}, ["count 96 tokens, the usage of the answers 1,920"]),
+        ({"from_before": 8}, ["8 tokens are hits only because"]),
     ],
 )
-def test_hits_that_a_reader_must_know_of_are_warned_of(counts: dict[str, Any], words: str) -> None:
+def test_a_cache_that_a_reader_must_know_of_is_warned_of(counts: dict[str, Any], words: list[str]) -> None:
+    def warned(one: MeasuredCell) -> list[str]:
+        texts = warnings(run(one, workload={"load": {"cache_state": "primed"}}))
+        return [text for text in texts if all(part in text for part in words)]
+
     one = cell()
     repeats = (with_cache(one.repeats[0], counts), *one.repeats[1:])
-    (said,) = (text for text in warnings(run(dataclasses.replace(one, repeats=repeats))) if words in text)
-    assert "1 of 3 loads" in said and not any("Prefix-cache hits in" in text for text in warnings(run(one)))
+    (said,) = warned(dataclasses.replace(one, repeats=repeats))
+    assert "1 of 3 loads" in said and not warned(one)
 
 
-def test_what_was_not_run_is_apart_from_other_notes() -> None:
-    notes = ["skipped a: b", "the workload has no kv_budget"]
-    assert document(run(cell(), notes=notes)).skipped == ("skipped a: b",)
 
 
 TRACE = {
@@ -110,7 +102,6 @@ AZURE = {"name": "azure", "load": {"prompts": {"kind": "trace", "duration_s": 10
     ("notes", "workload", "said"),
     [
         (TRACE, AZURE, "lengths x 0.112, 10 s of the trace at 0.4 of its speed, 52 requests"),
-        (TRACE, {}, "lengths x 0.112, the trace at 0.4 of its speed, 52 requests"),
         (TRACE | {"rate_scale": 1.0}, {}, "lengths x 0.112, the trace at its own speed, 52 requests"),
         (
             {"trace": "x", "trace_page_size": 512, "page_size_of_prompts": 8}, {},
@@ -154,21 +145,12 @@ def test_the_target_its_version_and_its_commands_are_told_once() -> None:
     assert facts["launched as"] == "python -m vllm 'a b'" and reproduce(shown) == "kvbench 'a b'"
     assert brief(run(cell(), target="http://127.0.0.1:8000")) == ["http://127.0.0.1:8000"]
     assert brief(run(cell(), servers={"a": {"versions": {"torch": "2"}}})) == []  # the built-in one
+    cells = [cell(page_size=64), cell(page_size=32, baseline=True)]
+    each = {one.config_id: {"server": {"title": "vLLM", "command": ["vllm", one.name]}} for one in cells}
+    launched = [fact[0] for fact in environment(run(*cells, servers=each)) if "launched" in fact[0]]
+    assert launched == ["launched as (paged (page 32))", "launched as (paged (page 64))"]
     command = {"kind": "openai", "title": "the server", "command": ["serve", "--port", "PORT", "a b"]}
     assert brief(run(cell(), servers={"launched": {"server": command}})) == ["serve --port PORT 'a b'"]
-
-
-def test_each_configuration_is_shown_with_its_own_command() -> None:
-    cells = [cell(page_size=64), cell(page_size=32, baseline=True), cell(page_size=32, kv_cache_dtype="int8")]
-    servers = {
-        each.config_id: {"server": {"title": "vLLM", "command": ["vllm", "--page", str(each.settings["page_size"])]}}
-        for each in cells
-    }
-    launched = [fact for fact in environment(run(*cells, servers=servers)) if "launched" in fact[0]]
-    assert launched == [
-        ("launched as (paged (page 32) and paged (page 32) + kv_cache_dtype int8)", "vllm --page 32"),
-        ("launched as (paged (page 64))", "vllm --page 64"),
-    ]
 
 
 DUMMY = {"model": {"config": "llama-32m", "load_format": "dummy"}}

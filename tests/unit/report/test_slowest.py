@@ -51,11 +51,6 @@ def test_of_several_sequences_the_one_that_ended_last_is_shown() -> None:
     assert found.loc[found["index"] == 0, "ms"].to_numpy() == pytest.approx([500, 100, 1000, 100])
 
 
-def test_requests_of_one_chunk_or_none_are_one_wait() -> None:
-    rows = frame(row(chunk_times=[2.0]), row(index=1, chunk_times=[], first=1.7, last=1.7)).assign(repeat=1)
-    assert slowest(rows)[["part", "ms"]].to_numpy().tolist() == [[FIRST, 1000.0], [FIRST, pytest.approx(700.0)]]
-
-
 def test_the_baseline_at_the_highest_load_is_shown_else_the_best(tmp_path: Path) -> None:
     base, low = stored(cell(), tmp_path, ROWS), stored(cell(load=3), tmp_path, ROWS)
     other = stored(cell("contiguous", throughput=(200.0,) * 3), tmp_path, ROWS)

@@ -15,17 +15,11 @@ def counted(**more: float) -> dict[str, float]:
     return {f"step_time_seconds_total_{name}": s for name, s in SECONDS.items()} | {"steps_total": 1000.0} | more
 
 
-def test_shares_and_ms_a_step_over_all_repeats() -> None:
-    found = step_time(run(cell(server=counted())).by_load).set_index("phase")
-    assert found.loc["execute", ["share", "ms"]].tolist() == pytest.approx([75, 15])
-    assert found.loc["prepare", ["share", "ms"]].tolist() == pytest.approx([15, 3])
-    assert found["share"].sum() == pytest.approx(100)
-
-
 def test_moving_kv_is_taken_out_of_prepare_and_hashing_is_beside() -> None:
     shown = run(cell(server=counted(swap_seconds_total=2.0, hash_seconds_total=0.2)))
     found = step_time(shown.by_load).set_index("phase")
-    assert found["share"].loc[["prepare", "move"]].tolist() == pytest.approx([5, 10])
+    assert found["share"].loc[["prepare", "move", "execute"]].tolist() == pytest.approx([5, 10, 75])
+    assert found["ms"].loc["execute"] == pytest.approx(15)
     assert found["share"].sum() == pytest.approx(100)
     table = step_time_table(shown.by_load)
     row = dict(zip((column.key for column in table.columns), table.rows[0].values, strict=True))

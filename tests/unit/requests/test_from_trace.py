@@ -198,6 +198,10 @@ def test_recorded_times_need_one_for_every_request(tmp_path):
     assert [(r.arrival_s, r.think_s) for r in requests] == [(0, 0), (None, 0.01)]
     with pytest.raises(ValueError, match="have no time of their own"):
         build(tmp_path / "t", sessions=False, output_tokens=2)
+    row = {"text_input": "x", "output_length": 2}
+    rows = [row | {"session_id": name, "timestamp": ms} for name, ms in (("a", 0), ("a", 2000), ("b", 5000))]
+    talks = build(tmp_path / "u", lines(*rows), sessions=True)
+    assert [r.arrival_s for r in talks] == [0, None, 5], "a later turn takes no arrival of the next session"
 
 
 def test_texts_that_begin_alike_are_primed_and_others_are_refused(tmp_path):

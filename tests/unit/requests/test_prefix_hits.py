@@ -150,44 +150,30 @@ def test_no_order_and_no_page_size_serves_more_than_the_upper_end(seed: int) -> 
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_lower_end_holds_in_every_order(seed: int) -> None:
+@pytest.mark.parametrize(("state", "template"), [("primed", 0), ("primed", 5), ("cold", 5)])
+def test_the_ends_hold_in_every_order_and_wherever_a_chat_template_has_its_tokens(state, template, seed) -> None:
+    """Of 5 tokens that a template adds, 0 to 5 are in front of the text; with none, token ids are sent."""
     draw = random.Random(seed)
     families = [tuple(draw.randrange(3) for _ in range(draw.randrange(4, 20))) for _ in range(2)]
-    requests = [
-        request([*family, *(draw.randrange(3) for _ in range(draw.randrange(0, 9)))], prefix=len(family))
+    drawn = [
+        request([*family, *(draw.randrange(3) for _ in range(draw.randrange(0, 9)))], len(family))
         for family in draw.choices(families, k=10)
     ]
-    bounds = predict_hits(requests, cache_state="primed", page_size=4, total_pages=1e6)
-    assert bounds.low > 0
-    for _ in range(30):
-        draw.shuffle(requests)
-        primed = {family[: (i + 1) * 4] for family in families for i in range(len(family) // 4)}
-        assert bounds.low <= served(requests, 4, primed) <= bounds.high
-
-
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("state", ["cold", "primed"])
-def test_behind_a_chat_template_the_ends_hold_wherever_its_tokens_are(state: str, seed: int) -> None:
-    """Of 5 tokens that the template adds, 0 to 5 are in front of the text."""
-    draw = random.Random(seed)
-    families = [tuple(draw.randrange(3) for _ in range(draw.randrange(4, 20))) for _ in range(2)]
-    texts = [
-        dataclasses.replace(request([*family, *(draw.randrange(3) for _ in range(draw.randrange(0, 9)))], len(family)),
-                            prompt="as messages")
-        for family in draw.choices(families, k=10)
-    ]  # fmt: skip
-    bounds = predict_hits(texts, cache_state=state, page_size=4, total_pages=1e6, template_tokens=5)
-    assert predict_hits(texts, cache_state=state, page_size=4, total_pages=1e6) is None
-    for front in range(6):
-        head, tail = (-1,) * front, (-2,) * (5 - front)
-        sent = [request([*head, *text.prompt_token_ids, *tail]) for text in texts]
-        cache: set[tuple[int, ...]] = set()
+    cache = {"cache_state": state, "page_size": 4, "total_pages": 1e6}
+    bounds = predict_hits(drawn, **cache)
+    if template:
+        texts = [dataclasses.replace(one, prompt="as messages") for one in drawn]
+        bounds = predict_hits(texts, **cache, template_tokens=template)
+        turn = dataclasses.replace(texts[0], history=("a", "b"))  # between its messages are template tokens too
+        assert predict_hits(texts, **cache) is predict_hits([*texts, turn], **cache, template_tokens=template) is None
+    assert template or bounds.low > 0
+    for front in [*range(template + 1)] if template else [0] * 20:
+        head, tail = (-1,) * front, (-2,) * (template - front)
+        sent, warm = [request([*head, *one.prompt_token_ids, *tail]) for one in drawn], set()
         if state == "primed":
-            served([request([*head, *family, *tail]) for family in families], 4, cache)
+            served([request([*head, *family, *tail]) for family in families], 4, warm)
         draw.shuffle(sent)
-        assert bounds.low <= served(sent, 4, cache) <= bounds.high
-    turn = dataclasses.replace(texts[0], history=("a", "b"))  # between its messages are template tokens too
-    assert predict_hits([*texts, turn], cache_state=state, page_size=4, template_tokens=5) is None
+        assert bounds.low <= served(sent, 4, warm) <= bounds.high
 
 
 @pytest.mark.parametrize(

@@ -12,14 +12,12 @@ import pandas as pd
 import pytest
 
 from kvbench.report.document import document
-from kvbench.report.kv import USES
 from kvbench.report.page import write_report
 from kvbench.runs.kv_ledger import SLOT_USES, accounting, ledger, mean_slots, swapped_bytes
 from kvbench.runs.model import Run
 from kvbench.runs.read import read_run
 from tests.support.report_cells import cell
 from tests.support.report_parts import ledger_drawing, ledger_section, ledger_table, ledgers
-from tests.support.toy_engine import CONFIGS
 
 MIB = 2**20
 
@@ -189,16 +187,3 @@ def test_parts_are_the_mean_over_repeats() -> None:
     )  # fmt: skip
     found = ledger(cell(throughput=(1.0, 1.0), observed=observed))
     assert found is not None and (found.parts["tokens"], found.parts["free"]) == (400, 600)
-
-
-def test_the_synthetic_runs_ledger_agrees_with_its_steps(run_of: Callable[[str], Run]) -> None:
-    run = run_of("normal")
-    assert len(ledger_table(run).rows) == len(run.cells) == 2 * len(CONFIGS)
-    for one in run.cells:
-        found = ledger(one)
-        assert found is not None and set(found.parts) == set(USES)
-        assert math.fsum(found.parts.values()) == pytest.approx(64 * MIB + 65_536)
-    int8 = next(c for c in run.cells if c.settings["kv_cache_dtype"].startswith("int8"))
-    found = ledger(int8)
-    assert found is not None and found.scales / found.parts["tokens"] == pytest.approx(256 / (4096 + 256))
-    assert int8.gauges()["kv_slots_total"].iloc[0] == 64 * MIB // (4096 + 256)

@@ -155,8 +155,8 @@ def test_what_is_no_file_in_the_place_of_one_is_damaged_and_not_absent(make, nam
         assert name in sentence
 
 
-def test_server_means_are_of_the_steady_window(run_of: Callable[[str], Run]) -> None:
-    one = next(c for c in run_of("normal").cells if c.is_contiguous and c.load.value == 24)
+def test_server_means_are_of_the_steady_window(make: Callable[..., Run]) -> None:
+    one = next(c for c in make(repeats=1, concurrencies=(24,)).cells if c.is_contiguous)
     repeat, gauges = one.repeats[0], one.gauges()
     gauges = gauges[gauges["repeat"] == repeat.repeat]
     inside = gauges["t"].between(repeat.metrics.steady_start_s, repeat.metrics.steady_end_s)

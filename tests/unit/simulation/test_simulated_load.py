@@ -59,14 +59,6 @@ def measure(requests: list[RequestSpec], out: Path, target: Known | None = None,
     return instrument.send(point, RequestList(requests), out, out)
 
 
-def measure_on(before: Any, requests: list[RequestSpec], out: Path, target: Known, **load: Any) -> SimulatedInstrument:
-    """Runs the load on the instrument of the load before it; returns the instrument."""
-    instrument, point = instrument_of(requests, out, target, **load)
-    instrument = before or instrument
-    instrument.send(point, RequestList(requests), out, out)
-    return instrument
-
-
 def instrument_of(requests: list[RequestSpec], out: Path, target: Known, **load: Any) -> tuple[Any, Any]:
     closed = all(one.arrival_s is None for one in requests)
     how = {"mode": "closed", "concurrency": [1]} if closed else {"mode": "open", "request_rate": [1]}
@@ -96,24 +88,15 @@ def test_latencies_are_those_of_the_steps(tmp_path: Path) -> None:
     assert "process_resident_bytes_peak" not in counters and "hash_seconds_total" not in counters
 
 
-def test_loads_on_one_engine_each_begin_at_zero(tmp_path: Path) -> None:
-    target = Known()
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        measure([request(i) for i in range(4)], tmp_path / name, target)
-    a, b = (pd.read_parquet(tmp_path / name / "requests.parquet") for name in ("a", "b"))
-    assert a["t0"].min() == 0.0 and a.equals(b)
-
-
 @pytest.mark.parametrize(("state", "cached"), [("cold", [0, 0]), ("primed", [32, 32]), ("steady", [32, 48])])
 def test_the_prefix_cache_is_in_the_state_that_a_load_declares(tmp_path: Path, state: str, cached: list[int]) -> None:
     """A steady one knows the shared prefix at the first load, and the whole prompt but its last page at the next."""
-    target = Known(enable_prefix_caching=True)
-    instrument = None
+    requests = [request(0, prompt=64, prefix_tokens=32)]
+    instrument, point = instrument_of(requests, tmp_path, Known(enable_prefix_caching=True), cache_state=state)
     for number, expected in enumerate(cached):
         out = tmp_path / str(number)
         out.mkdir()
-        instrument = measure_on(instrument, [request(0, prompt=64, prefix_tokens=32)], out, target, cache_state=state)
+        instrument.send(point, RequestList(requests), out, out)
         frame = pd.read_parquet(out / "requests.parquet")
         assert frame["cached_tokens"].tolist() == [expected] and frame["t0"].tolist() == [0.0]
         assert frame["first"].tolist() == pytest.approx([STEP_S])  # what was computed before takes no time of the load
@@ -155,18 +138,6 @@ def test_waiting_in_the_client_counts_as_queued(tmp_path: Path) -> None:
     measure([request(i, arrival_s=0.0) for i in range(3)], tmp_path, max_concurrency=1)
     frame = pd.read_parquet(tmp_path / "requests.parquet")
     assert np.allclose(frame["queued_s"], [0.0, 0.05, 0.1]) and np.allclose(frame["t0"], 0.0)
-
-
-def test_a_primed_cache_serves_its_prefixes_and_a_cold_one_serves_the_second_request(tmp_path: Path) -> None:
-    shared = tuple(range(64))
-    requests = [RequestSpec(i, "any", (*shared, 100 + i), None, 2, prefix_tokens=64) for i in range(4)]
-    hits = {}
-    for state in ("cold", "primed"):
-        (tmp_path / state).mkdir()
-        done = measure(requests, tmp_path / state, Known(enable_prefix_caching=True), cache_state=state)
-        hits[state] = done.prefix_cache.hits
-        assert done.valid
-    assert hits == {"cold": 3 * 64, "primed": 4 * 64}
 
 
 def test_readings_are_what_a_reader_of_the_metrics_page_has() -> None:

@@ -75,14 +75,17 @@ def test_a_folder_that_holds_something_is_refused_and_left_as_it_was(tmp_path, r
         pass
 
 
-def test_a_load_that_is_begun_anew_removes_only_its_own_files(out):
-    for name in ("metrics.json", "requests-1.parquet", "notes.txt", "invalid-1/metrics.json", "runs/01-r4/load.json"):
+def test_a_load_that_is_not_finished_is_begun_anew_under_any_conditions_and_removes_only_its_own_files(out):
+    own = ("metrics.json", "requests-0123abcd.jsonl", "requests-1.parquet", "runs/01-r4/load.json")
+    for name in (*own, "calibration.json", "notes.txt", "invalid-1/metrics.json"):
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         (out / name).write_text('{"metrics": {}}')
     (out / "elsewhere").symlink_to(out.parent)
-    with opened(out):
+    with opened(out, load_manifest("2", command=["again"], started="2026")):
         left = {p.name for p in out.iterdir()} - {".lock"}
-    assert left == {"manifest.json", "notes.txt", "invalid-1", "elsewhere"}
+    assert left == {"manifest.json", "calibration.json", "notes.txt", "invalid-1", "elsewhere"}
+    found = stored(out)
+    assert (found["git"]["sha"], found["command"], found["started"]) == ("2", ["again"], "2026")
 
 
 @pytest.mark.parametrize("found", ["refused", "wrong_answers", None])
@@ -93,22 +96,14 @@ def test_a_finding_is_not_measured_away(out, found):
         assert folder.finished == bool(found)
 
 
-def test_runs_are_read_in_the_order_of_their_numbers(out):
-    names = ["02-r1", "11-r4", "100-r2"]
+def test_runs_are_read_in_the_order_of_their_numbers_also_where_the_client_was_the_limit(out):
+    names, trial = ["02-r1", "11-r4", "100-r2"], {"rate": 4, "met": None, "cause": "the client was the limit"}
     for name in names:
         (out / "runs" / name).mkdir(parents=True)
         (out / "runs" / name / METRICS).write_text('{"metrics": {}}')
+    (out / "runs" / "11-r4" / METRICS).write_text(json.dumps({"valid": False, "metrics": {}, "trial": trial}))
     with opened(out) as folder:
         assert [path.name for path, _ in folder.finished_runs()] == names
-
-
-def test_a_search_whose_client_was_the_limit_keeps_its_runs(out):
-    run = out / "runs" / "01-r4"
-    run.mkdir(parents=True)
-    trial = {"rate": 4, "met": None, "cause": "the client was the limit"}
-    (run / METRICS).write_text(json.dumps({"valid": False, "metrics": {}, "trial": trial}))
-    with opened(out) as folder:
-        assert [path for path, _ in folder.finished_runs()] == [run]
 
 
 @pytest.mark.parametrize(
@@ -117,7 +112,6 @@ def test_a_search_whose_client_was_the_limit_keeps_its_runs(out):
         ("workload", {"load": {"num_requests": 5}}, "workload.load.num_requests"),
         ("workload", {"load": dict.fromkeys("abcdefgh", 1)}, "workload.load.c and 6 more"),
         ("target", {"url": "v"}, "target.url"),
-        ("load", {"load_id": "c3"}, "load.load_id"),
         ("search", {"slo": "p95_ttft<=1ms"}, "search"),
         ("sharing", {"processes": None, "workers": 3}, "sharing.workers"),
     ],
@@ -125,15 +119,6 @@ def test_a_search_whose_client_was_the_limit_keeps_its_runs(out):
 def test_another_load_is_not_resumed(out, key, value, named):
     with pytest.raises(UsageError, match=named), opened(out, load_manifest(**{key: value})):
         pass
-
-
-def test_a_load_that_is_not_finished_is_begun_anew_under_any_conditions(out):
-    (out / "requests-0123abcd.jsonl").write_text("of the first time")
-    (out / "calibration.json").write_text("[]")
-    with opened(out, load_manifest("2", command=["again"], started="2026")):
-        found = stored(out)
-    assert (found["git"]["sha"], found["command"], found["started"]) == ("2", ["again"], "2026")
-    assert {p.name for p in out.iterdir()} == {"manifest.json", "calibration.json"}
 
 
 def test_an_invalid_load_is_measured_again(out):

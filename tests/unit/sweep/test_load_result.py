@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 from types import SimpleNamespace
 
 import pandas as pd
@@ -71,16 +70,6 @@ def test_a_closed_loop_in_vllms_fields():
     assert data["std_ttft_ms"] == pytest.approx(100) and data["mean_e2el_ms"] == pytest.approx(400)
     assert (data["backend"], data["model_id"], data["completed"], data["total_output_tokens"]) == ("vllm", "m", 2, 6)
     assert data["output_throughput"] == pytest.approx(6 / 1.5)
-
-
-def test_an_open_loop_in_vllms_fields():
-    gamma = {"arrivals": "gamma", "burstiness": 0.5, "max_concurrency": 3}
-    load = config(mode="open", concurrency=None, request_rate=4, **gamma)
-    data = kept(result(), load, LoadPoint("r4", "open", None, 4.0, 4, "gamma")).to_json()
-    assert (data["request_rate"], data["burstiness"], data["max_concurrency"]) == (4.0, 0.5, 3)
-    at_once = config(mode="open", concurrency=None, request_rate="inf")
-    data = kept(result(), at_once, LoadPoint("rinf", "open", None, math.inf, 4)).to_json()
-    assert (data["request_rate"], data["burstiness"], data["max_concurrency"]) == ("inf", 1.0, None)
 
 
 def calibrated(streams, lag):

@@ -169,16 +169,6 @@ def test_six_invalid_runs_end_the_search_with_their_reason_and_are_measured_agai
     assert sorted(p.name for p in (again.folder.path / "runs").iterdir()) == [r["run"] for r in answer(again)["runs"]]
 
 
-def test_disturbed_runs_are_not_counted_and_measured_again(new):
-    disturbed = new(Queue(invalid=lambda number: number % 3 == 0), length=RunLength(2000, 0.0))
-    assert disturbed.run() == EXIT_OK
-    known, rows = answer(disturbed)["interval"], answer(disturbed)["runs"]
-    assert known["low"] <= md1_capacity(0.95, 0.5) <= known["high"]
-    lost = [n for n, row in enumerate(rows) if row["cause"] == "invalid"]
-    assert lost and all(rows[n]["rate"] == rows[n + 1]["rate"] for n in lost)
-    assert f"{len(lost)} that could not be judged" in answer(disturbed)["answer"]
-
-
 @pytest.mark.parametrize("first_invalid", [1, 2])
 def test_without_a_rate_that_met_the_slo_no_lower_end_is_claimed(new, first_invalid):
     search = new(Queue(invalid=lambda number: number >= first_invalid), bounds=Bounds(50.0, 0.1, 100.0))

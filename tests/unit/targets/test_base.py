@@ -37,6 +37,7 @@ from kvbench.workload.request_form import RequestForm
 from tests.support.fire_wire import strike
 from tests.support.loads import ROOT, free_port
 from tests.support.scripted_http import scripted_server
+from tests.unit.targets.test_running import started as started_on
 
 WORKLOAD = str(ROOT / "workloads" / "mixed.yaml")
 NEVER_WHOLE = ["hang", "half_head", "drip_head", "drip_body", "drip_length", "flood", "flood_length"]
@@ -171,17 +172,12 @@ def test_what_cannot_be_asked_at_all_is_refused_at_once(capsys, command, words, 
 
 
 MODELS = {"/v1/models": (200, {"data": [{"id": "m", "max_model_len": 256}]}), "/v1/completions": (200, {})}
-HEALTH = {"/health": (200, {})}
 
 
-@contextlib.contextmanager
 def started(answers, preset=None, **options):
     """A target that has started, and its server."""
-    with scripted_server(MODELS | answers) as server:
-        kind = PRESETS[preset] if preset else GENERIC
-        target = OpenAITarget(server.url, **{"vocab_size": 512, "max_model_len": 256} | options, preset=kind)
-        target.start({}, None)
-        yield target, server
+    sizes = {"vocab_size": 512, "max_model_len": 256}
+    return started_on(MODELS | answers, PRESETS[preset] if preset else GENERIC, **sizes | options)
 
 
 def posted(server):
@@ -304,7 +300,7 @@ def test_the_load_client_gets_dialect_key_and_tls_and_nothing_else(monkeypatch):
     with started({}) as (plain, _):
         assert plain.client_fields() == {"dialect": {"answers": ["n"]}}  # all else is the default
     access = Access("KEY_OF_THE_TEST", tls_verify=False, tls_ca_file="ca.pem")
-    with started(HEALTH, "transformers", model="m", access=Access("KEY_OF_THE_TEST")) as (target, server):
+    with started({}, "transformers", model="m", access=Access("KEY_OF_THE_TEST")) as (target, server):
         fields = target.client_fields() | access.fields()
         assert fields["api_key_env"] == "KEY_OF_THE_TEST" and "secret" not in str(fields)
         assert fields["tls_verify"] is False and fields["tls_ca_file"] == "ca.pem"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,15 +19,12 @@ from tests.support.trace_samples import (
     SERVEGEN,
     SERVEGEN_LENGTHS,
     SHAREGPT,
-    TRACES,
     WEKA,
     arrivals,
     lines,
     page_row,
     write,
 )
-
-SERVEGEN_FILES = TRACES / "servegen"
 
 
 @pytest.mark.parametrize("name", SAMPLES)
@@ -165,7 +161,6 @@ def test_sessions_with_all_turns_before_are_read_as_they_are(tmp_path, session):
     assert trace.prompt_tokens[trace.session == 0].tolist() == [prompt for prompt, _ in session]
 
 
-NEW_TURNS = Path(__file__).parents[4] / "shared" / "faults" / "T_session_delta.jsonl"
 LENGTHS, TEXT, IDS = {"input_length": 7, "output_length": 2}, {"text_input": "x"}, {"payload": {"prompt": [1, 2]}}
 
 
@@ -202,12 +197,6 @@ def test_sessions_with_pages_of_the_new_turn_only_are_refused(tmp_path, pages):
         read_trace(write(tmp_path, lines(*rows)))
     rows[1]["hash_ids"] = rows[2]["hash_ids"] = [7]  # the last two share their beginning
     assert read_trace(write(tmp_path, lines(*rows), "shared")).prompt_tokens.tolist() == [600, 50, 50]
-
-
-@pytest.mark.skipif(not NEW_TURNS.exists(), reason="the file is not in ../shared/faults")
-def test_the_shared_sessions_of_new_turns_are_refused_by_name():
-    with pytest.raises(ValueError, match=r"T_session_delta\.jsonl seem"):
-        read_trace(NEW_TURNS)
 
 
 @pytest.mark.parametrize("pages", [lambda n: -(-n // 48), lambda n: n // 48])
@@ -277,15 +266,6 @@ def test_servegen_draws_a_trace_from_a_clients_distributions(tmp_path):
     assert np.mean(trace.prompt_tokens[trace.arrival_s > 605] == 20) == pytest.approx(0.75, abs=0.05)
     with pytest.raises(ValueError, match="given are 1 and 0"):
         read_trace(paths[0])
-
-
-def test_the_public_clients_have_the_rates_that_they_state():
-    if not SERVEGEN_FILES.is_dir():
-        pytest.skip(f"no trace slices in {TRACES}; set KVBENCH_TRACES to their folder")
-    name = "reason_deepseek-r1_chunk-3"
-    trace = read_trace([SERVEGEN_FILES / f"{name}-trace.csv", SERVEGEN_FILES / f"{name}-dataset.json"])
-    rates = [float(line.split(",")[1]) for line in (SERVEGEN_FILES / f"{name}-trace.csv").read_text().splitlines()]
-    assert len(trace) == pytest.approx(600 * sum(rates), rel=0.02) and len(trace) < 1_000_000
 
 
 def test_a_coarse_clock_is_noticed():

@@ -5,19 +5,21 @@ from __future__ import annotations
 import html
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from urllib.parse import quote
+from urllib.parse import quote, unquote_plus
 
 import pytest
 from fastapi.testclient import TestClient
 
 from kvbench.view.server import make_app
 from kvbench.view.workspace import Workspace
-from tests.support.stored_runs import MACHINE, repeat
-from tests.support.stored_runs import write_reportable as write_run
+from tests.support import synthetic_run
+from tests.support.synthetic_run import MACHINE, repeat
 
 EVIL = "<script>alert(1)</script>"
 BASE = "http://127.0.0.1:8000"
+write_run = partial(synthetic_run.write_run, samples=False)
 FAST = {"a-c3": [repeat(i, value) for i, value in enumerate((110.0, 111.0, 109.0), 1)]}
 SLOW = {"a-c3": [repeat(i, value) for i, value in enumerate((100.0, 101.0, 99.0), 1)]}
 
@@ -35,10 +37,10 @@ def listing(folder: Path) -> dict[str, tuple[int, int]]:
     return {str(path): (path.lstat().st_mtime_ns, path.lstat().st_size) for path in (folder, *folder.rglob("*"))}
 
 
-@pytest.fixture
-def results(tmp_path: Path) -> Path:
-    """Two runs that can be compared, one of another machine, one invalid, one damaged, and names that are markup."""
-    folder = tmp_path / "results"
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two runs that can be compared, one of another machine, one invalid, one damaged, and a load."""
+    folder = tmp_path_factory.mktemp("view") / "results"
     write_run(folder, 0, SLOW, sha="a" * 40)
     write_run(folder, 1, FAST, sha="b" * 40)
     write_run(folder, 2, FAST, sha="c" * 40, cpu={"model": "other", "cores": 64})
@@ -48,13 +50,13 @@ def results(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def served(results: Path) -> Iterator[TestClient]:
     with client(results) as made:
         yield made
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def cell(results: Path) -> Callable[[str], str]:
     """The address of the one cell of the run whose commit begins with a letter."""
     rows = Workspace([results]).rows()
@@ -73,28 +75,21 @@ def test_the_list_has_every_run_with_verdict_validity_machine_and_date(served: T
 
 @pytest.mark.parametrize(
     ("query", "found"),
-    [("text=ddd", 1), ("state=damaged", 1), ("state=valid", 3), ("machine=other%2C+64+cores", 1), ("text=zzz", 0),
-     ("workload=mixed&state=valid&text=2026-01-02", 1)],
-)  # fmt: skip
+    [("text=ddd", 1), ("machine=other%2C+64+cores", 1), ("workload=mixed&state=valid&text=2026-01-02", 1)],
+)
 def test_the_list_is_narrowed_by_a_form(served: TestClient, query: str, found: int) -> None:
     page = served.get(f"/?{query}").text
     assert page.count('<article class="run">') == found and f"{found} of 5 runs" in visible(page)
-    name, value = (re.escape(part) for part in query.split("&")[0].split("="))
-    assert name == "text" or re.search(
-        rf'value="{value.replace("%2C", ",").replace(chr(92) + "+", " ")}" selected', page
-    )
+    name, value = query.split("&")[0].split("=")
+    assert name == "text" or f'value="{unquote_plus(value)}" selected' in page
 
 
-def test_what_was_chosen_stays_chosen_while_the_list_is_narrowed(
-    served: TestClient, cell: Callable[[str], str]
-) -> None:
+def test_what_was_chosen_stays_chosen_while_the_list_is_narrowed(served: TestClient, cell: Callable) -> None:
     page = served.get("/", params={"text": "2026-01-02", "cell": [cell("a"), cell("b"), "nothing/at all"]}).text
     assert page.count(" checked") == 2 and "Chosen, not in this list" in page
 
 
-def test_a_run_is_its_report_and_a_damaged_one_says_what_is_wrong(
-    served: TestClient, cell: Callable[[str], str]
-) -> None:
+def test_a_run_is_its_report_and_a_damaged_one_says_what_is_wrong(served: TestClient, cell: Callable) -> None:
     slug = cell("a").split("/")[0]
     page = served.get(f"/runs/{slug}")
     assert page.status_code == 200 and "where it came from" in page.text and '<nav class="workspace"' in page.text
@@ -124,7 +119,7 @@ def test_what_cannot_be_compared_is_said_and_has_no_ratio(
     assert reason in text and not re.search(r"\d\.\d\dx", text)
 
 
-@pytest.mark.parametrize("letters", ["", "a", "aa", "abcdabc", "ax"])
+@pytest.mark.parametrize("letters", ["a", "aa", "abcdabc", "ax"])
 def test_a_choice_that_cannot_be_compared_comes_back_with_the_list(
     served: TestClient, cell: Callable[[str], str], letters: str
 ) -> None:
@@ -158,34 +153,17 @@ def test_names_from_outside_are_text_on_every_page(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "address",
-    ["/runs/%2e%2e", "/runs/..%2f..%2f..%2fetc%2fpasswd", "/runs/%2fetc%2fpasswd", "/runs//etc/passwd",
-     "/../../etc/passwd", "/%2e%2e/%2e%2e/etc/passwd", "/runs/mixed", "/results", "/manifest.json", "/docs",
-     "/openapi.json", "/runs/%00", "/plotly-0.js"],
+    ["/runs/..%2f..%2f..%2fetc%2fpasswd", "/runs/%2fetc%2fpasswd", "/%2e%2e/%2e%2e/etc/passwd", "/runs/mixed",
+     "/manifest.json", "/docs", "/openapi.json", "/runs/%00"],
 )  # fmt: skip
 def test_no_path_is_served(served: TestClient, address: str) -> None:
     page = served.get(address)
     assert page.status_code == 404 and "root:" not in page.text and "There is no such page here" in page.text
 
 
-def test_a_link_that_leads_outside_is_neither_listed_nor_served(tmp_path: Path, results: Path) -> None:
-    outside = write_run(tmp_path / "outside", 9, SLOW, sha="f" * 40)
-    secret = tmp_path / "secret.jsonl"
-    secret.write_text('{"text": "the secret", "index": 1}')
-    (results / "mixed" / "linked").symlink_to(outside)
-    inside = next(results.glob("mixed/*-aaaaaaa"))
-    (inside / "cells" / "a-c3" / "samples.jsonl").symlink_to(secret)
-    with client(results) as served:
-        page = served.get("/").text
-        assert "fffffff" not in page and "is a link that leads out of the folder" in page
-        slug = next(row.slug for row in Workspace([results]).rows() if row.folder == inside.resolve())
-        answer = served.get(f"/runs/{slug}")
-        assert answer.status_code == 404 and "the secret" not in answer.text
-
-
 @pytest.mark.parametrize(
     ("host", "status"),
-    [("127.0.0.1:8000", 200), ("localhost:8000", 200), ("localhost", 200), ("evil.example", 400),
-     ("evil.example:8000", 400), ("127.0.0.1.evil.example", 400), ("", 400), ("192.168.0.7:8000", 400)],
+    [("127.0.0.1:8000", 200), ("localhost", 200), ("evil.example", 400), ("127.0.0.1.evil.example", 400), ("", 400)],
 )  # fmt: skip
 def test_only_this_machines_own_names_are_answered(served: TestClient, host: str, status: int) -> None:
     for address in ("/", "/capacity"):
@@ -196,12 +174,9 @@ def test_only_this_machines_own_names_are_answered(served: TestClient, host: str
         assert status == 200 or "run" not in page.text
 
 
-def test_nothing_can_be_sent_and_nothing_is_written(
-    served: TestClient, results: Path, cell: Callable[[str], str]
-) -> None:
+def test_nothing_can_be_sent_and_nothing_is_written(served: TestClient, results: Path, cell: Callable) -> None:
     before = listing(results)
-    slugs = [row.slug for row in Workspace([results]).rows()]
-    for address in ("/", "/history", "/capacity", *(f"/runs/{slug}" for slug in slugs)):
+    for address in ("/", "/history", "/capacity", f"/runs/{cell('a').split('/')[0]}"):
         served.get(address)
     served.get("/compare", params={"cell": [cell("a"), cell("b")]})
     for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS"):
@@ -209,32 +184,27 @@ def test_nothing_can_be_sent_and_nothing_is_written(
     assert listing(results) == before
 
 
-def test_a_defect_of_one_page_is_a_sentence_and_the_others_stay(
-    served: TestClient, cell: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_defect_of_one_page_is_a_sentence_and_the_others_stay(results, cell, monkeypatch) -> None:
     monkeypatch.setattr("kvbench.view.pages.run", lambda *_: 1 / 0)
-    page = served.get(f"/runs/{cell('a').split('/')[0]}")
-    assert page.status_code == 500 and "This page could not be made" in page.text and "Traceback" not in page.text
-    assert served.get("/").status_code == 200
+    with client(results) as served:
+        page = served.get(f"/runs/{cell('a').split('/')[0]}")
+        assert page.status_code == 500 and "could not be made" in page.text and "Traceback" not in page.text
+        assert served.get("/").status_code == 200
 
 
-def test_a_run_that_changes_is_shown_as_it_is_now(
-    served: TestClient, results: Path, cell: Callable[[str], str]
-) -> None:
-    address = f"/runs/{cell('a').split('/')[0]}"
-    assert "synthetic" in served.get(address).text
-    manifest = next(results.glob("mixed/*-aaaaaaa/manifest.json"))
-    manifest.write_text(manifest.read_text().replace('"synthetic"', '"renewed machine"'))
-    assert "renewed machine" in served.get(address).text and "renewed machine" in served.get("/").text
+def test_a_run_that_changes_is_shown_as_it_is_now(tmp_path: Path) -> None:
+    manifest = write_run(tmp_path, 0, SLOW) / "manifest.json"
+    with client(tmp_path) as served:
+        address = f"/runs/{Workspace([tmp_path]).rows()[0].slug}"
+        assert "synthetic" in served.get(address).text
+        manifest.write_text(manifest.read_text().replace('"synthetic"', '"renewed machine"'))
+        assert "renewed machine" in served.get(address).text and "renewed machine" in served.get("/").text
 
 
-def test_an_empty_folder_has_an_empty_list_and_history(tmp_path: Path) -> None:
+def test_several_folders_are_one_list_and_an_empty_one_is_empty(tmp_path: Path) -> None:
     with client(tmp_path) as served:
         assert "There is no run here yet" in served.get("/").text
         assert "There is no history yet" in served.get("/history").text
-
-
-def test_several_folders_are_one_list(tmp_path: Path) -> None:
     write_run(tmp_path / "a", 0, SLOW)
     write_run(tmp_path / "b", 0, SLOW, name="chat", **MACHINE)
     with client(tmp_path / "a", tmp_path / "b") as served:

@@ -20,12 +20,12 @@ CASE = PromptBatch(((1, 2, 3), (4,)), 2)
 def peer(tmp_path):
     """A peer whose python is the given shell script; ``$4`` is the job, ``$5`` where the result belongs."""
 
-    def make(script, limit_s=60.0):
+    def make(script):
         python = tmp_path / "venv" / "bin" / "python"
         python.parent.mkdir(parents=True, exist_ok=True)
         python.write_text(f"#!/bin/sh\n{script}\n")
         python.chmod(python.stat().st_mode | stat.S_IXUSR)
-        return VllmPeer(python, tmp_path / "model", tmp_path, "float32", 3 * 2**29, 576, 32, 2, limit_s)
+        return VllmPeer(python, tmp_path / "model", tmp_path, "float32", 3 * 2**29, 576, 32, 2, 60.0)
 
     return make
 
@@ -34,13 +34,9 @@ def answer(seconds, outputs):
     return "echo '" + json.dumps({"seconds": seconds, "outputs": outputs, "version": "0"}) + "' > $4"
 
 
-def test_a_turn_is_measured_by_its_own_clock(peer):
+def test_the_job_that_vllm_gets_and_a_turn_is_measured_by_its_own_clock(peer, tmp_path):
     side = peer(f'[ "$1" = -I ] && [ "$2" = {SCRIPT} ] && ' + answer(0.25, [[5, 6], [7, 8]]))
-    assert side.measure("vllm", CASE) == (16.0, [[5, 6], [7, 8]])
-
-
-def test_the_job_that_vllm_gets(peer, tmp_path):
-    peer(answer(1, [[5, 6], [7, 8]])).measure("vllm-eager", CASE)
+    assert side.measure("vllm-eager", CASE) == (16.0, [[5, 6], [7, 8]])
     job = json.loads((tmp_path / "vllm-eager-job.json").read_text())
     assert job["prompts"] == [[1, 2, 3], [4]] and job["output_tokens"] == 2
     assert job["llm"] == {
@@ -60,16 +56,9 @@ def test_cores_and_memory_are_the_comparisons_and_nothing_else_is_taken_from_the
     cores = side.environment({})["VLLM_CPU_OMP_THREADS_BIND"].split(",")  # else it computes on one of two cores
     assert len(cores) == min(2, len(os.sched_getaffinity(0))) and set(map(int, cores)) <= os.sched_getaffinity(0)
     assert given["HF_HUB_OFFLINE"] == "1" and given["VLLM_CACHE_ROOT"].startswith(str(tmp_path))
-
-
-def test_recorded_settings_of_vllm_have_no_paths(peer, tmp_path):
-    side = peer("")
-    found = speed_settings(
-        side.environment({"PATH": "/bin", "LD_PRELOAD": "/a/b/libiomp5.so:/c/libx.so", "HOME": "/home/me"})
-    )
-    assert found["OMP_NUM_THREADS"] == "2" and found["VLLM_CPU_KVCACHE_SPACE"] == "2"
-    assert found["LD_PRELOAD"] == "libiomp5.so:libx.so" and found["VLLM_CACHE_ROOT"] == "vllm-cache"
-    assert "/" not in "".join(found.values()) and not found.keys() & {"PATH", "HOME"}
+    recorded = speed_settings({**given, "LD_PRELOAD": "/a/b/libiomp5.so:/c/libx.so", "HOME": "/home/me"})
+    assert (recorded["OMP_NUM_THREADS"], recorded["LD_PRELOAD"]) == ("2", "libiomp5.so:libx.so")
+    assert "/" not in "".join(recorded.values()) and not recorded.keys() & {"PATH", "HOME"}
 
 
 def test_libraries_that_vllm_asks_for_are_loaded_where_they_are_found(peer, tmp_path):
@@ -95,10 +84,8 @@ def test_the_version_is_that_of_the_other_environment(peer):
 @pytest.mark.parametrize(
     ("script", "words"),
     [
-        ("sleep 60", "not done in 1 s"),
         ("echo no module named vllm >&2; exit 1", "exit code 1: no module named vllm"),
         (answer(1.0, [[5, 6], [7]]), "2 answers to 2 prompts, 1 of them not of 2 tokens"),
-        (answer(1.0, [[5, 6]]), "1 answers to 2 prompts"),
         ("exit 0", "it wrote no result"),
     ],
 )
@@ -106,7 +93,7 @@ def test_a_turn_that_did_not_do_the_work(peer, script, words):
     """Whose result must not be taken from an earlier turn."""
     peer(answer(1.0, [[5, 6], [7, 8]])).measure("vllm", CASE)
     with pytest.raises(ValueError, match=words):
-        peer(script, limit_s=1.0 if "sleep" in script else 60.0).measure("vllm", CASE)
+        peer(script).measure("vllm", CASE)
 
 
 def test_the_script_runs_twice_and_measures_the_second(monkeypatch, tmp_path):

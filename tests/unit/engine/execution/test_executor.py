@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.sequence import Request, SamplingParams
 from kernels.api import AttentionOptions
-from tests.support.hf_parts import FAMILIES, loaded, make_engine, model_folder, one_thread
+from tests.support.engine_parts import collect
+from tests.support.hf_parts import loaded, make_engine, model_folder, one_thread
 
 COPIES = {"copy_", "clone", "contiguous", "_to_copy", "cat", "index", "index_put_", "index_copy_", "index_select"}
 
@@ -27,7 +28,7 @@ def decoding_engine(root: str, sequences: int, family: str = "llama", **settings
     """An engine whose ``sequences`` have all begun to decode."""
     folder = model_folder(root, family)
     sizes = {"max_model_len": 64, "max_num_seqs": 16, "max_num_batched_tokens": 256}
-    engine = make_engine(loaded(folder), folder, slots=1024, **sizes, **settings)
+    engine = make_engine(loaded(folder), folder, slots=1024, **{**sizes, **settings})
     params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
     for i in range(sequences):
         engine.add_request(Request(str(i), tuple(range(2, 7 + i)), params))
@@ -68,7 +69,7 @@ def work_of_a_forward(engine) -> Counter[str]:
 
 
 @pytest.mark.parametrize(
-    ("family", "kv_cache_dtype"), [*((family, "auto") for family in FAMILIES), ("llama", "int8_per_token_head")]
+    ("family", "kv_cache_dtype"), [("llama", "auto"), ("gemma3", "auto"), ("llama", "int8_per_token_head")]
 )
 def test_the_layer_loop_has_no_python_for_each_sequence(root, family, kv_cache_dtype):
     few = work_of_a_forward(decoding_engine(root, 5, family, kv_cache_dtype=kv_cache_dtype))
@@ -117,11 +118,25 @@ def test_pending_tokens_never_reach_the_host_before_their_read(root, monkeypatch
         monkeypatch.setattr(executor._inputs, "make", lambda *a, make=make, fed=fed: (fed.append(make(*a)), fed[-1])[1])
         tokens: dict[str, list[int]] = {}
         while engine.has_work():
-            for output in engine.step():
-                tokens.setdefault(output.request_id, []).extend(output.token_ids)
+            collect(engine.step(), tokens)
         assert {len(inputs.pending_at) for inputs in fed} == ({3} if overlap else {0})
         outputs[overlap] = {name: own[-30:] for name, own in tokens.items()}
     assert outputs[True] == outputs[False]
+
+
+def test_a_chunk_that_draws_nothing_does_not_shift_the_pending_tokens_of_those_behind_it(root):
+    outputs = []
+    settings = {"max_num_batched_tokens": 24, "max_num_partial_prefills": 2}
+    for overlap in (False, True):
+        engine = decoding_engine(root, 3, async_scheduling=overlap, **settings)
+        params = SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True)
+        for name, length in (("long", 50), ("short", 5)):
+            engine.add_request(Request(name, tuple(range(2, 2 + length)), params))
+        tokens: dict[str, list[int]] = {}
+        while engine.has_work():
+            collect(engine.step(), tokens)
+        outputs.append({name: own[-30:] for name, own in tokens.items()})
+    assert outputs[0] == outputs[1]
 
 
 def test_every_step_is_split_into_phases(root):

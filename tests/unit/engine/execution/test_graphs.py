@@ -239,25 +239,6 @@ def test_logits_are_those_of_the_tokens_that_draw(model: LoadedModel, rows: list
     assert capture.replayed == 6, "more wanted logits than rows"
 
 
-def test_a_number_that_python_made_of_a_tensor_shows(model: LoadedModel, monkeypatch: pytest.MonkeyPatch):
-    """What no graph may hold: here the longest sequence, as it was when the step was captured."""
-    batch = Batch(model, 16)
-    plain = ModelForward(model.model, batch.host)
-    plan = batch.host.backend.plan_decode
-    begin = batch.host.begin
-
-    def baked(step: StepTensors) -> None:
-        begin(step)
-        longest = int(step.decode_seq_lens.max())
-        batch.host._step = replace(step, decode_seq_lens=step.decode_seq_lens.clamp(max=max(longest, 1)))
-
-    assert plan is not None
-    monkeypatch.setattr(batch.host, "begin", baked)
-    replayed, _ = graphed(model, batch)
-    with pytest.raises(AssertionError):
-        check_steps(batch, plain, replayed, DECODES[:1], 1e-4)
-
-
 @pytest.mark.parametrize("fails_at", [0, 3])
 def test_a_model_that_cannot_be_captured_runs_eagerly_and_says_so(
     model: LoadedModel, fails_at: int, caplog: pytest.LogCaptureFixture

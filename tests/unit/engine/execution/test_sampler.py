@@ -128,11 +128,14 @@ def mixed_sequences() -> list[Sequence]:
     return sequences
 
 
-@pytest.mark.parametrize("vocab", [37, 40_000])
-def test_all_kinds_of_rows_together_are_each_kind_alone(vocab):
-    """Greedy, filtered in every way, forks, best_of and beams in one call; the larger vocabulary goes in blocks."""
+@pytest.mark.parametrize(("vocab", "dtype"), [(37, torch.float32), (40_000, torch.float32), (300, torch.bfloat16)])
+def test_all_kinds_of_rows_together_are_each_kind_alone(vocab, dtype):
+    """Greedy, filtered in every way, forks, best_of and beams in one call; the larger vocabulary goes in blocks.
+
+    bfloat16 has many equal logits: what stays at the edge of top-k and top-p may not hang on the batch.
+    """
     torch.manual_seed(2)
-    logits = torch.randn(len(MIXED), vocab) * 3
+    logits = (torch.randn(len(MIXED), vocab) * 3).to(dtype)
     sequences = mixed_sequences()
     together = sample(logits, sequences, 1)
     drawn = together.read()
@@ -176,16 +179,6 @@ def test_draws_follow_the_float64_oracle(temperature, top_k, top_p):
     rare = wanted[-1] * 4000 >= 5
     observed, wanted = np.array(observed[: None if rare else -1]), np.array(wanted[: None if rare else -1])
     assert stats.chisquare(observed, wanted / wanted.sum() * observed.sum()).pvalue > 1e-4
-
-
-def test_half_precision_logits_with_ties_are_drawn_alike_in_any_batch():
-    """bfloat16 has many equal logits: what stays at the edge of top-k and top-p may not hang on the batch."""
-    torch.manual_seed(3)
-    logits = (torch.randn(5, 300) * 2).bfloat16()
-    settings = [{"top_k": 40}, {"top_k": 3}, {"top_p": 0.6}, {"top_k": 9, "top_p": 0.8}, {}]
-    for position in range(1, 20):
-        sequences = [sequence(f"r{i}", tokens=position, **params) for i, params in enumerate(settings)]
-        assert tokens_of(logits, sequences) == [tokens_of(logits[i : i + 1], [s])[0] for i, s in enumerate(sequences)]
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, None], ids=["nan", "inf", "nothing finite"])

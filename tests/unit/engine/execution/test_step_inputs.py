@@ -67,7 +67,7 @@ def check(inputs: StepInputs, page_size: int, table: np.ndarray, items: list[Sch
     assert (step.query_starts.tolist(), step.max_queries) == (bounds, max((n for _, n in chunks), default=0))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(steps(), st.randoms(use_true_random=False))
 def test_every_token_has_its_place(step, random):
     page_size, table, items = step
@@ -83,7 +83,7 @@ def test_every_token_has_its_place(step, random):
     assert torch.equal(inputs.ids, expected) and PENDING not in expected
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 @given(steps(), steps(), steps())
 def test_a_step_still_stands_when_the_next_one_is_made(first, second, third):
     """On a GPU the copy out of a buffer may not have begun by then."""
@@ -97,7 +97,7 @@ def test_a_step_still_stands_when_the_next_one_is_made(first, second, third):
             check(*one)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 @given(steps())
 def test_all_parts_are_aligned_alike_in_every_step(step):
     """Triton compiles another kernel for a pointer that 16 bytes do not divide."""

@@ -9,7 +9,6 @@ from engine.config import EngineConfig
 from engine.kv.budget import KVShape, LayerKV, capacity_of, settle_length
 from engine.model.spec import find_model
 from engine.sequence import Request, SamplingParams
-from engine.server.arguments import build_parser, options_of
 from engine.sizes import format_bytes, parse_bytes
 from tests.support.hf_parts import model_folder
 
@@ -22,7 +21,7 @@ def test_bytes_are_read_and_written():
     assert (format_bytes(2**27), format_bytes(900)) == ("128 MiB", "900 B")
 
 
-@pytest.mark.parametrize("text", ["", "MiB", "12 parsecs", "1e3", True, "12MiB3", 1.5, 134217728.0, "1.5", "0.5 b"])
+@pytest.mark.parametrize("text", ["", "12 parsecs", "1e3", True, "12MiB3", 134217728.0, "1.5", "0.5 b"])
 def test_what_is_no_number_of_bytes_is_refused(text):
     with pytest.raises(ValueError, match="size"):
         EngineConfig.from_mapping({"kv_budget": text})
@@ -33,10 +32,8 @@ def test_what_is_no_number_of_bytes_is_refused(text):
     [
         ({"page_size": 0}, "page_size cannot be 0"),
         ({"page_size": 2.5}, "page_size cannot be 2.5"),
-        ({"page_size": True}, "page_size cannot be True"),
-        ({"max_num_seqs": -1}, "max_num_seqs cannot be -1"),
+        ({"max_num_seqs": True}, "max_num_seqs cannot be True"),
         ({"layout": "pagde"}, "'pagde': choose one of paged, contiguous"),
-        ({"kv_cache_dtype": "fp3"}, "'fp3'"),
         ({"reservation": "exact"}, "'exact': choose one of max, pow2, oracle"),
         ({"seed": "x"}, "seed cannot be 'x'"),
         ({"enable_prefix_caching": "yes"}, "true or false"),
@@ -90,24 +87,21 @@ def test_max_model_len_is_settled_by_the_model():
 
 @pytest.mark.parametrize("layout", ["paged", "contiguous"])
 def test_a_length_that_is_not_given_is_lowered_to_the_longest_that_the_budget_holds(layout):
-    config, budget = EngineConfig(layout=layout, max_num_seqs=5), 10_000
+    config, budget = EngineConfig(layout=layout, max_num_seqs=5), 16_900  # 15 pages, each with its page table
     lowered = settle_length(config, 4096, SHAPE, budget, may_lower=True)
-    assert capacity_of(lowered, SHAPE, budget).max_concurrency(lowered.max_model_len) == 1
+    longest = lowered.max_model_len
+    assert capacity_of(lowered, SHAPE, budget).max_concurrency(longest) == 1
+    for beyond in (longest + 1, 4096):
+        with pytest.raises(ValueError, match=rf"smaller than one sequence.*lower max_model_len to {longest} or less"):
+            capacity_of(dataclasses.replace(config, max_model_len=beyond), SHAPE, budget)
+    for given, model_len, may_lower, settled in (
+        (None, 64, True, 64), (64, 4096, True, 64), (4096, 4096, True, 4096), (None, 4096, False, 4096),
+    ):  # fmt: skip
+        own = dataclasses.replace(config, max_model_len=given)
+        same = settle_length(own, model_len, SHAPE, budget, may_lower=may_lower)
+        assert same.max_model_len == settled, "it fits, was asked for, or nothing may be lowered"
     with pytest.raises(ValueError, match="smaller than one sequence"):
-        capacity_of(dataclasses.replace(lowered, max_model_len=lowered.max_model_len + 1), SHAPE, budget)
-    for same in (
-        settle_length(config, 64, SHAPE, budget, may_lower=True),
-        settle_length(dataclasses.replace(config, max_model_len=64), 4096, SHAPE, budget, may_lower=True),
-    ):
-        assert same.max_model_len == 64  # it fits, or was asked for
-
-
-def test_a_length_is_lowered_for_a_server_only_and_never_to_nothing():
-    given = EngineConfig(max_model_len=4096)
-    assert settle_length(given, 4096, SHAPE, 10_000, may_lower=True).max_model_len == 4096
-    assert settle_length(EngineConfig(), 4096, SHAPE, 10_000, may_lower=False).max_model_len == 4096
-    with pytest.raises(ValueError, match="smaller than one sequence"):
-        capacity_of(settle_length(EngineConfig(), 4096, SHAPE, 100, may_lower=True), SHAPE, 100)
+        capacity_of(settle_length(config, 4096, SHAPE, 100, may_lower=True), SHAPE, 100)
 
 
 @pytest.mark.parametrize("settings", [{"page_size": 1}, {"page_size": 16}, {"layout": "contiguous"}], ids=str)
@@ -127,16 +121,6 @@ def test_the_least_budget_that_is_named_works_and_a_byte_less_does_not(tmp_path,
     engine = start(least)
     engine.add_request(Request("a", (1,), SamplingParams(max_tokens=1)))
     assert [len(output.token_ids) for output in engine.step()] == [1]
-
-
-def test_a_length_that_the_budget_does_not_hold_is_refused_with_the_longest_that_it_does():
-    config = EngineConfig(max_num_seqs=5, max_model_len=4096)
-    with pytest.raises(ValueError, match="lower max_model_len") as caught:
-        capacity_of(config, SHAPE, 10_000)
-    longest = int(re.search(r"max_model_len to (\d+)", str(caught.value))[1])
-    assert capacity_of(dataclasses.replace(config, max_model_len=longest), SHAPE, 10_000).max_concurrency(longest) == 1
-    with pytest.raises(ValueError, match="lower max_model_len"):
-        capacity_of(dataclasses.replace(config, max_model_len=longest + 1), SHAPE, 10_000)
 
 
 def test_what_a_device_has_free_lowers_the_length_once_it_is_known(tmp_path, monkeypatch):
@@ -167,14 +151,12 @@ SIZES = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32, "v
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        ('"x": ' + "[" * 100_000, "nested more than 100 deep"),
         ('"x": ' + "[" * 100 + "]" * 100, "nested more than 100 deep"),
         ('"x": ' + "9" * 5000, "5000 digits"),
         ('"text_config": 5', "text_config .* is 5"),
         ('"num_hidden_layers": 10001', "num_hidden_layers .* 10001"),
         ('"num_attention_heads": 0', "num_attention_heads .* 0"),
         ('"hidden_size": "big"', "hidden_size .* 'big'"),
-        ('"vocab_size": []', "vocab_size"),
         ('"model_type": ["llama"]', "model_type"),
     ],
 )
@@ -199,10 +181,7 @@ def test_sizes_by_layer_are_read_and_planned_by_nobody(tmp_path, more):
     ("settings", "says"),
     [
         ({"kv_budget": 10**15}, "kv_budget .* is more than the .* lower kv_budget$"),
-        (
-            {"kv_budget": 10**8, "preemption_mode": "swap", "swap_space": 10**15},
-            "kv_budget and swap_space together .* lower kv_budget or swap_space$",
-        ),
+        ({"kv_budget": 10**8, "preemption_mode": "swap", "swap_space": 10**15}, "lower kv_budget or swap_space$"),
     ],
 )
 def test_a_budget_beyond_the_memory_is_refused_before_anything_is_allocated(tmp_path, settings, says):
@@ -268,19 +247,12 @@ def test_swap_space_holds_whole_pages_of_the_stored_dtype():
         capacity(swap_space=1023)
 
 
-def test_fp8_is_taken_for_e4m3_as_in_vllm():
-    assert EngineConfig.from_mapping({"kv_cache_dtype": "fp8"}).kv_cache_dtype == "fp8_e4m3"
-    config, _ = options_of(build_parser().parse_args(["--kv-cache-dtype", "fp8"]))
-    assert config.kv_cache_dtype == "fp8_e4m3"
-
-
 @pytest.mark.parametrize(
     ("given", "seqs", "tokens"),
     [
         ({"device": "cpu"}, 64, 512),
         ({"device": "cuda"}, 256, 8192),
         ({"device": "cuda", "max_num_batched_tokens": 100}, 100, 100),
-        ({"device": "cuda", "max_num_seqs": 9000}, 9000, 9000),
         ({"device": "cpu", "max_num_seqs": 600}, 600, 600),
         ({"device": "cuda", "max_num_seqs": 4, "max_num_batched_tokens": 32}, 4, 32),
     ],
@@ -288,15 +260,13 @@ def test_fp8_is_taken_for_e4m3_as_in_vllm():
 def test_the_batch_s_defaults_are_the_device_s(given: dict, seqs: int, tokens: int):
     config = EngineConfig.from_mapping(given)
     assert (config.max_num_seqs, config.max_num_batched_tokens) == (seqs, tokens)
-    again = EngineConfig(**dataclasses.asdict(config))
-    assert again == config
+    assert EngineConfig(**dataclasses.asdict(config)) == config
 
 
 @pytest.mark.parametrize(
     ("drivers", "visible", "torch_build", "expected"),
     [
         ((), "0", "2.13.0", (64, 512)),
-        ((__file__,), None, "2.13.0", (256, 8192)),
         ((__file__,), "1", "2.13.0+cu130", (256, 8192)),
         ((__file__,), "", "2.13.0", (64, 512)),
         ((__file__,), "-1", "2.13.0", (64, 512)),

@@ -8,7 +8,7 @@ from engine.kv.contiguous import Slab
 from tests.support.engine_parts import drain, request, small_engine
 
 
-@settings(max_examples=100, deadline=None, derandomize=True, database=None)
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
 @given(st.integers(1, 40), st.lists(st.tuples(st.booleans(), st.integers(1, 12)), max_size=60))
 def test_a_slab_against_a_map_of_single_slots(size, orders):
     slab, row, taken = Slab(size), [None] * size, []
@@ -33,7 +33,7 @@ def test_a_slab_against_a_map_of_single_slots(size, orders):
 
 @pytest.mark.parametrize(
     ("reservation", "prompt", "output", "reserved"),
-    [("max", 5, 9, 32), ("pow2", 5, 9, 21), ("oracle", 5, 9, 14), ("pow2", 20, 999, 32), ("oracle", 20, 999, 32)],
+    [("max", 5, 9, 32), ("pow2", 5, 9, 21), ("pow2", 5, 8, 13), ("oracle", 5, 9, 14), ("oracle", 20, 999, 32)],
 )
 def test_what_a_sequence_reserves(reservation, prompt, output, reserved):
     engine = small_engine(64, layout="contiguous", reservation=reservation, max_num_batched_tokens=32)

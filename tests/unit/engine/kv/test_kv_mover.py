@@ -27,7 +27,7 @@ DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=N
 
 
 @DEVICES
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(planned=page_moves())
 def test_pages(device, planned):
     size, moves = planned
@@ -35,7 +35,7 @@ def test_pages(device, planned):
 
 
 @DEVICES
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(moves=slab_moves(), max_model_len=st.sampled_from([4, 8]))
 def test_ranges_of_a_slab(device, moves, max_model_len):
     check_moves(moves, 24, 12, max_model_len, False, device)

@@ -34,6 +34,15 @@ class NoHash(WeakHash):
         return bytes(self._length)
 
 
+class OwnHash(WeakHash):
+    """A page's key is that of its own tokens, whatever came before it."""
+
+    size = 16
+
+    def update(self, data: bytes) -> None:
+        self._hash = blake2b(data, digest_size=self.size)
+
+
 def filled(cache: PrefixCache, pool: PagePool, tokens, salt: str | None = None) -> Sequence:
     """A sequence whose full pages have been computed and offered."""
     seq = Sequence.of(request("x", tokens, cache_salt=salt))
@@ -84,6 +93,17 @@ def test_a_salt_that_is_another_prompts_key_finds_nothing():
     thief = Sequence.of(request("thief", [3, 4, 5], cache_salt=key(first).decode()))
     assert cache.match(thief) == []
     assert thief.page_hashes == seq.page_hashes[1:], "the keys are the same, and only verification tells them apart"
+
+
+def test_what_comes_behind_a_page_of_the_same_tokens_and_key_is_not_cached_behind_that(monkeypatch):
+    monkeypatch.setattr("engine.kv.prefix_cache.blake2b", OwnHash)
+    cache, pool = small_cache()
+    first = filled(cache, pool, [7, 7])
+    seq = Sequence.of(request("x", [7, 7, 7, 7, 8, 8]))
+    assert cache.match(seq) == first.pages
+    seq.pages = [*first.pages, pool.allocate(), pool.allocate()]
+    cache.insert(seq, 3, pool)
+    assert hits(cache, [7, 7, 8, 8, 1]) == first.pages
 
 
 def test_of_two_that_computed_the_same_side_by_side_the_first_is_cached():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from engine.config import EngineConfig
 from engine.describe import describe_engine
+from engine.model import fused_layers
 from engine.model.attention import FUSION, AttentionHost, StepTensors, install
 from engine.model.cpu_layers import use_cpu_layers
 from engine.model.loader import load_model, serve_another
@@ -47,7 +50,7 @@ EXPECTED = {
 }
 
 
-def make_model(model_type: str) -> PreTrainedModel:
+def make_model(model_type: str, **settings: int) -> PreTrainedModel:
     torch.manual_seed(3)
     extra = {
         "mistral": {"sliding_window": 5},
@@ -59,7 +62,7 @@ def make_model(model_type: str) -> PreTrainedModel:
         "olmo": {"clip_qkv": 40.0},  # of values around 3
         "ministral3": {"rope_parameters": MINISTRAL_ROPE},
     }.get(model_type, {})
-    config = AutoConfig.for_model(**{**SHAPE, **extra}, model_type=model_type)
+    config = AutoConfig.for_model(**{**SHAPE, **extra, **settings}, model_type=model_type)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     for name, parameter in model.named_parameters():  # norms of ones and zeros would hide what they do
         if parameter.dim() == 1:
@@ -88,8 +91,12 @@ def paged_logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
     return model(input_ids=ids, position_ids=at[None], use_cache=False).logits
 
 
+def ring(model_types: Iterable[str], main: set[str]) -> list[Any]:
+    return [name if name in main else pytest.param(name, marks=pytest.mark.full) for name in model_types]
+
+
 @torch.inference_mode()
-@pytest.mark.parametrize("model_type", EXPECTED)
+@pytest.mark.parametrize("model_type", ring(EXPECTED, {"llama", "qwen3", "phi3", "gemma2", "olmo", "glm"}))
 def test_logits_stay_what_they_were(model_type):
     model, ids = make_model(model_type), torch.arange(14)[None] * 11 % SHAPE["vocab_size"]
     expected = model(input_ids=ids, use_cache=False).logits
@@ -104,7 +111,9 @@ def test_logits_stay_what_they_were(model_type):
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "phi3", "gemma2", "olmo", "ministral3"])
+@pytest.mark.parametrize(
+    "model_type", ring(["llama", "qwen2", "qwen3", "phi3", "gemma2", "olmo", "ministral3"], {"llama", "gemma2"})
+)
 def test_logits_in_bfloat16_are_as_near_to_float64_as_transformers_own(model_type):
     """And what is fused is what is fused in float32, where AMX multiplies linear layers."""
     model, ids = make_model(model_type).bfloat16(), torch.arange(14)[None] * 11 % SHAPE["vocab_size"]
@@ -121,17 +130,34 @@ def test_logits_in_bfloat16_are_as_near_to_float64_as_transformers_own(model_typ
 
 @torch.inference_mode()
 def test_a_module_that_computes_something_else_stays():
-    """Children and signature of a gated MLP, but another product; weight and eps of an RMSNorm, but another norm; a
-    layer that scales its result."""
-    model = make_model("llama")
-    first, second = model.model.layers
-    mlp, norm, whole = first.mlp, second.input_layernorm, first.forward
-    mlp.forward = lambda x: mlp.down_proj(mlp.act_fn(mlp.up_proj(x)) * mlp.gate_proj(x))
+    """Names and children as they should be, but other arithmetic: each keeps its own forward, and the rest is fused."""
+    model = make_model("llama", num_hidden_layers=4)
+    first, second, third, fourth = model.model.layers
+    first.mlp.forward = lambda x: first.mlp.down_proj(first.mlp.act_fn(first.mlp.up_proj(x)) * first.mlp.gate_proj(x))
+    norm = second.input_layernorm
     norm.forward = lambda x: nn.functional.layer_norm(x, norm.weight.shape, norm.weight)
-    first.forward = lambda hidden_states, **more: whole(hidden_states, **more) * 1.01
+    attend = third.self_attn.forward
+    third.self_attn.forward = lambda hidden_states, **more: attend(hidden_states=hidden_states.clamp(-40, 40), **more)
+    whole = fourth.forward
+    fourth.forward = lambda hidden_states, **more: whole(hidden_states, **more) * 1.01
     ids = torch.arange(14)[None]
     expected = model(input_ids=ids, use_cache=False).logits
-    assert use_layers(model) == (2, 1, 4, 0)
+    assert use_layers(model) == (3, 3, 8, 2)
+    assert getattr(model, FUSION).left == {
+        ("MLPs", "other numbers"): 1, ("norms", "other numbers"): 1, ("attention", "other numbers"): 1,
+        ("layers", "norms that are not fused"): 1, ("layers", "other numbers"): 1,
+    }  # fmt: skip
+    torch.testing.assert_close(paged_logits(model, ids), expected, atol=2e-4, rtol=1e-4)
+
+
+@torch.inference_mode()
+def test_a_model_whose_logits_change_is_given_back(monkeypatch):
+    """The last check, of what no try-out of a single module sees."""
+    model, ids = make_model("llama"), torch.arange(14)[None]
+    monkeypatch.setattr(fused_layers, "logits_differ", lambda expected, got, dtype: "by 1 of their spread")
+    expected = model(input_ids=ids, use_cache=False).logits
+    assert use_layers(model) == (0, 0, 0, 0)
+    assert ("layers", "the logits differ by 1 of their spread") in getattr(model, FUSION).left
     torch.testing.assert_close(paged_logits(model, ids), expected, atol=2e-4, rtol=1e-4)
 
 
@@ -157,6 +183,8 @@ def test_the_torch_backend_keeps_the_models_own_modules(tmp_path):
         model = loaded(model_folder(str(tmp_path), "llama-wide"), backend)
         engine = make_engine(model, "", slots=64, max_model_len=64, max_num_seqs=2)
         assert hasattr(engine.executor.model, FUSION) == fused == engine.executor.host.fused_layers
+        told = describe_engine(engine)["resolved"]
+        assert told["fused_layers"] == fused and ("torch has no kernels" in told["fused_layers_reason"]) != fused
     without = make_engine(model, "", slots=64, max_model_len=64, max_num_seqs=2, fused_layers=False)
     assert not without.executor.host.fused_layers
 
@@ -178,11 +206,3 @@ def test_layers_that_are_not_wanted_are_not_tried_out(tmp_path):
     assert told["fused_layers"] is True
     assert told["fused_layers_reason"].startswith("fused 2 MLPs")
     assert serve_another(fused, EngineConfig(model=folder, device="cpu", fused_layers=False)) is fused
-
-
-def test_the_torch_backend_says_why_no_layer_is_fused(tmp_path):
-    folder = model_folder(str(tmp_path), "llama-wide")
-    engine = make_engine(loaded(folder, "torch"), folder, slots=64, max_model_len=64, max_num_seqs=2)
-    told = describe_engine(engine)["resolved"]
-    assert (told["kernel_backend"], told["fused_layers"]) == ("torch", False)
-    assert "torch has no kernels" in told["fused_layers_reason"]

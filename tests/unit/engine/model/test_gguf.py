@@ -64,7 +64,7 @@ class Reader:
         return name, [self.take("<Q") for _ in range(dimensions)], self.take("<I"), self.take("<Q")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_every_weight_is_in_the_file_under_the_name_that_llama_cpp_looks_for(tmp_path, dtype):
     model = LlamaForCausalLM(LlamaConfig(**SIZES, rms_norm_eps=1e-3)).to(dtype)
     write_gguf(model, tmp_path / "m.gguf")
@@ -72,18 +72,20 @@ def test_every_weight_is_in_the_file_under_the_name_that_llama_cpp_looks_for(tmp
     assert len(file.tensors) == len(weights) == 3 + 2 * 9
 
     def same(name: str, original: str) -> bool:
-        return np.array_equal(file.tensors[name], weights[original].numpy())
+        weight = weights[original]  # of bfloat16 the bits
+        return np.array_equal(file.tensors[name], weight.view(torch.int16) if dtype is torch.bfloat16 else weight)
 
     assert same("token_embd.weight", "model.embed_tokens.weight") and same("output.weight", "lm_head.weight")
     assert same("blk.1.ffn_down.weight", "model.layers.1.mlp.down_proj.weight")
     assert same("blk.0.attn_v.weight", "model.layers.0.self_attn.v_proj.weight")
     assert file.tensors["blk.0.attn_norm.weight"].dtype == np.float32  # llama.cpp wants vectors so
-    assert file.tensors["output.weight"].dtype == weights["lm_head.weight"].numpy().dtype
     facts = file.metadata
     assert facts["llama.attention.head_count_kv"] == 2 and facts["llama.block_count"] == 2
     assert facts["llama.attention.layer_norm_rms_epsilon"] == pytest.approx(1e-3)
     assert facts["tokenizer.ggml.tokens"][17] == "\u258117" and len(facts["tokenizer.ggml.tokens"]) == 40
     assert facts["tokenizer.chat_template"] == CHAT_TEMPLATE
+    write_gguf(LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True)), tmp_path / "tied.gguf")
+    assert "output.weight" not in Reader(tmp_path / "tied.gguf").tensors
 
 
 def test_queries_and_keys_are_ordered_for_a_rope_of_neighbouring_pairs(tmp_path):
@@ -97,18 +99,6 @@ def test_queries_and_keys_are_ordered_for_a_rope_of_neighbouring_pairs(tmp_path)
             mine = file.tensors[f"blk.0.{name}.weight"][head * 8 : head * 8 + 8]
             theirs = rows[head * 8 : head * 8 + 8]
             assert np.array_equal(mine[0::2], theirs[:4]) and np.array_equal(mine[1::2], theirs[4:])
-
-
-def test_tied_embeddings_are_written_once(tmp_path):
-    write_gguf(LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True)), tmp_path / "m.gguf")
-    assert "output.weight" not in Reader(tmp_path / "m.gguf").tensors
-
-
-def test_bfloat16_is_written_bit_for_bit(tmp_path):
-    model = LlamaForCausalLM(LlamaConfig(**SIZES)).to(torch.bfloat16)
-    write_gguf(model, tmp_path / "m.gguf")
-    rows = Reader(tmp_path / "m.gguf").tensors["blk.0.ffn_up.weight"]
-    assert np.array_equal(rows, model.state_dict()["model.layers.0.mlp.up_proj.weight"].view(torch.int16).numpy())
 
 
 def test_qwen3_keeps_the_order_of_its_rows_and_has_norms_of_queries_and_keys(tmp_path):
@@ -151,23 +141,15 @@ LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_fac
           "original_max_position_embeddings": 64}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("model", "why"),
-    [
-        (lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)), "qwen2"),
-        (
-            lambda: LlamaForCausalLM(
-                LlamaConfig(**SIZES, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0})
-            ),
-            "linear",
-        ),
-        (lambda: LlamaForCausalLM(LlamaConfig(**SIZES, attention_bias=True)), "attention_bias"),
-        (lambda: LlamaForCausalLM(LlamaConfig(**SIZES, hidden_act="gelu")), "gelu"),
-    ],
-)
-def test_what_the_file_cannot_say_is_refused_with_the_way_out(tmp_path, model, why):
-    with pytest.raises(ValueError, match=rf"{why}.*convert_hf_to_gguf\.py"):
-        write_gguf(model(), tmp_path / "m.gguf")
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+
+
+def test_what_the_file_cannot_say_is_refused_with_the_way_out(tmp_path):
+    llama = [{"rope_parameters": LINEAR}, {"attention_bias": True}, {"hidden_act": "gelu"}]
+    models = [Qwen2ForCausalLM(Qwen2Config(**SIZES)), *(LlamaForCausalLM(LlamaConfig(**SIZES, **own)) for own in llama)]
+    for model, why in zip(models, ("qwen2", "linear", "attention_bias", "gelu"), strict=True):
+        with pytest.raises(ValueError, match=rf"{why}.*convert_hf_to_gguf\.py"):
+            write_gguf(model, tmp_path / "m.gguf")
     assert not (tmp_path / "m.gguf").exists()
 
 

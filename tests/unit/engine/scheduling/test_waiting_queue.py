@@ -16,7 +16,7 @@ def rank(seq: Sequence):
     return (seq.request.priority, seq.arrival, seq.index)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True, database=None)
+@settings(max_examples=50, deadline=None, derandomize=True, database=None)
 @given(st.lists(st.tuples(st.sampled_from(["push", "remove", "return"]), st.integers(0, 3)), max_size=80))
 def test_against_a_sorted_list(orders):
     queue, model, removed = WaitingQueue(rank), [], []

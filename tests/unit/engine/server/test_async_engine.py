@@ -52,6 +52,11 @@ async def started(engine: Engine) -> AsyncIterator[AsyncEngine]:
         assert await async_engine.shutdown(5)
 
 
+async def busy(engine: AsyncEngine, running: int) -> None:
+    while (await engine.stats()).num_requests_running < running:
+        await asyncio.sleep(0.001)
+
+
 async def collect(engine: AsyncEngine, one: Request) -> list[TokenOutput]:
     stream = await engine.submit([one])
     outputs = []
@@ -102,8 +107,7 @@ async def test_an_engine_that_cannot_clean_up_ends_everything_and_refuses_more(m
     fake = fake_engine(max_num_seqs=2, step_s=0.01)
     async with started(fake) as engine:
         readers = [asyncio.create_task(collect(engine, request(f"r{i}", 50))) for i in range(5)]
-        while (await engine.stats()).num_requests_running < 2:
-            await asyncio.sleep(0.001)
+        await busy(engine, 2)
         monkeypatch.setattr(fake, "abort", broken_abort)
         fake.executor.fail = RuntimeError("no memory")
         for outputs in await asyncio.gather(*readers):
@@ -127,18 +131,6 @@ async def test_a_command_that_breaks_the_engine_still_gets_its_reply(monkeypatch
 
 
 @on_loop
-async def test_shutdown_does_not_wait_for_an_endless_step() -> None:
-    began, release = threading.Event(), threading.Event()
-    engine = AsyncEngine(fake_engine(lambda seq: began.set() or (release.wait(30) and 1)))
-    await engine.start()
-    reader = asyncio.create_task(collect(engine, request("r")))
-    await wait_until(began.is_set)
-    assert not await engine.shutdown(0.2)
-    assert (await reader)[-1].finish_reason == "abort"
-    release.set()
-
-
-@on_loop
 async def test_an_idle_engine_does_not_spin() -> None:
     async with started(fake_engine()) as engine:
         await collect(engine, request("r"))
@@ -155,17 +147,6 @@ async def test_an_idle_engine_does_not_spin() -> None:
         assert turns <= 2
 
 
-@on_loop
-async def test_stats_answer_while_a_step_takes_long() -> None:
-    release = threading.Event()
-
-    async with started(fake_engine(lambda seq: release.wait(30) and 1)) as engine:
-        stream = await engine.submit([request("r", 1)])
-        assert (await engine.stats(timeout_s=0.1)).steps == 0  # the reading from before: the step is not over
-        release.set()
-        assert [d.output.finish_reason for d in await stream.get()] == ["length"]
-
-
 # Several sequences of one request.
 
 
@@ -179,11 +160,6 @@ async def drain(stream: OutputStream) -> dict[tuple[str, int], list[TokenOutput]
         for delivery in await stream.get():
             found[delivery.output.request_id, delivery.output.index].append(delivery.output)
     return found
-
-
-async def busy(engine: AsyncEngine, running: int) -> None:
-    while (await engine.stats()).num_requests_running < running:
-        await asyncio.sleep(0.001)
 
 
 @on_loop
@@ -244,13 +220,13 @@ async def test_a_step_that_fails_before_it_chose_anybody_ends_all(monkeypatch: p
 
 
 class GatedHandle:
-    def __init__(self, gate: threading.Semaphore, drawn: list, fail: list[Exception]):
-        self._gate, self._drawn, self._fail = gate, drawn, fail
+    def __init__(self, gated: Gated, drawn: list):
+        self._gated, self._drawn = gated, drawn
 
     def tokens(self) -> list:
-        assert self._gate.acquire(timeout=20), "nobody computed the step"
-        if self._fail:
-            raise self._fail.pop()
+        assert self._gated.gate.acquire(timeout=20), "nobody computed the step"
+        if self._gated.fail:
+            raise self._gated.fail.pop()
         return self._drawn
 
 
@@ -266,7 +242,7 @@ class Gated:
 
         def gated(plan):
             self.launched += 1
-            return GatedHandle(self.gate, launch(plan).tokens(), self.fail)
+            return GatedHandle(self, launch(plan).tokens())
 
         self.engine.executor.launch = gated
 
@@ -274,11 +250,16 @@ class Gated:
         self.gate.release(steps)
 
 
+async def begun(gated: Gated, **options: float) -> AsyncEngine:
+    engine = AsyncEngine(gated.engine, **options)
+    await engine.start()
+    return engine
+
+
 @on_loop
 async def test_tokens_of_a_step_are_delivered_while_the_next_one_runs():
     gated = Gated()
-    engine = AsyncEngine(gated.engine)
-    await engine.start()
+    engine = await begun(gated)
     stream = await engine.submit([request("a", 5)])
     for step in range(1, 6):
         ahead = min(step + 1, 5)
@@ -297,8 +278,7 @@ async def test_tokens_of_a_step_are_delivered_while_the_next_one_runs():
 async def test_three_failed_reads_in_a_row_show_in_health_until_one_works():
     """Each of them comes after a successful launch."""
     gated = Gated()
-    engine = AsyncEngine(gated.engine)
-    await engine.start()
+    engine = await begun(gated)
     for i in range(3):
         assert engine.failure is None
         stream = await engine.submit([request(str(i), 5)])
@@ -317,8 +297,7 @@ async def test_three_failed_reads_in_a_row_show_in_health_until_one_works():
 @on_loop
 async def test_an_engine_that_hangs_shows_in_health_until_its_next_step_though_that_has_no_output():
     gated = Gated(async_scheduling=False, max_num_seqs=2, max_num_batched_tokens=2)
-    engine = AsyncEngine(gated.engine, watchdog_timeout_s=0.1)
-    await engine.start()
+    engine = await begun(gated, watchdog_timeout_s=0.1)
     stream = await engine.submit([request("a", 1, prompt=6)])  # two steps without a token, then one with it
     for _ in range(3):
         await asyncio.sleep(0.15)
@@ -340,8 +319,7 @@ async def test_an_engine_that_hangs_shows_in_health_until_its_next_step_though_t
 @on_loop
 async def test_a_submit_that_is_cancelled_leaves_nothing_behind():
     gated = Gated(async_scheduling=False)
-    engine = AsyncEngine(gated.engine)
-    await engine.start()
+    engine = await begun(gated)
     other = await engine.submit([request("a", 3)])
     await wait_until(lambda: gated.launched == 1)  # in a step, the engine takes no command
     cancelled = asyncio.create_task(engine.submit([siblings("b", 2, 1000), request("c", 1000)]))
@@ -361,8 +339,7 @@ async def test_a_submit_that_is_cancelled_leaves_nothing_behind():
 @on_loop
 async def test_an_abort_and_the_end_with_a_step_in_flight():
     gated = Gated()
-    engine = AsyncEngine(gated.engine)
-    await engine.start()
+    engine = await begun(gated)
     stream = await engine.submit([request("a", 50)])
     await wait_until(lambda: gated.launched == 2)
     engine.abort("a")

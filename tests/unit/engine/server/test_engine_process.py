@@ -1,4 +1,7 @@
-"""The engine in a process of its own serves as the one on a thread does, and its end is noticed."""
+"""The engine in a process of its own serves as the one on a thread does.
+
+That it is noticed when it hangs or is killed, and stopped amid a step: tests/integration/test_server_process.py.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from engine.engine_process import ProcessEngine, start_process
 from engine.scheduling.scheduler import QueueFull
 from engine.sequence import Request, SamplingParams, TokenOutput
 from tests.support.fake_engine import branching, fake_engine
-from tests.unit.engine.server.test_async_engine import collect, on_loop, request, wait_until
+from tests.unit.engine.server.test_async_engine import collect, on_loop, request
 
 
 @contextlib.asynccontextmanager
@@ -95,38 +98,6 @@ async def test_failed_steps_are_told_and_the_engine_goes_on() -> None:
 
 
 @on_loop
-async def test_the_end_of_its_process_ends_every_request_and_refuses_more() -> None:
-    async with started(lambda: fake_engine(step_s=0.01)) as engine:
-        readers = [asyncio.create_task(collect(engine, request(f"r{i}", 500))) for i in range(3)]
-        while (await engine.stats()).num_requests_running < 3:
-            await asyncio.sleep(0.01)
-        os.kill(engine.process_ids()[1], signal.SIGKILL)
-        for outputs in await asyncio.gather(*readers):
-            assert outputs[-1].finish_reason == "error" and "signal 9" in outputs[-1].error
-        await wait_until(lambda: engine.failure is not None)
-        with pytest.raises(EngineUnavailable, match="signal 9"):
-            await engine.submit([request("more")])
-        assert (await engine.stats()).kv.pages_total > 0
-
-
-@on_loop
-async def test_a_stopped_process_shows_in_health_until_it_goes_on_with_and_without_requests() -> None:
-    async with started(lambda: fake_engine(step_s=0.01), watchdog_timeout_s=0.5) as engine:
-        for name in ("a", "b"):
-            os.kill(engine.process_ids()[1], signal.SIGSTOP)
-            engine.ping()
-            assert engine.failure is None
-            while engine.failure is None:
-                engine.ping()
-                await engine.stats(timeout_s=0.02)  # another command does not begin the wait again
-            os.kill(engine.process_ids()[1], signal.SIGCONT)
-            await wait_until(lambda: engine.failure is None)
-            stream = await engine.submit([request(name, 500)])
-            await stream.get()
-        stream.close()
-
-
-@on_loop
 async def test_the_end_of_its_process_answers_what_waits_for_a_step_to_end() -> None:
     async with started(lambda: fake_engine(step_s=60)) as engine:
         reader = asyncio.create_task(collect(engine, request("r")))
@@ -137,19 +108,6 @@ async def test_the_end_of_its_process_answers_what_waits_for_a_step_to_end() -> 
         with pytest.raises(EngineUnavailable, match="signal 9"):
             await late
         assert (await reader)[-1].finish_reason == "error"
-
-
-@on_loop
-async def test_an_endless_step_does_not_keep_it_from_being_stopped() -> None:
-    child = start_process(lambda: contextlib.nullcontext(fake_engine(step_s=60)))
-    engine = ProcessEngine(child, child.wait_loaded())
-    await engine.start()
-    reader = asyncio.create_task(collect(engine, request("r")))
-    await asyncio.sleep(0.1)
-    assert not await engine.shutdown(0.2)
-    assert (await reader)[-1].finish_reason == "abort"
-    child.process.join(5)
-    assert child.process.exitcode == -signal.SIGKILL
 
 
 def test_a_load_that_is_refused_or_dies_is_told() -> None:

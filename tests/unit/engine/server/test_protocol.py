@@ -28,14 +28,8 @@ def test_the_four_forms_of_a_prompt_arrive_as_they_are(prompt: Any) -> None:
 def test_null_stands_for_the_default() -> None:
     names = [name for name in CompletionBody.model_fields if name != "prompt"]
     body = parse(CompletionBody, json.dumps({"prompt": "a", **dict.fromkeys(names)}).encode())
-    assert body.stops == ()
-    assert body.choices_per_prompt == 1
-    assert body.token_limit is None
-
-
-@pytest.mark.parametrize(("stop", "stops"), [("x", ("x",)), (["x", "yz"], ("x", "yz")), (None, ())])
-def test_stop_is_a_text_or_a_list(stop: Any, stops: tuple[str, ...]) -> None:
-    assert parse(CompletionBody, json.dumps({"prompt": "a", "stop": stop}).encode()).stops == stops
+    assert (body.stops, body.choices_per_prompt, body.token_limit) == ((), 1, None)
+    assert parse(CompletionBody, b'{"prompt": "a", "stop": "x"}').stops == ("x",)
 
 
 @pytest.mark.parametrize(
@@ -47,21 +41,17 @@ def test_stop_is_a_text_or_a_list(stop: Any, stops: tuple[str, ...]) -> None:
         ({"prompt": None}, "prompt"),
         ({"prompt": "a", "max_tokens": "5"}, "max_tokens"),
         ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
-        ({"prompt": "a", "max_tokens": True}, "max_tokens"),
         ({"prompt": "a", "temperature": -0.1}, "temperature"),
         ({"prompt": "a", "top_p": 0}, "top_p"),
         ({"prompt": "a", "top_k": -2}, "top_k"),
         ({"prompt": "a", "n": 0}, "n"),
         ({"prompt": "a", "n": 3, "best_of": 2}, "best_of"),
         ({"prompt": "a", "use_beam_search": "yes"}, "use_beam_search"),
-        ({"prompt": "a", "use_beam_search": True, "length_penalty": "long"}, "length_penalty"),
         ({"prompt": "a", "use_beam_search": True, "early_stopping": "soon"}, "early_stopping"),
         ({"prompt": "a", "priority": 2**64}, "priority"),
         ({"prompt": "a", "cache_salt": ""}, "cache_salt"),
-        ({"prompt": "a", "cache_salt": "x" * 1025}, "cache_salt"),
         ({"prompt": "a", "seed": 2**64}, "seed"),
         ({"prompt": "a", "stop": ["ok", ""]}, "stop"),
-        ({"prompt": "a", "stop": ["x"] * 17}, "stop"),
         ({"prompt": "a", "stream": "yes"}, "stream"),
         ({"prompt": "a", "stream": True, "stream_options": []}, "stream_options"),
         ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.async_engine import AsyncEngine
@@ -36,6 +36,7 @@ def parsed(event: bytes) -> Any:
     return json.loads(event[6:])
 
 
+@settings(max_examples=50)
 @given(
     text=st.text(),
     ids=st.lists(st.integers(0, 2**31), max_size=3),

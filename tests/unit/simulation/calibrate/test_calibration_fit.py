@@ -9,11 +9,12 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from engine.execution.simulated_executor import StepWork
 from kvbench.capacity.gpus import find_gpu
 from kvbench.capacity.model import plan_model
 from kvbench.common.errors import UsageError
 from kvbench.simulation.calibrate.calibration import errors, fit_run, fit_steps, logged_work, read_step_log
-from kvbench.simulation.calibrate.measured_run import predict, predicted_at, read_measured_run, series_errors
+from kvbench.simulation.calibrate.measured_run import predict, read_measured_run, series_errors
 from kvbench.simulation.cost.cost_model import CostCalibration, read_calibration, write_calibration
 from kvbench.simulation.cost.machine import Machine
 
@@ -84,14 +85,6 @@ def test_a_load_that_a_client_measured_gives_the_launches_back(tmp_path):
     assert exact.ttft == pytest.approx(load.ttft) and exact.tpot == pytest.approx(load.tpot)
 
 
-def test_predicted_values_are_those_after_the_last_step(tmp_path):
-    run = written(tmp_path / "run", CostCalibration(), requests=10)
-    predicted = predict(run, MACHINE)
-    steps = predicted.series
-    at = predicted_at(predicted, steps["t"].to_numpy() + 1e-6, "running")
-    assert (at == steps["running"].to_numpy()).all() and predicted_at(predicted, np.array([-1.0]), "running")[0] == 0
-
-
 def test_a_step_log_gives_the_host_time_and_launches_back(tmp_path):
     expected = CostCalibration(host_s=2e-3, prompt_layer_s=150e-6)
     config, _ = MACHINE.settle(SETTINGS)
@@ -120,7 +113,7 @@ def test_a_calibration_survives_its_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"format": 2}', '{"format": 1, "host": 1}', '{"format": 1, "host_s": -1}']
+    "text", ["", "[]", '{"format": 2}', '{"format": 1, "host": 1}', '{"format": 1, "host_s": -1}']
 )
 def test_what_is_no_calibration_is_refused(tmp_path, text):
     (tmp_path / "c.json").write_text(text)
@@ -138,3 +131,8 @@ def test_a_broken_line_of_a_run_is_named(tmp_path, line):
         read_measured_run(tmp_path)
     with pytest.raises(UsageError, match=r"requests\.jsonl"):
         read_measured_run(tmp_path / "nothing")
+
+
+def test_a_logged_steps_decodes_read_what_the_kv_holds_beside_its_prompt():
+    assert logged_work(100, 4, 502) == StepWork(((100, 0),), 4, 402, 101, 5)
+    assert logged_work(100, 0, 502) == StepWork(((100, 0),), 0, 0, 0, 1)

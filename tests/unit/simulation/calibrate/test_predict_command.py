@@ -98,14 +98,14 @@ def test_the_costs_are_found_and_simulate_the_same_machine_again(run: Path, tmp_
     assert ours["output_throughput"] == pytest.approx(real["output_throughput"], rel=0.02)
 
 
-@pytest.mark.parametrize("damage", ["none", "of another model", "without a unit", "not JSON"])
+@pytest.mark.parametrize("damage", ["none", "of another model", "without a unit"])
 def test_this_cpu_without_its_unit_costs_is_bad_input(run: Path, tmp_path: Path, damage: str) -> None:
     path, expected = tmp_path / "costs.json", json.loads(json.dumps(KNOWN))
     if damage == "of another model":
         expected["model"] = "llama-3.1-8b"
     if damage == "without a unit":
         del expected["units"]["step"]
-    path.write_text("{" if damage == "not JSON" else json.dumps(expected))
+    path.write_text(json.dumps(expected))
     given = () if damage == "none" else ("--calibration", path)
     load = ("--input-len", 90, "--output-len", 30, "--concurrency", 6)
     assert kvbench("simulate", "--device", "this-cpu", "--model", "llama-32m", *given, *load) == 2
@@ -133,12 +133,6 @@ def test_cells_are_predicted_only_from_cells_whose_steps_cost_the_same(run: Path
     assert kvbench("dev", "calibrate-model", tmp_path / "run") == 2  # there is no one cost of a step
 
 
-def test_steps_that_overlap_are_not_predicted(run: Path, tmp_path: Path) -> None:
-    assert kvbench("dev", "predict", changed(run, tmp_path / "run", async_scheduling=True), "--no-report") == 0
-    actual = read_predictions(tmp_path / "run")
-    assert actual is not None and set(actual.cells) == {"paged-p16-c2", "paged-p16-c12"} and len(actual.notes) == 2
-
-
 def test_nothing_is_fitted_to_a_load_whose_server_took_other_steps(run: Path, tmp_path: Path) -> None:
     folder = changed(run, tmp_path / "run")
     for summary in (folder / "cells").glob("*-c12/summary.json"):
@@ -151,7 +145,7 @@ def test_nothing_is_fitted_to_a_load_whose_server_took_other_steps(run: Path, tm
     assert actual is not None and len([note for note in actual.notes if note.startswith("nothing is fitted to")]) == 2
 
 
-@pytest.mark.parametrize("error", [UsageError("no other cell"), ValueError("a mistake"), OSError("no space left")])
+@pytest.mark.parametrize("error", [UsageError("no other cell"), ValueError("a mistake")])
 def test_a_prediction_that_fails_costs_a_sweep_no_report(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, error: Exception
 ) -> None:

@@ -9,7 +9,6 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.planning import plan_engine
-from kvbench.common.errors import UsageError
 from kvbench.requests.request import RequestSpec
 from kvbench.simulation.calibrate.predict import ReplayedLoad, predicted_metrics, replay, step_ends, works_of
 from kvbench.simulation.cost import unit_costs
@@ -102,8 +101,3 @@ def test_a_kv_dtype_that_no_load_had_is_charged_as_auto_and_said(loads: list[Rep
     assert [UnitCostModel(actual, "int8_per_token_head")(w).total for w in works] == [
         UnitCostModel(actual, "auto")(w).total for w in works
     ]
-
-
-def test_loads_without_any_step_are_bad_input() -> None:
-    with pytest.raises(UsageError):
-        fit_unit_costs([])

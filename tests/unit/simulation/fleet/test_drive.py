@@ -72,12 +72,12 @@ def test_an_open_loop_sends_whatever_the_engine_does_and_a_closed_one_waits_for_
 
 def test_a_queue_of_single_steps_waits_as_long_as_md1_says() -> None:
     """M/D/1: the mean wait before service is rho s / (2 (1 - rho)) (Pollaczek-Khinchine), rho = 0.7."""
-    rho, many = 0.7, 10_000
+    rho, many = 0.7, 4_000
     arrivals = np.cumsum(np.random.default_rng(1).exponential(STEP / rho, many))
     specs = [RequestSpec(i, "x", (16, 17), None, 1, arrival_s=float(due)) for i, due in enumerate(arrivals)]
     ended = run(specs, [a_replica(max_num_seqs=1, max_num_batched_tokens=16)])
     waits = np.array([ttft(one) - STEP for one in ended])
-    assert waits.mean() == pytest.approx(rho * STEP / (2 * (1 - rho)), rel=0.08)
+    assert waits.mean() == pytest.approx(rho * STEP / (2 * (1 - rho)), rel=0.12)
     assert waits.min() >= -1e-9
 
 
@@ -187,19 +187,3 @@ def test_prefix_aware_routing_leaves_a_replica_that_is_overloaded() -> None:
     ended = run(specs, replicas, router=ROUTERS["prefix-aware"]())
     holder = ended[0].replica
     assert [one.replica == holder for one in ended[1:]] == [True] * 65 + [False, True] * 17
-
-
-def test_of_two_replicas_that_hold_a_prefix_the_less_loaded_one_is_chosen() -> None:
-    whole = shared(1, 8, gap=0.0)
-    specs = [
-        RequestSpec(r.index, "x", r.prompt_token_ids, None, 4, arrival_s=5.0 * (i > 1)) for i, r in enumerate(whole)
-    ]
-    ended = run(specs, fleet(2, enable_prefix_caching=True), router=ROUTERS["prefix-aware"]())
-    assert [one.replica for one in ended] == [0, 1] * 4 and [one.cached for one in ended] == [0, 0] + [160] * 6
-
-
-def test_a_fleet_of_one_is_that_one() -> None:
-    specs = [spec(i, 10 + i, 3 + i % 5, arrival=i * 0.03) for i in range(40)]
-    alone = [(one.times, one.sent) for one in run(specs)]
-    for name in ROUTERS:
-        assert [(one.times, one.sent) for one in run(specs, router=ROUTERS[name]())] == alone

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,12 +13,10 @@ from tests.benchmarks.paged_attention import (
     PAGED,
     POW2,
     SHARED,
-    SHAREGPT,
     SWAPPED,
     TESTBEDS,
     TRANSLATION,
     BuddySlab,
-    Row,
     memory_rows,
     observe,
 )
@@ -27,15 +24,7 @@ from tests.benchmarks.paged_attention import (
 OPT = TESTBEDS["OPT-13B"]
 
 
-@pytest.mark.parametrize(("lengths", "prompt", "output"), [(SHAREGPT, 161.31, 337.99), (ALPACA, 19.31, 58.45)])
-def test_drawn_lengths_have_the_papers_means(lengths, prompt, output):
-    prompts, outputs = lengths.draw(2000, np.random.default_rng(3))
-    assert (prompts.mean(), outputs.mean()) == (pytest.approx(prompt, rel=0.01), pytest.approx(output, rel=0.01))
-    assert outputs.std() / outputs.mean() == pytest.approx(lengths.output_cv, rel=0.01)
-    assert prompts.min() >= 1 and (prompts + outputs).max() <= 2048
-
-
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.integers(1, 5000), st.lists(st.tuples(st.booleans(), st.integers(1, 700)), max_size=60))
 def test_the_buddy_allocator_tiles_the_slab_and_joins_all_blocks_again(size, steps):
     slab, taken = BuddySlab(size), []
@@ -63,6 +52,7 @@ def test_the_buddy_allocator_gives_powers_of_two():
     assert [slab.take(size) for size in (300, 200, 129, 1)] == [0, 512, 768, None]
 
 
+@pytest.mark.full
 def test_memory_shares_and_requests_at_once_are_the_papers():
     rows = {row.what: row for row in memory_rows(count=200)}
     assert all(abs(row.difference) < 0.2 for row in rows.values()), rows
@@ -71,11 +61,7 @@ def test_memory_shares_and_requests_at_once_are_the_papers():
             assert abs(rows[what].difference) < 0.12, rows[what]
 
 
-def test_the_same_seed_gives_the_same_figures():
-    first, again, other = (observe(OPT, PAGED, ALPACA, 200, rate=20.0, seed=seed) for seed in (0, 0, 1))
-    assert first == again and first != other
-
-
+@pytest.mark.full
 def test_samples_of_one_prompt_share_what_the_paper_says_and_beams_more():
     saved = {n: observe(OPT, SWAPPED, ALPACA, 200, rate=8.0, n=n).saved for n in (2, 6)}
     assert saved == {2: pytest.approx(0.0609, rel=0.2), 6: pytest.approx(0.0979, rel=0.2)}
@@ -83,15 +69,10 @@ def test_samples_of_one_prompt_share_what_the_paper_says_and_beams_more():
     assert 0.3756 < beams < 0.5  # the paper's, and what two beams save that differ in nothing
 
 
+@pytest.mark.full
 def test_a_longer_shared_prefix_pays_more():
     llama = TESTBEDS["LLaMA-13B"]
     gain = {}
     for shots, lengths in TRANSLATION.items():
         gain[shots] = observe(llama, SHARED, lengths, 400).per_s / observe(llama, ORACLE, lengths, 400).per_s
     assert 1.5 < gain[1] < 2.5 and 3.0 < gain[5] < 5.0
-
-
-def test_a_row_says_how_far_ours_is_from_the_paper():
-    assert Row("", (2.0,), 3.0).difference == pytest.approx(0.5)
-    assert [Row("", (1.0, 2.0), ours).difference for ours in (1.5, 4.0, 0.5)] == [0, 1.0, -0.5]
-    assert Row("x", (0.25,), 0.5, "%").cells() == ("x", "25 %", "50 %", "+100.0%")

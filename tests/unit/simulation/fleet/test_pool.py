@@ -46,6 +46,7 @@ def test_a_process_that_dies_ends_the_wait() -> None:
         map_simulations(work, {"first": 30.0, "second": "die"}, 2)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_no_process_outlives_an_interrupt(how: signal.Signals) -> None:
     code = (
@@ -88,13 +89,11 @@ def on_cluster(monkeypatch):
     return run
 
 
-def test_a_cluster_gives_the_results_in_order_from_all_its_machines(on_cluster):
-    results, where = on_cluster({str(n): n / 1000 for n in range(6)}, ("aa", "bb"))
-    assert results == [n / 1000 for n in range(6)] and set(where) == {"aaaaaaaa", "bbbbbbbb"}
-
-
 def test_the_jobs_of_a_lost_machine_run_again_on_another(on_cluster):
-    results, where = on_cluster({str(n): n / 1000 for n in range(6)}, ("aa", "bb"), {"aaaaaaaa": 3})
+    jobs = {str(n): n / 1000 for n in range(6)}
+    results, where = on_cluster(jobs, ("aa", "bb"))
+    assert results == [n / 1000 for n in range(6)] and set(where) == {"aaaaaaaa", "bbbbbbbb"}
+    results, where = on_cluster(jobs, ("aa", "bb"), {"aaaaaaaa": 3})
     assert results == [n / 1000 for n in range(6)] and where[-1] == "bbbbbbbb"
     with pytest.raises(MeasurementError, match="no machine"):
         on_cluster({"only": 0.0}, ("aa",), {"aaaaaaaa": 2})
