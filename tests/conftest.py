@@ -22,9 +22,11 @@ sys.dont_write_bytecode = False
 # Torch reads it once, when it is imported. A server that a test launches sets GOMP_SPINCOUNT, which comes first.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.pop("COLUMNS", None)  # pytest-xdist sets it for its workers, and a table would be made to fit
+# Of tests, and what some packages set when a test imports them.
+LATER = ("PYTEST_", "FAKE_", "FIRE", "GIT_DIR", "GOMP_", "TRANSFORMERS_", "RAY_")
 # All load clients and engine servers below this process are forked from two that have imported what they need.
 for module, imported in (("kvbench.load", "kvbench.load.__main__"), ("engine.server", "engine.server.preload")):
-    Preloaded(module, imported, reads_later=("PYTEST_", "FAKE_", "FIRE", "GIT_DIR")).share()
+    Preloaded(module, imported, reads_later=LATER).share()
 
 
 @pytest.fixture(scope="module")

@@ -160,8 +160,8 @@ class Sweep:
                        "(--lockstep-minutes); on a slow machine up to three times that")  # fmt: skip
         if self._lacks_quality(self.resumed, self.begun):
             configurations = plural(len(self.design.configurations), "configuration")
-            self._note(f"then the answers of {configurations} are measured, in 10 "
-                       "to 15 s each with kvbench-tiny on 2 cores (--no-quality)")  # fmt: skip
+            self._note(f"then the answers of {configurations} are measured, nine in a "
+                       "minute with kvbench-tiny on 2 cores (--no-quality)")  # fmt: skip
         if self.max_minutes is not None:
             self._note(f"within --max-minutes {self.max_minutes:g}, by the estimate; the first repeats decide "
                        "which others follow")  # fmt: skip

@@ -20,7 +20,8 @@ def test_a_claim_is_measured_and_shown(tmp_path):
     (folder,) = (tmp_path / "claims").iterdir()
     found = json.loads((folder / "claims.json").read_text())
     (claim,) = found["claims"]
-    assert (claim["name"], claim["verdict"], claim["measured"]) == ("reservation", "held", {"reservation": 1})
+    assert (claim["name"], claim["verdict"]) == ("reservation", "held")
+    assert claim["measured"]["reservation"] in (1, 2)  # launches: two where the machine has two cores
     assert found["finished"]
     assert claim["evidence"] in (folder / "report.md").read_text()
     assert (folder / "report.html").read_text().startswith("<!doctype html>")
