@@ -55,7 +55,7 @@ lint: install-test
 	@$(BIN)/lint-imports
 	@$(BIN)/python -m ci.plain_words
 
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 test: lint
 	@$(PYTEST) -m 'not full' $(ARGS)

@@ -75,6 +75,7 @@ def test_a_server_that_does_not_start_is_told(task, fault):
         assert end.refused is None and all(each.of_server for each in failed)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("env", [{"FAKE_FAULT": "never_ready"}, {"FAKE_TOKEN_S": "0.5"}])
 def test_an_interrupted_task_stops_its_server_while_it_starts_and_while_a_load_runs(task, tmp_path, env, monkeypatch):
     monkeypatch.setattr("kvbench.sweep.block_task._END_S", 2.0)

@@ -11,6 +11,8 @@ from engine.sequence import TokenOutput
 from tests.support.kv_mutants import MUTANTS
 from tests.support.pressed import COPY, FORKS, LOST, PAGES, PASSKEY, REPEAT, alarms, pressed
 
+pytestmark = pytest.mark.full
+
 MODES = {
     "contiguous": {"layout": "contiguous"},
     "recompute": {"preemption_mode": "recompute"},

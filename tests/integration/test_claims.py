@@ -8,6 +8,8 @@ import pytest
 
 from kvbench.cli import main as cli
 
+pytestmark = pytest.mark.full
+
 
 def run(*arguments):
     with pytest.raises(SystemExit) as ended:

@@ -60,6 +60,7 @@ def compare(tmp_path, monkeypatch, capfd):
     return run
 
 
+@pytest.mark.full
 def test_a_candidate_that_streams_slower_fails_and_ci_is_told(compare):
     words = ("--workload", "streams.yaml", "--policy", "one.yaml", "--order-seed", "1")
     code, folder, verdict, said = compare(f"{MOCK}12", f"{MOCK}18", *words)

@@ -154,6 +154,7 @@ def test_a_search_whose_runs_are_invalid_says_how_to_go_on(url, workload, tmp_pa
     assert stored(tmp_path / "out")["status"] == "incomplete"
 
 
+@pytest.mark.full
 def test_a_server_that_says_nothing_of_itself_while_the_load_runs_is_not_measured(workload, tmp_path):
     out = tmp_path / "out"
     words = ("--max-concurrency", 8, "--num-prompts", 8, "--output-dir", out)
@@ -270,6 +271,7 @@ def test_a_models_query_reaches_a_server_that_lists_the_name_before_it(workload,
 SENDING = "cells/target-c2/loads/running-1/spec.json"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("server", "words", "begun", "number"),
     [

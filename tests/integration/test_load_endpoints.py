@@ -72,6 +72,7 @@ def workload(tmp_path, **load_section):
     return path
 
 
+@pytest.mark.full
 def test_the_built_in_server_takes_conversations_whose_cached_tokens_are_as_many_as_can_be(tmp_path):
     more = {"sessions": {"num_sessions": [4], "turns": 3, "history": "actual"}}
     engine = fake_engine(page_size=4, enable_prefix_caching=True, step_s=0.005)

@@ -60,6 +60,7 @@ def old_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (15 << 30, 16 << 30))
 
 
+@pytest.mark.full
 def test_torch_compile_without_a_compiler_from_the_command_line(tmp_path: Path) -> None:
     flags = ("--model", config_file(tmp_path), "--device", "cpu", "--torch-compile")
     said = refusal(*flags, CXX=str(tmp_path / "no-compiler"), TORCHINDUCTOR_CACHE_DIR=str(tmp_path))

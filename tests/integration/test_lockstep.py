@@ -82,6 +82,7 @@ def alone(settings, requests, temperature):
     return tokens
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("section", "names"), [(LOAD, list(ENGINES)), (SHARING, ["base", "contiguous"])])
 def test_engines_that_share_weights_and_take_turns_generate_what_each_generates_alone(
     workload_file, tmp_path, section, names

@@ -14,6 +14,8 @@ from tests.support.browser import LAPTOP, PHONE
 from tests.support.synthetic_run import make_run
 from tests.support.toy_engine import Scenario
 
+pytestmark = pytest.mark.full
+
 _MOST_BYTES = 6_000_000
 _BOTTOMS = """() => ["effects", "frontier"].map(
   id => document.querySelector(`#${id} .plot`).getBoundingClientRect().bottom)"""

@@ -81,6 +81,7 @@ def test_a_warm_up_with_measured_prompts_is_caught(measure, monkeypatch):
         assert "it held prompts from before this load" in reason
 
 
+@pytest.mark.full
 def test_a_priming_that_had_no_effect_is_caught(measure):
     with fake_server(*CACHING, FAKE_FAULT="forget") as (_, url):
         assert measure(url, cache_state="cold", concurrency=[1, 3])[0] == []  # one warm-up, for three users
@@ -106,6 +107,7 @@ def test_the_machine_of_a_load_is_recorded_and_judged_and_a_display_gets_the_rea
         assert any(reason.startswith("other processes used") for reason in done["invalid_reasons"])
 
 
+@pytest.mark.full
 def test_a_server_that_cannot_empty_its_cache_is_measured_only_as_it_is(measure):
     with fake_server(*CACHING, fire=NO_RESET) as (_, url):
         reason = measure(url, cache_state="primed")[0][0]
@@ -114,6 +116,7 @@ def test_a_server_that_cannot_empty_its_cache_is_measured_only_as_it_is(measure)
         assert reasons == [] and "from_before" in done["prefix_cache"] and done["prefix_cache"]["state"] == "steady"
 
 
+@pytest.mark.full
 def test_a_server_of_ours_that_cannot_empty_its_cache_is_launched_for_each_load(tmp_path):
     """Nobody knew before: its first answer says so, and from then on a load that needs the cache cold has its own."""
     bench = Bench(tmp_path, {"KVBENCH_NO_CALIBRATION": "1", "FIRE": json.dumps(NO_RESET)})

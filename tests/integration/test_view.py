@@ -85,6 +85,7 @@ def test_every_page_is_well_in_a_browser(browser: Browser, url: str, compared: s
         assert page not in ("/", "/compare") or EVIL in opened.text()
 
 
+@pytest.mark.full
 def test_a_run_opens_from_the_list_and_everything_is_reached_from_the_keyboard(browser: Browser, url: str) -> None:
     with browser.open(url + "/") as opened:
         assert opened.unreached_by_tab() == []
@@ -94,6 +95,7 @@ def test_a_run_opens_from_the_list_and_everything_is_reached_from_the_keyboard(b
         assert opened.errors() == [] and EVIL in opened.text() and opened.page.locator(".main-svg").count()
 
 
+@pytest.mark.full
 def test_the_forms_need_no_javascript(browser: Browser, url: str) -> None:
     with browser.open(url + "/", scripts=False) as opened:
         page = opened.page

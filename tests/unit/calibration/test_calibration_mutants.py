@@ -65,6 +65,7 @@ def test_the_sound_client_is_within_the_limits(calibrated) -> None:
         assert all(each.foreign_cpu_cores >= 0 <= each.steal_share for each in sound.attempts)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["slow", "secretly retrying", *SLOWER])
 def test_a_broken_client_is_caught(calibrated, name: str) -> None:
     """The same reason has several causes: the figures tell them apart."""

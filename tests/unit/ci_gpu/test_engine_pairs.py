@@ -73,6 +73,7 @@ def test_a_warning_while_loading_is_told_and_costs_nothing(run):
     assert [row["side"] for row in report.data["rows"]] == ["first", "second", "second", "first"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("kind", "reason"), [("refuses", "no memory for the KV cache"), ("hangs", "stopped after")])
 def test_a_side_that_does_not_load_leaves_the_other_measured_alone(run, kind, reason):
     report = run(kind, seconds=10.0)

@@ -56,6 +56,7 @@ class Check:
         return conclude(self.folder, self.folder.state().model_copy(update=manifest), POLICY)
 
 
+@pytest.mark.full
 def test_the_same_server_passes_though_it_died_once_and_each_round_is_kept(tmp_path):
     done = Check(tmp_path, candidate={"FAKE_FAULT": "die:7", "FAKE_FAULT_ONCE": str(tmp_path / "once")}).run()
     assert done.gave_up is None and [each.blamed for each in done.failed] == ["candidate"]
@@ -130,6 +131,7 @@ def test_a_change_that_contradicts_the_medians_beside_it_is_noted(tmp_path):
 FIRE = {"path": "stream", "first": 2, "do": "reset"}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("env", "attempts", "blamed", "code", "words"),
     [

@@ -219,6 +219,7 @@ def make(*words: object) -> int:
     return guarded(lambda: canaries.main([str(word) for word in words], standalone_mode=False))
 
 
+@pytest.mark.full
 def test_canaries_of_a_trained_model_are_right_and_asked_of_every_configuration(workload, tmp_path, monkeypatch):
     file, out = tmp_path / "kvbench-tiny.jsonl", tmp_path / "out.json"
     assert make(TINY, "--output", file, "--passkeys", 8, "--copies", 1) == 0

@@ -291,6 +291,7 @@ def test_decodes_are_replayed_where_mixed_steps_cannot_be_captured(
 MOST_COMPILED = 16
 
 
+@pytest.mark.full
 def test_a_compiled_model_gives_the_same_logits_and_its_layers_share_what_is_compiled(tmp_path: Path):
     """dynamo's part, without a code generator: what is traced, what stays outside, and any number of tokens."""
     path = tmp_path / "config.json"

@@ -22,7 +22,10 @@ MEASURED = Path(os.environ.get("KVBENCH_GPU_MEASURED", SHARED))
 GPUS = ("RTX4090", "RTXPRO6000")
 LIMITS = {"ttft_mean": 0.10, "tpot_mean": 0.05, "ttft_p95": 0.15, "tpot_p95": 0.15}
 
-pytestmark = pytest.mark.skipif(not MEASURED.is_dir(), reason=f"needs the measured runs in {MEASURED}")
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(not MEASURED.is_dir(), reason=f"needs the measured runs in {MEASURED}"),
+]
 
 
 @cache
