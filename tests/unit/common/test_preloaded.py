@@ -13,6 +13,7 @@ import pytest
 
 from kvbench.common import processes
 from kvbench.common.preloaded import ForkedChild, Preloaded
+from kvbench.load import launch
 from kvbench.load.launch import drive
 from kvbench.load.spec import read_spec
 from tests.support.loads import requests_of
@@ -189,6 +190,8 @@ def test_the_plain_start_where_a_fork_would_differ(tmp_path, options, monkeypatc
 @pytest.mark.parametrize("plain", [False, True], ids=["forked", "plain"])
 def test_a_load_runs_either_way(loads, monkeypatch, plain):
     monkeypatch.setenv("KVBENCH_NO_FORK", str(int(plain)))
+    monkeypatch.delenv("KVBENCH_FORK_SERVERS", raising=False)  # a server of its own, whatever other tests have set since
+    monkeypatch.setattr(launch, "LOAD_CLIENT", Preloaded("kvbench.load", "kvbench.load.__main__"))
     started, real = [], processes.launch
     monkeypatch.setattr(processes, "launch", lambda *a, **o: started.append(real(*a, **o)) or started[-1])
     spec, said = read_spec(loads.spec(requests_of(12, 7))), []
