@@ -190,7 +190,7 @@ def test_the_plain_start_where_a_fork_would_differ(tmp_path, options, monkeypatc
 @pytest.mark.parametrize("plain", [False, True], ids=["forked", "plain"])
 def test_a_load_runs_either_way(loads, monkeypatch, plain):
     monkeypatch.setenv("KVBENCH_NO_FORK", str(int(plain)))
-    monkeypatch.delenv("KVBENCH_FORK_SERVERS", raising=False)  # a server of its own, whatever other tests have set since
+    monkeypatch.delenv("KVBENCH_FORK_SERVERS", raising=False)  # a server of its own
     monkeypatch.setattr(launch, "LOAD_CLIENT", Preloaded("kvbench.load", "kvbench.load.__main__"))
     started, real = [], processes.launch
     monkeypatch.setattr(processes, "launch", lambda *a, **o: started.append(real(*a, **o)) or started[-1])
