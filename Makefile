@@ -14,7 +14,7 @@ BASE ?=
 
 help:
 	@echo "make sweep          install if needed, run $(WORKLOAD), print the table and the path of the report"
-	@echo "make test           install if needed, run linters and the tests of the main ring: 8 minutes on 2 cores"
+	@echo "make test           install if needed, run linters and the tests of the main ring: 7 minutes on 2 cores"
 	@echo "make test-all       all tests: also the Triton interpreter in full, Ray, fuzzers, soak, every model family"
 	@echo "make test-touched   of those beyond the main ring, what a change touches: BASE=COMMIT, else the last day's"
 	@echo "make bench          kernels, engine, bookkeeping and peers: 10 minutes on 2 cores; a table into results/bench/"
