@@ -121,7 +121,8 @@ class ClaimsRun:
                 further = OTHERS[name](self.folder / "measured" / name, self.profile == "cpu", self._show, self.check)
                 self._measured[name] = facts.joined(further)
         except (MeasurementError, UsageError) as error:
-            self._failed[name] = str(error)
+            self._ended.add(name)
+            self.say(f"{name} was not measured further: {error}")
 
     def _store(self, result: ClaimsResult) -> ClaimsResult:
         self.result = result
