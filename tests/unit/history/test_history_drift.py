@@ -12,7 +12,7 @@ from scipy import stats
 from kvbench.common.errors import UsageError
 from kvbench.history.drift import MARGINS
 from tests.support.git_repo import git, make_repo
-from tests.support.stored_runs import repeat, write_run
+from tests.support.synthetic_run import repeat, write_run
 from tests.unit.history.test_history_show import show, shown
 
 STEADY = [99.9, 100.0, 100.1]

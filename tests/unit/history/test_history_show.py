@@ -18,8 +18,7 @@ from kvbench.history.series import INCOMPLETE, INVALID, VALID, Series, all_serie
 from kvbench.history.show import sparkline
 from kvbench.runs.read import read_run
 from kvbench.runs.stored import find_runs, read_runs
-from tests.support.stored_runs import MACHINE, repeat, write_run
-from tests.support.synthetic_run import VARIANTS, make_run
+from tests.support.synthetic_run import MACHINE, VARIANTS, make_run, repeat, write_run
 
 
 def series_of(*folders: Path, metric: str = "output_throughput") -> list[Series]:

@@ -12,8 +12,7 @@ from kvbench.common.errors import UsageError
 from kvbench.history.cli import history
 from kvbench.history.store import add_run
 from kvbench.metrics.definitions import LOWER, METRICS, Metric
-from tests.support.stored_runs import repeat, write_run
-from tests.support.synthetic_run import VARIANTS, make_run
+from tests.support.synthetic_run import VARIANTS, make_run, repeat, write_run
 from tests.unit.history.test_history_show import shown
 
 
