@@ -40,10 +40,14 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1", "0.0.0.0", "::")
 
 @dataclass(frozen=True)
 class ServerProcess:
-    """The server's place. ``pid`` None with ``local``: it is on this machine, but which process is not known."""
+    """The server's place. ``pid`` None with ``local``: it is on this machine, but which process is not known.
+
+    ``forked``: from a process that had imported it, whose memory layout it has.
+    """
 
     pid: int | None
     local: bool = True
+    forked: bool = False
 
 
 _NO_SERVER = ServerProcess(None, local=False)

@@ -53,7 +53,7 @@ _LIMITS = 16  # kinds of resource limits of Linux
 class ForkRequest(NamedTuple):
     """A message that says what a child is to be; its stdin, stdout and stderr go with it.
 
-    ``circumstances``: see there. ``argv``: without the module's name.
+    ``circumstances``: those of whoever asks. ``argv``: without the module's name.
     """
 
     module: str
@@ -63,10 +63,10 @@ class ForkRequest(NamedTuple):
     background: bool
     own_session: bool
     death_signal: int
-    circumstances: list[Any]
+    circumstances: dict[str, Any]
 
 
-def circumstances() -> list[Any]:
+def circumstances() -> dict[str, Any]:
     """Returns what a child inherits besides its environment, and where its code is: both sides must agree in it."""
     code = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     limits = [list(resource.getrlimit(number)) for number in range(_LIMITS)]
@@ -74,7 +74,16 @@ def circumstances() -> list[Any]:
     with open("/proc/self/status") as status:
         signals = [line.split() for line in status if line.startswith(("Umask", "SigBlk", "SigIgn"))]
     priority = [os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)]
-    return [code, sys.executable, os.geteuid(), limits, spaces, signals, priority, sorted(os.sched_getaffinity(0))]
+    return {
+        "code": code,
+        "python": sys.executable,
+        "user": os.geteuid(),
+        "limits": limits,
+        "namespaces": spaces,
+        "umask or signals": signals,
+        "priority": priority,
+        "cores": sorted(os.sched_getaffinity(0)),
+    }
 
 
 class _Child:
@@ -114,6 +123,7 @@ class ForkServer:
         self._listener, self._lifeline, self._modules = listener, lifeline, modules
         self._reads_later = tuple(reads_later)
         self._start_env, self._circumstances = dict(os.environ), circumstances()
+        self._folder = os.getcwd()  # which may be removed later
         self._added_env: dict[str, str] = {}  # by the modules
         self._loaded, self._unfit = False, ""
         self._poll = poll()
@@ -141,7 +151,10 @@ class ForkServer:
         return None
 
     def _accept(self) -> None:
-        number, _ = self._listener._accept()  # type: ignore[attr-defined]  # accept() makes a patched socket
+        try:
+            number, _ = self._listener._accept()  # type: ignore[attr-defined]  # accept() makes a patched socket
+        except OSError:  # it has gone, or no file is left
+            return
         connection = Socket(fileno=number)
         user = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
         if user != os.geteuid():
@@ -183,43 +196,48 @@ class ForkServer:
                 close(file)
             connection.close()
             return None
-        request = ForkRequest(**json.loads(data))
+        parent, pid = os.getpid(), 0
         try:
+            request = ForkRequest(**json.loads(data))
             why = "" if len(files) == 3 else "the three standard files did not arrive"
-            why = why or self._differs(request) or self._load()
-            if why:
-                with contextlib.suppress(OSError):
-                    _send(connection, refused=why)
-                connection.close()
-                return None
-            parent = os.getpid()
-            if (pid := fork()) == 0:
+            why = why or self._why_not_forked(request) or self._why_unfit()
+            if not why and (pid := fork()) == 0:
                 self._become(request, files, parent, connection)
                 return request
+            child = None if why else _Child(pid, request.death_signal, connection)
+        except (OSError, ValueError, TypeError) as error:  # no process or file is left, a folder is gone, no request
+            if os.getpid() != parent:
+                raise
+            why, child = str(error), None
+            if pid:  # it cannot be watched
+                os.kill(pid, signal.SIGKILL)
+                waitid(os.P_PID, pid, os.WEXITED)
         finally:
             for file in files:
                 close(file)
-        child = _Child(pid, request.death_signal, connection)
+        with contextlib.suppress(OSError):
+            _send(connection, **({"pid": pid} if child else {"refused": why}))
+        if child is None:
+            connection.close()
+            return None
         for number in (connection.fileno(), child.pidfd):
             self._children[number] = child
             self._poll.register(number, POLLIN)
-        with contextlib.suppress(OSError):
-            _send(connection, pid=pid)
         return None
 
-    def _differs(self, request: ForkRequest) -> str:
+    def _why_not_forked(self, request: ForkRequest) -> str:
         """Says in what a child of this server would differ from one that is started plainly; empty if in nothing."""
-        asked = json.loads(json.dumps(self._circumstances))
-        if request.circumstances != asked:
-            return "it has other limits, another user or other code"
+        own = json.loads(json.dumps(self._circumstances))
+        if other := [name for name, value in own.items() if request.circumstances.get(name) != value]:
+            return f"it has other {', '.join(other)}"
         names = {name for name, _ in request.env.items() ^ self._start_env.items()} - _READ_LATER
         if names := sorted(name for name in names if not name.startswith(self._reads_later)):
             return f"it has another environment: {', '.join(names)}"
-        if request.cwd not in (os.getcwd(), asked[0]) and _shadows(request.cwd):
+        if request.cwd not in (self._folder, own["code"]) and _shadows(request.cwd):
             return f"its folder {request.cwd} has modules of its own"
         return ""
 
-    def _load(self) -> str:
+    def _why_unfit(self) -> str:
         """Imports the modules, once; says why their children would not work, empty if they would."""
         if not self._loaded:
             self._loaded = True
@@ -250,9 +268,8 @@ class ForkServer:
             else:
                 child.connection.close()
         prepare_child(parent, request.background, request.own_session, request.death_signal)
-        own_folder = os.getcwd()
         os.chdir(request.cwd)
-        if sys.path[0] == own_folder and not sys.flags.safe_path:
+        if sys.path[0] == self._folder and not sys.flags.safe_path:
             sys.path[0] = request.cwd
         os.environ.clear()
         os.environ.update({**self._added_env, **request.env})

@@ -3,7 +3,7 @@
 Importing takes a load client 0.9 s of CPU time and an engine's server 2.5 s. A fork has the memory layout of its
 parent, and so have all children of one fork server. What ``kvbench compare`` and engine time count are launches,
 each with a layout of its own (kvbench/lockstep/intervals.py): they start their engines plainly, and only load clients
-and the built-in servers of sweeps and single loads are forked.
+and the built-in servers of sweeps are forked. A load's done.json says which (``server_forked``).
 
 The plain start, which gives the same child, is used for other commands, where ``KVBENCH_NO_FORK=1``, on other systems
 than Linux, and whenever the fork server does not start or refuses.
@@ -213,6 +213,8 @@ def _request(connection: socket.socket, module: str, launch: LaunchRequest) -> C
 
 class ForkedChild(Child):
     """A child of a fork server, with what ``subprocess.Popen`` offers. It gets its death signal when this is gone."""
+
+    forked = True
 
     def __init__(self, pid: int, launch: LaunchRequest, pipes: _Pipes, connection: socket.socket) -> None:
         self.pid, self.args, self.mark = pid, launch.command, launch.mark

@@ -39,10 +39,12 @@ _KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)  # the latter is how a shell r
 class Child:
     """A launched process. ``mark``: stands in its environment and its descendants', and so identifies its family.
 
-    ``known``: members of its family that were seen while it lived. The rest is as of ``subprocess.Popen``.
+    ``known``: members of its family that were seen while it lived. ``forked``: from a process that had imported it.
+    The rest is as of ``subprocess.Popen``.
     """
 
     mark: str = ""
+    forked: bool = False
     known: frozenset[psutil.Process] = frozenset()
     _watchdog: subprocess.Popen[bytes] | None = None
     pid: int

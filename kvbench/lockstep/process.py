@@ -172,12 +172,14 @@ def open_all(
     """
     for process, name, settings in engines:
         process.send(do="open", name=name, settings=dict(settings))
-    answers = []
-    for process, name, _ in engines:
+    answers, refused = [], None
+    for process, name, _ in engines:  # every answer is read: the next one of its process is that of another command
         try:
             answers.append(process.receive(limit_s))
         except EngineRefusedError as error:
-            raise UsageError(f"the engine of {name} refused its settings: {error}") from error
+            refused = refused or UsageError(f"the engine of {name} refused its settings: {error}")
+    if refused:
+        raise refused
     return answers
 
 

@@ -66,7 +66,7 @@ from kvbench.workload.settings import Settings
 
 MOST_LAUNCHES = 20
 METRICS = (THROUGHPUT, "p95_ttft_ms", "p95_itl_ms")  # figures that are compared
-_LONGER = {1: 3, 2: 2}  # after so many launches: the limit for one more, as a multiple of limit_s (slow machines)
+_MOST_LIMITS = 3  # a slow machine's first launches may take so many times limit_s, and one time less for each launch
 _MOST_AT_ONCE = 2  # launches: more would share the memory's bandwidth among too many
 _WARM_UP_TURNS = 1  # of an engine whose turns' length is known
 
@@ -78,11 +78,11 @@ Show = Callable[[str | Callable[[], str]], None]
 class Sitting:
     """The launches of all configurations. ``capacity``: by configuration; ``run``: of the sweep, with /lockstep.
 
-    ``limit_s``: no launch is begun that would not end by then, or by ``_LONGER`` times that while there are too few;
-    ``open_limit_s``: until one engine is there. ``check``: called twice a second, may raise. ``is_enough``: whether so
-    many launches answer the question, if that is another one than every effect on throughput (then one configuration
-    may be alone). ``option``: of the command, which allows more time. ``on_effects``: gets what is known after each
-    launch. ``launches``: those that are measured, ``at_once`` side by side, in ``elapsed_s``.
+    ``limit_s``: no launch is begun that would not end by then, or by up to ``_MOST_LIMITS`` times that while there
+    are too few; ``open_limit_s``: until one engine is there. ``check``: called twice a second, may raise.
+    ``is_enough``: whether so many launches answer the question, if that is another one than every effect on throughput
+    (then one configuration may be alone). ``option``: of the command, which allows more time. ``on_effects``: gets what
+    is known after each launch. ``launches``: those that are measured, ``at_once`` side by side, in ``elapsed_s``.
     """
 
     run: RunFolder
@@ -151,7 +151,7 @@ class Sitting:
                 return stored
             self.launches, self.elapsed_s = numbers[-1], time.monotonic() - began
             self.on_effects(self.effects(done=False))
-            limit_s = _LONGER.get(self.launches, 1) * self.limit_s
+            limit_s = max(1, _MOST_LIMITS + 1 - self.launches) * self.limit_s
             again = goes_on(self._questions) if self.is_enough is None else not self.is_enough(self.launches)
             if not again or self.elapsed_s + self.round_s > limit_s:
                 break
@@ -187,7 +187,7 @@ class Sitting:
             ]
             for process in processes:
                 process.greet()
-            until = began + _LONGER[1] * self.limit_s
+            until = began + _MOST_LIMITS * self.limit_s
             engines = self._open(dict(zip(numbers, processes, strict=True)), order, until)
             if numbers[0] > 1:
                 warm_up(engines, loads.users_of(points[0]), self._limit("max_model_len"), until, _WARM_UP_TURNS)
@@ -285,7 +285,7 @@ class Sitting:
             if time.monotonic() <= until:
                 raise
             raise MeasurementError(
-                f"{point.load_id} did not end within {_LONGER[1]} times the {self.limit_s / 60:g} minutes of "
+                f"{point.load_id} did not end within {_MOST_LIMITS} times the {self.limit_s / 60:g} minutes of "
                 f"{self.option}: shorten it, or allow more"
             ) from None
         if cost is not None:  # the load's own steps are longer where they hold prompts, and not by more when cold
@@ -310,6 +310,7 @@ class Sitting:
             limit_s=self.limit_s,
             order_seed=self._order_seed,
             configurations=1 + len(self._others),
+            at_once=self.at_once,
             baseline=self.baseline.config_id if self.baseline else None,
             turns=self._turns,
             notes=tuple(self.notes),
@@ -329,12 +330,12 @@ class Sitting:
                 same = {cell: _same_work(launch) for cell, launch in steps.items()}
                 ratios = {c: launch_ratios(steps[base], steps[c], same[base] and same[c]) for c in cells}
                 y = {cell: [launch.log_ratio for launch in ratios[cell]] for cell in cells}
-                alone = {cell: effect(ratios[cell]) for cell in cells}
+                alone = {cell: effect(ratios[cell], self.at_once) for cell in cells}
             else:
                 by_cell = {cell: [of_load[metric] for of_load in launch] for cell, launch in values.items()}
                 whole = [cell for cell in cells if all(by_cell[cell]) and all(by_cell[base])]
                 y = {c: np.log(np.divide(by_cell[c], by_cell[base])).tolist() for c in whole}
-                alone = {cell: effect_of_values(by_cell[base], by_cell[cell], metric) for cell in whole}
+                alone = {c: effect_of_values(by_cell[base], by_cell[c], metric, self.at_once) for c in whole}
             for cell, comparison in pooled_effects(alone, y).items():
                 if metric == THROUGHPUT:
                     self._questions.append(comparison)

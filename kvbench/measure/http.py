@@ -78,7 +78,7 @@ class TargetInstrument(Instrument):
         self.server = MeasuredServer(load, job.workload.seed, target, configuration.settings, info, log, self._check)
         job.on_server(block, info, target)
         job.check()
-        self.facts = {"server_start_s": time.monotonic() - began}
+        self.facts = {"server_start_s": time.monotonic() - began, "server_forked": target.server().forked}
 
     def _check(self) -> None:
         self.job.check()

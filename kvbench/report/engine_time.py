@@ -64,10 +64,11 @@ def engine_time_note(measured: EngineTime) -> str:
     visible = [e.smallest for e in effects if e.metric == THROUGHPUT and e.smallest is not None]
     ends = dict.fromkeys(f"{100 * end:.1f}" for end in (min(visible), max(visible))) if visible else ()
     times = say("engine_time.launches", n=launches)
+    beside = say("engine_time.side_by_side", measured.at_once > 1, n=measured.at_once)
     longer = say("engine_time.first_turns", first not in ("", lengths), steps=first)
     sentences = {
         say("engine_time.unfinished", launches=times): not measured.finished,
-        say("engine_time.turns", launches=times, steps=lengths, first=longer): True,
+        say("engine_time.turns", launches=times + beside, steps=lengths, first=longer): True,
         say("engine_time.one_launch"): launches == 1,
         say("engine_time.cost", percent=100 * max(0.0, *costs, 0.0)): costs,
         say("engine_time.smallest", sizes=" to ".join(ends)): ends,

@@ -77,6 +77,7 @@ class EngineTime(Record):
     """All effects of a run, and how they were measured in how many ``seconds``. ``turns``: by load.
 
     finished: False where it was interrupted, so that its effects are of the launches before
+    at_once: launches that computed side by side, each on cores of its own
     """
 
     FORMAT: ClassVar[int] = 2
@@ -88,6 +89,7 @@ class EngineTime(Record):
     limit_s: float | None = None
     order_seed: int | None = None
     configurations: int | None = None
+    at_once: int = 1
     baseline: str | None = None
     turns: Mapping[str, TurnSteps] = {}
     notes: tuple[str, ...] = ()

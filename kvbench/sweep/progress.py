@@ -74,24 +74,27 @@ class Estimator:
 
 def so_far(measured: EngineTime, design: Design) -> str:
     """Says in one line what engine time has decided of output tokens/s, in the order of the workload."""
-    by_id = {cell.cell_id: cell for cell in design.cells}
     base = next(configuration.label for configuration in design.configurations if configuration.is_baseline)
-    names: dict[str, list[str]] = {"": [], "level": [], "undecided": []}
+    loads = dict.fromkeys(cell.load.load_id for cell in design.cells)
+    names = {  # engine time measures every configuration at every load, also where --only leaves a cell out
+        f"{configuration.config_id}-{load}": f"{configuration.label} at {load}"
+        for configuration in design.configurations
+        for load in loads
+    }
+    changes, others = [], {Call.LEVEL: [], Call.UNDECIDED: []}
     for effect in measured.effects:
         if effect.metric != THROUGHPUT:
             continue
-        cell, comparison = by_id[effect.cell], effect.comparison
-        change = f"{100 * (comparison.ratio - 1):+.1f} %"
-        name = f"{cell.configuration.label} at {cell.load.load_id}"
-        if comparison.call in (Call.BETTER, Call.WORSE):
-            low, high = (f"{100 * (end - 1):+.1f}" for end in (comparison.low, comparison.high))
-            names[""].append(f"{name} {change} ({low} to {high})")
-        else:
-            names[comparison.call.value].append(name)
-    parts = [f"{call}: {', '.join(cells)}".removeprefix(": ") for call, cells in names.items() if cells]
+        name, comparison = names[effect.cell], effect.comparison
+        if comparison.call in others:
+            others[comparison.call].append(name)
+            continue
+        change, low, high = (f"{100 * (x - 1):+.1f}" for x in (comparison.ratio, comparison.low, comparison.high))
+        changes.append(f"{name} {change} % ({low} to {high})")
+    parts = [", ".join(changes), *(f"{call.value}: {', '.join(cells)}" for call, cells in others.items() if cells)]
     launches = f"{measured.launches} launch{'' if measured.launches == 1 else 'es'}"
     took = clock(measured.seconds or 0)
-    return f"engine time after {launches}, {took}; output tokens/s against {base}: {'; '.join(parts)}"
+    return f"engine time after {launches}, {took}; output tokens/s against {base}: {'; '.join(filter(None, parts))}"
 
 
 WINDOW_S = 5.0

@@ -97,18 +97,18 @@ class ChosenTarget:
 
 
 def choose(workload: Workload, options: TargetOptions, stored: Manifest | None = None) -> ChosenTarget:
-    """Chooses the target that ``options`` name. Raises UsageError.
+    """Chooses the target of a sweep that ``options`` name. Raises UsageError.
 
     ``stored``: the manifest of a run that goes on; it says what the options leave out.
     """
     if stored is not None:
         before = stored.target_options.fields() | {name: getattr(stored, name) for name in (*STORED, "only")}
         options = replace(options, **{name: value for name, value in before.items() if not getattr(options, name)})
-    return choose_target(workload, options)
+    return choose_target(workload, options, forked=True)
 
 
-def choose_target(workload: Workload, asked: TargetOptions) -> ChosenTarget:
-    """Chooses the target that the options name. Raises UsageError."""
+def choose_target(workload: Workload, asked: TargetOptions, *, forked: bool = False) -> ChosenTarget:
+    """Chooses the target that the options name. Raises UsageError. ``forked``: as BuiltinTarget takes it."""
     kind = kind_of(asked.target, asked.serve_cmd)
     preset = PRESETS[asked.target or ""] if kind == PRESET else preset_named(asked.preset)
     check_target_options([kind], asked.stated)
@@ -121,7 +121,7 @@ def choose_target(workload: Workload, asked: TargetOptions) -> ChosenTarget:
     if asked.port:
         free_port(asked.port)
     if kind == BUILTIN:
-        return _builtin(workload, asked)
+        return _builtin(workload, asked, forked)
     template = CommandTemplate.parse(asked.serve_cmd or "") if kind == TEMPLATE else None
     return _launched(workload, asked, preset, template)
 
@@ -166,7 +166,7 @@ def preset_named(name: str | None) -> Preset:
     return PRESETS[name]
 
 
-def _builtin(workload: Workload, options: TargetOptions) -> ChosenTarget:
+def _builtin(workload: Workload, options: TargetOptions, forked: bool) -> ChosenTarget:
     command = split_command(options.serve_cmd) if options.serve_cmd else BUILTIN_COMMAND
     if not options.serve_cmd:
         BUILT_IN.require_endpoint(workload.load.endpoint)
@@ -174,7 +174,7 @@ def _builtin(workload: Workload, options: TargetOptions) -> ChosenTarget:
     def make() -> Target:
         limit = options.start_timeout or _START_S
         port, form = options.port or 0, workload.load.form
-        return BuiltinTarget(command=command, port=port, start_timeout_s=limit, form=form, forked=True)
+        return BuiltinTarget(command=command, port=port, start_timeout_s=limit, form=form, forked=forked)
 
     manifest = measured_target(options, "custom" if options.serve_cmd else "kvbench", shared=True)
     return ChosenTarget(workload, make, check_configuration, manifest)

@@ -62,7 +62,7 @@ class ProcessTarget(Target):
     ) -> Iterator[None]:
         """Launches the server; an exception inside stops it. ``scratch``: a folder to remove if kvbench is killed.
 
-        ``preloaded``: as of ``processes.launch``.
+        ``preloaded``: forks the server instead, if it can.
         """
         self._log, self._logged_at_start = log, 0
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -111,7 +111,8 @@ class ProcessTarget(Target):
         return processes.last_lines(self._log, after=self._logged_at_start) or "(no output)"
 
     def server(self) -> ServerProcess:
-        return ServerProcess(None if self._process is None else self._process.pid)
+        process = self._process
+        return ServerProcess(None) if process is None else ServerProcess(process.pid, forked=process.forked)
 
     def bound_cores(self) -> list[int]:
         """The cores that the server's threads are bound to; empty if they are free."""

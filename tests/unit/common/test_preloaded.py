@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -58,6 +59,25 @@ def test_it_is_given_what_a_plain_one_is(tmp_path, env, background):
         told.append(json.loads(process.stdout.read()))
         assert process.wait(20) == 0 and not process.stderr.read()
     assert told[0] == told[1] and told[1]["argv"] == ["a", "b c"] and told[1]["stdin"] == "read"
+
+
+def test_what_is_no_request_and_a_removed_folder_cost_the_other_children_nothing(tmp_path, monkeypatch):
+    (gone := tmp_path / "gone").mkdir()
+    monkeypatch.chdir(gone)  # the server's own folder
+    own = Preloaded(CHILD.module, "json", reads_later=("PYTEST_",))
+    (tmp_path / "child_of_a_test.py").write_text("import sys; sys.stdin.read(); sys.exit(7)")
+    command, pipes = [sys.executable, "-m", own.module], {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL}
+    with processes.launch(command, stderr=None, preloaded=own, cwd=tmp_path, **pipes) as first:
+        gone.rmdir()
+        with own._connected() as connection:
+            socket.send_fds(connection, [b'{"module": 1}'], [1, 1, 1])
+            assert "refused" in json.loads(connection.recv(1 << 16))
+        with processes.launch(command, stderr=None, preloaded=own, cwd=tmp_path, **pipes) as second:
+            assert first.forked and second.forked
+            second.stdin.close()
+        assert second.returncode == 7 and first.poll() is None
+        first.stdin.close()
+    assert first.returncode == 7
 
 
 ENDS = {

@@ -123,6 +123,14 @@ def test_the_interval_is_the_t_interval_over_launches():
     assert with_confidence(effect_of_values([10.0], [11.0]), 0.99).low is None
 
 
+def test_launches_side_by_side_that_agree_are_known_no_better_than_their_rounds():
+    half = lambda y, at_once: math.log((found := effect(launches_of(*y), at_once)).high / found.ratio)  # noqa: E731
+    t = stats.t.ppf(0.975, 3)
+    assert half([0.01, 0.01, 0.05, 0.05], 2) == pytest.approx(t * 0.04 / 2)  # of two rounds, 0.01 and 0.05
+    assert half([0.01, 0.01, 0.05, 0.05], 1) == pytest.approx(t * 0.04 / 2 / math.sqrt(3))
+    assert half([0.01, 0.05, 0.01, 0.05], 2) == half([0.01, 0.05, 0.01, 0.05], 1)  # rounds agree: it is the launches'
+
+
 def test_launches_that_agree_by_chance_are_known_no_better_than_their_steps_say():
     found = effect(launches_of(0.01, 0.01, 0.01, 0.01, error=0.02))
     assert math.log(found.high / found.ratio) == pytest.approx(1.2816 * 0.02 / 2, rel=1e-3)  # 80 % of a normal

@@ -154,7 +154,7 @@ def test_engines_that_both_keep_up_with_the_arrivals_have_the_same_throughput(si
 
 
 def test_time_that_is_over_ends_it_after_few_launches_of_the_highest_load(sit, tmp_path, monkeypatch):
-    monkeypatch.setattr(sitting, "_LONGER", {1: 1e6, 2: 1e6})  # the limit is over in the first launch
+    monkeypatch.setattr(sitting, "_MOST_LIMITS", 1e6)  # the limit is over in the first launch
     found = sit(0.001, page_size=[8]).execute()
     assert found.launches == 3
     assert {effect.cell.rsplit("-", 1)[1] for effect in read_engine_time(tmp_path).effects} == {"c4"}
@@ -184,8 +184,12 @@ def test_what_ends_a_sitting_is_said(sit, tmp_path, limit_s, page_size, error, w
     assert read_engine_time(tmp_path) is None
 
 
-def test_a_configuration_that_is_refused_is_named_and_the_others_are_measured(sit, tmp_path):
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_a_configuration_that_is_refused_is_named_and_the_others_are_measured(sit, tmp_path, monkeypatch, at_once):
+    monkeypatch.setitem(DATA["engine"], "num_threads", 1)
+    monkeypatch.setattr(sitting, "usable_cores", lambda: at_once)
     found = sit(20, launches=1, page_size=[64, 8], max_num_batched_tokens=[48]).execute()
+    assert found.at_once == at_once
     cells = {effect.cell for effect in read_engine_time(tmp_path).effects}
     assert any("p8" in cell for cell in cells) and any("48" in cell for cell in cells)
     assert not any("p64" in cell for cell in cells)
