@@ -235,7 +235,7 @@ class Commands:
     def _open(self, name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
         config = EngineConfig.from_mapping(settings)
         set_spin_count()
-        with no_garbage_collection(), only_what_serving_needs(config.torch_compile):
+        with no_garbage_collection(), only_what_serving_needs(compiles=True):  # another engine's model may
             import torch
 
             from engine.build import assemble_engine, cpu_threads

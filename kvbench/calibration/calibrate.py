@@ -50,7 +50,8 @@ _FAULT_SHARE = 0.02  # of each of three kinds
 _BUSY_EVENTS_PER_S = 1000  # of one process
 _TIMEOUT_S, _MARGIN_S = 10.0, 60.0
 FILE = "calibration.json"
-_SIZES = (4, 16, 64, 256, 512, 1024, 2048, 4096, 8192)  # streams of one process, and at most so many in all
+_SIZES = (4, 16, 32, 64, 256, 512, 1024, 2048, 4096, 8192)  # streams of one process, and at most so many in all
+_LEAST_EVENTS_PER_S = 500.0  # few streams may be fast ones, and so many chunks a second cost any client little
 _FULL_STREAMS = 256  # of one process with more, chunks are as many a second, until a load shows how many they are
 
 
@@ -361,12 +362,12 @@ class ClientLoad:
 def settings_for(demand: ClientLoad) -> CalibrationSettings:
     """Rounds up to steps what a load needs, so that a sweep's many loads need few calibrations.
 
-    Streams a process are rounded up to 4, 16, 64, 256, 512 and so on, 8,192 in all; chunks a second, where they are
-    known to be more than 20 ms of ITL make, to half powers of 2.
+    Streams a process are rounded up to 4, 16, 32, 64, 256, 512 and so on, 8,192 in all; chunks a second, where they
+    are known to be more than 20 ms of ITL make and more than 500, to half powers of 2.
     """
     share = -(-demand.streams // demand.processes)
     streams = min(demand.processes * next((size for size in _SIZES if share <= size), _SIZES[-1]), _SIZES[-1])
-    rate = min(streams, demand.processes * _FULL_STREAMS) * 1000 / DEFAULT_ITL_MS
+    rate = max(_LEAST_EVENTS_PER_S, min(streams, demand.processes * _FULL_STREAMS) * 1000 / DEFAULT_ITL_MS)
     if demand.events_per_s is not None and demand.events_per_s > RATE_MARGIN * rate:
         rate = 2 ** (math.ceil(2 * math.log2(demand.events_per_s / RATE_MARGIN)) / 2)
     return CalibrationSettings(streams, streams * 1000 / rate, demand.processes, tls=demand.tls)

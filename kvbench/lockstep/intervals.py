@@ -16,10 +16,10 @@ configuration alone is never narrower than the 80 % interval of the errors withi
 agree by chance prove nothing that their steps deny. Not the 95 % interval of those errors: the larger of the two would
 cover 98 %. Of one launch there are only the errors within it, so that it has an interval and no call.
 
-Launches side by side. They meet the same machine in the same seconds, which moves the ratio of engines that run at quite
-different speeds: contiguous to paged at 32 users, 0.2 to 12 % from round to round and 1 to 8 % within one. So the error
-of an effect with noise of its own is never below that of the means of its rounds. Effects of less than 20 % scatter
-within a round as from round to round (three sittings of 4 launches on 2 cores, variances of 2.7 and 2.8 squared percent).
+Launches side by side. They meet the same machine in the same seconds, which moves the ratio of engines that run at
+quite different speeds: contiguous to paged at 32 users, 4 to 9 % between rounds and 1 to 6 % within one. So the error of
+an effect with noise of its own is never below that of the means of its rounds. Effects of less than 20 % scatter within
+a round as between rounds (three sittings of 4 launches on 2 cores: variances of 2.7 and 2.8 squared percent).
 
 Many configurations. Those of one process are a randomised block design: launches are the blocks, and what is left of
 the log throughputs after the means of launches and configurations is the noise, much the same for all (Montgomery,

@@ -34,13 +34,14 @@ def test_settings_ask_for_no_less_than_the_load_did(each: int, processes: int, r
         assert settings.streams >= demand.streams
         assert demand.covered_by(settings)
     assert settings.processes == processes
-    least = min(settings.streams, 256 * processes) * 50
+    least = max(500.0, min(settings.streams, 256 * processes) * 50)
     assert settings.events_per_s <= max(least * 1.0001, 1.42 * (rate or 0.0) / 1.25)
 
 
 def test_settings_are_few() -> None:
-    assert {settings_for(ClientLoad(n)).streams for n in range(1, 1001)} == {4, 16, 64, 256, 512, 1024}
-    assert {settings_for(ClientLoad(n)).itl_ms for n in range(1, 257)} == {DEFAULT_ITL_MS}
+    assert {settings_for(ClientLoad(n)).streams for n in range(1, 1001)} == {4, 16, 32, 64, 256, 512, 1024}
+    assert {settings_for(ClientLoad(n)).itl_ms for n in range(5, 257)} == {DEFAULT_ITL_MS}
+    assert {settings_for(ClientLoad(3, 1, rate)) for rate in (None, 150.0, 400.0)} == {CalibrationSettings(4, 8.0)}
     assert settings_for(ClientLoad(100, 2)) == CalibrationSettings(128, DEFAULT_ITL_MS, 2)
     rates = {settings_for(ClientLoad(64, 1, rate)).itl_ms for rate in np.geomspace(3_200, 32_000, 500)}
     assert len(rates) <= 9

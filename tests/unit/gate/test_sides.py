@@ -121,7 +121,9 @@ def test_settings_are_laid_on_the_workload(tiny, workload):
     changed = candidate.choice.workload
     assert changed.resolved["engine"]["page_size"] == 8
     assert (changed.load, changed.source) == (workload.load, workload.source)
-    assert isinstance(base.choice.new_target(), BuiltinTarget) and base.facts.settings == {"page_size": 32}
+    target = base.choice.new_target()
+    assert isinstance(target, BuiltinTarget) and base.facts.settings == {"page_size": 32}
+    assert not target.forked  # each launch has a memory layout of its own
     assert workload.engine["page_size"] == 16 and same_sides(base, candidate) is None
     assert "A/A" in same_sides(candidate, open_side(parse_side("engine.page_size=8", tiny), workload, NOTHING))
 
@@ -152,7 +154,7 @@ def test_a_command_and_a_url_become_targets(tiny, workload):
         opened = open_side(parse_side(text, tiny), workload, CompareRequest(**options))
         target = opened.choice.new_target()
         assert isinstance(target, kind) and opened.facts.command.endswith(command)
-        assert kind is not BuiltinTarget or target.start_timeout_s == 7.0
+        assert kind is not BuiltinTarget or (target.start_timeout_s == 7.0 and not target.forked)
         assert json.dumps(opened.facts.to_json(), default=str)
         opened.choice.close()
     assert opened.choice.workload.engine == {"target": "http://127.0.0.1:9"}

@@ -14,8 +14,10 @@ from rich.console import Console
 
 from kvbench.common.console import status_line
 from kvbench.common.text import clock
+from kvbench.effects.comparison import Call
+from kvbench.runs.engine_time import EngineEffect, EngineTime
 from kvbench.runs.results import LoadResult
-from kvbench.sweep.progress import WINDOW_S, Estimator, LiveServer, SweepProgress
+from kvbench.sweep.progress import WINDOW_S, Estimator, LiveServer, SweepProgress, so_far
 from kvbench.targets.choose import START_GUESS_S
 from kvbench.targets.prometheus import MetricsSample
 from kvbench.workload.design import make_design, plan_blocks
@@ -39,6 +41,23 @@ def shown_in(out, terminal=False, width=60, blocks=BLOCKS, **how):
     """A display that writes to ``out``."""
     console = Console(file=out, force_terminal=terminal, width=width, color_system=None)
     return SweepProgress(console, blocks, Estimator(GUESSES), **how)
+
+
+def test_what_is_decided_so_far_is_said_of_every_configuration_at_every_load():
+    call = {1.3: Call.BETTER, 0.7: Call.WORSE, 1.0: Call.LEVEL, 1.01: Call.UNDECIDED}
+    effects = [
+        EngineEffect(
+            cell=f"paged-{name}-c{users}", metric="output_throughput", ratio=ratio, low=ratio - 0.1, high=ratio + 0.1,
+            call=call[ratio],
+        )
+        for name, users, ratio in (("p8", 1, 1.3), ("p8", 4, 0.7), ("p32", 1, 1.0), ("p32", 4, 1.01))
+    ]  # fmt: skip
+    measured = EngineTime(launches=2, seconds=65.0, effects=tuple(effects))
+    design = make_design({"layout": "paged", "page_size": 16}, {"page_size": [8, 32]}, LOADS, "one_at_a_time")
+    line = so_far(measured, design.only([cell for cell in design.cells if cell.cell_id != "paged-p8-c1"]))
+    assert line.startswith("engine time after 2 launches, 1:05")
+    assert "page 8 at c1 +30.0 % (+20.0 to +40.0), " in line and "page 8 at c4 -30.0 % (-40.0 to -20.0); " in line
+    assert "level: " in line.split("; ")[-2] and line.endswith("page 32 at c4") and "undecided: " in line
 
 
 def test_estimates_go_from_guess_to_measurement():
