@@ -25,6 +25,7 @@ from kvbench.common.files import read_json, write_json
 PAGE_SIZE = 16
 RESERVED, IN_ORDER, SCATTERED = "reserved", "in order", "scattered"
 LAYOUTS, ROUNDS = 10, 12  # of memory, and of turns in each
+MOST_TIMINGS = 5  # of one claim, each of ``LAYOUTS``
 _LIMIT_S = 180.0
 _SHAPES = {  # more KV than caches hold; heads as of llama-32m and Llama-3.1-8B
     "cpu": {"dtype": "float32", "batch": 32, "context": 1024, "heads": 8, "kv_heads": 4, "head_dim": 64},
@@ -34,7 +35,7 @@ _SHAPES = {  # more KV than caches hold; heads as of llama-32m and Llama-3.1-8B
 
 @dataclass(frozen=True)
 class KernelCost:
-    """The ``seconds`` of a decode step [layouts] for each place of the KV."""
+    """The ``seconds`` of a decode step [layouts of all ``timings``] for each place of the KV."""
 
     device: str
     backend: str
@@ -42,16 +43,18 @@ class KernelCost:
     context: int
     page_size: int
     seconds: dict[str, list[float]]
+    timings: int = 1
 
     def joined(self, other: KernelCost) -> KernelCost:
         """Returns both measurements as one, of more layouts."""
-        return replace(self, seconds={place: times + other.seconds[place] for place, times in self.seconds.items()})
+        seconds = {place: times + other.seconds[place] for place, times in self.seconds.items()}
+        return replace(self, seconds=seconds, timings=self.timings + other.timings)
 
 
 def measure_kernel_cost(
     folder: Path, on_cpu: bool, say: Callable[[str], None], check: Callable[[], None]
 ) -> KernelCost:
-    """The cost, timed in a process of its own. Raises MeasurementError."""
+    """Times the cost in a process of its own, beside the timings that ``folder`` has. Raises MeasurementError."""
     folder.mkdir(parents=True, exist_ok=True)
     out, log = folder / "kernel_cost.json", folder / "kernel_cost.log"
     say("the decode kernel")
@@ -125,7 +128,10 @@ def main() -> None:
 
     device, out = sys.argv[1:]
     torch.set_num_threads(1)  # as the engines of the other claims
-    write_json(Path(out), asdict(time_kernels(device, **_SHAPES[device])))
+    cost, file = time_kernels(device, **_SHAPES[device]), Path(out)
+    if file.exists():
+        cost = KernelCost(**read_json(file)).joined(cost)
+    write_json(file, asdict(cost))
 
 
 if __name__ == "__main__":

@@ -57,9 +57,11 @@ class WorkloadFacts:
     _ratios: dict[tuple[str, str], list[LaunchRatio]] = field(default_factory=dict)
 
     def more(self, limit_s: float) -> None:
-        """Measures further launches, for ``limit_s`` seconds."""
-        self.sitting.limit_s = self.sitting.elapsed_s + limit_s
+        """Measures further launches, for ``limit_s`` seconds. Raises MeasurementError where not even one succeeds."""
+        before, self.sitting.limit_s = self.launches, self.sitting.elapsed_s + limit_s
         self.launches = self.sitting.execute().launches or 0
+        if self.launches == before:
+            raise MeasurementError(self.sitting.notes[-1])
 
     def find(self, **settings: Any) -> Configuration:
         """The configuration with these settings, and the baseline's otherwise."""

@@ -19,7 +19,7 @@ from typing import Any
 
 from kvbench.claims.catalogue import OTHERS, Claim, ClaimFacts
 from kvbench.claims.judges import UNDECIDED, ClaimVerdict
-from kvbench.claims.kernel_cost import KernelCost
+from kvbench.claims.kernel_cost import MOST_TIMINGS, KernelCost
 from kvbench.claims.measure import NARROW, WorkloadFacts, measure
 from kvbench.claims.results import FILE, ClaimResult, ClaimsResult, Engines
 from kvbench.common.errors import MeasurementError, UsageError
@@ -29,7 +29,7 @@ from kvbench.common.records import write_record
 from kvbench.lockstep.sitting import MOST_LAUNCHES
 from kvbench.workload.file import Workload
 
-_LEAST_S = 15.0  # of each measurement, however little time is left
+_LEAST_S = 15.0  # of each measurement, however little time is left; cli.py names three times that
 
 
 @dataclass
@@ -106,7 +106,7 @@ class ClaimsRun:
                 facts = self._measured.get(name)
                 if isinstance(facts, WorkloadFacts) and facts.launches < MOST_LAUNCHES:
                     seconds[name] = facts.sitting.round_s
-                elif isinstance(facts, KernelCost):
+                elif isinstance(facts, KernelCost) and facts.timings < MOST_TIMINGS:
                     seconds[name] = self._seconds[name]
         return {name: s for name, s in seconds.items() if s <= left_s and name not in self._ended}
 
@@ -118,8 +118,8 @@ class ClaimsRun:
             if isinstance(facts, WorkloadFacts):
                 facts.more(limit_s)
             else:
-                further = OTHERS[name](self.folder / "measured" / name, self.profile == "cpu", self._show, self.check)
-                self._measured[name] = facts.joined(further)
+                folder = self.folder / "measured" / name  # has the earlier timings
+                self._measured[name] = OTHERS[name](folder, self.profile == "cpu", self._show, self.check)
         except (MeasurementError, UsageError) as error:
             self._ended.add(name)
             self.say(f"{name} was not measured further: {error}")
@@ -172,14 +172,15 @@ class ClaimsRun:
         return [claim for claim in self.claims if name in claim.measured]
 
     def _judge(self, name: str) -> None:
-        """Judges the claims whose last measurement was ``name``."""
+        """Judges the claims whose measurements with ``name`` are there; prints verdicts that are new or changed."""
         for claim in self._claims_on(name):
             if all(measurement in self._measured or measurement in self._failed for measurement in claim.measured):
                 failed = [self._failed[measurement] for measurement in claim.measured if measurement in self._failed]
                 verdict = ClaimVerdict(UNDECIDED, "", failed[0]) if failed else claim.verdict(self._measured)
-                self._verdicts[claim.name] = verdict
-                reason = f" ({verdict.reason})" if verdict.reason else ""
-                self.say(f"{claim.name}: {verdict.word}{reason}. {verdict.evidence}")
+                before, self._verdicts[claim.name] = self._verdicts.get(claim.name), verdict
+                if before is None or before.word != verdict.word:
+                    reason = f" ({verdict.reason})" if verdict.reason else ""
+                    self.say(f"{claim.name}: {verdict.word}{reason}. {verdict.evidence}")
 
     def _results(self) -> Iterator[ClaimResult]:
         for claim in self.claims:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from scipy import stats
 
 from kvbench.claims import kernel_cost, measure
-from kvbench.claims.kernel_cost import IN_ORDER, RESERVED, SCATTERED, time_kernels
+from kvbench.claims.kernel_cost import IN_ORDER, RESERVED, SCATTERED, KernelCost, time_kernels
 from kvbench.claims.measure import WorkloadFacts
 from kvbench.lockstep.intervals import LaunchRatio
 from kvbench.workload.design import LoadPoint, make_design
@@ -52,3 +54,16 @@ def test_the_kernel_is_timed_on_reservations_and_on_pages_in_order_and_scattered
     found = time_kernels("cpu", dtype="float32", batch=3, context=32, heads=4, kv_heads=2, head_dim=16).seconds
     assert {place: len(times) for place, times in found.items()} == {RESERVED: 2, IN_ORDER: 2, SCATTERED: 2}
     assert all(seconds > 0 for times in found.values() for seconds in times)
+
+
+def test_a_further_timing_of_the_kernel_is_stored_beside_the_earlier_ones(tmp_path, monkeypatch):
+    file = tmp_path / "kernel_cost.json"
+    before = {"device": "cpu", "backend": "numba", "batch": 1, "context": 16, "page_size": 16}
+    file.write_text(json.dumps({**before, "seconds": {RESERVED: [1.0], IN_ORDER: [2.0]}}))  # of an earlier version
+    further = KernelCost(**before, seconds={RESERVED: [3.0], IN_ORDER: [4.0]})
+    monkeypatch.setattr(kernel_cost, "time_kernels", lambda device, **shape: further)
+    monkeypatch.setattr(torch, "set_num_threads", lambda n: None)
+    monkeypatch.setattr("sys.argv", ["kernel_cost", "cpu", str(file)])
+    kernel_cost.main()
+    stored = KernelCost(**json.loads(file.read_text()))
+    assert stored.seconds == {RESERVED: [1.0, 3.0], IN_ORDER: [2.0, 4.0]} and stored.timings == 2

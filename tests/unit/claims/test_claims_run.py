@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 
 from kvbench.claims import run
-from kvbench.claims.catalogue import chosen, workloads_of
-from kvbench.claims.kernel_cost import IN_ORDER, RESERVED, SCATTERED, KernelCost
+from kvbench.claims.catalogue import Claim, chosen, workloads_of
+from kvbench.claims.judges import DID_NOT_HOLD, HELD, UNDECIDED, ClaimVerdict
+from kvbench.claims.kernel_cost import IN_ORDER, MOST_TIMINGS, RESERVED, SCATTERED, KernelCost
 from kvbench.claims.results import ClaimsResult
 from kvbench.claims.run import ClaimsRun
 from kvbench.common.errors import Interrupted, MeasurementError
 from kvbench.common.records import read_record
+from kvbench.lockstep.sitting import Sitting
 
 
 def test_an_interrupted_run_has_claims_json_from_the_beginning(tmp_path, monkeypatch):
@@ -29,19 +34,55 @@ def test_an_interrupted_run_has_claims_json_from_the_beginning(tmp_path, monkeyp
     assert (tmp_path / "measured" / "reservation").is_dir() and not stored.finished and stored.claims == ()
 
 
-def test_an_undecided_claim_is_measured_further_and_a_failure_leaves_what_is_there(tmp_path, monkeypatch):
-    costs = [KernelCost("cpu", "numba", 1, 16, 16, {RESERVED: [1.0, 1.0], IN_ORDER: [1.0, 1.1], SCATTERED: [1.0, 1.1]})]
-    costs += [MeasurementError("no room")]
+@pytest.mark.parametrize("succeed", [2, 100])
+def test_an_undecided_kernel_is_timed_again_until_it_fails_or_was_often_enough(succeed, tmp_path, monkeypatch):
+    cost = KernelCost("cpu", "numba", 1, 16, 16, {RESERVED: [1.0, 1.0], IN_ORDER: [1.0, 1.1], SCATTERED: [1.0, 1.1]})
+    calls = []
 
     def measured(folder, on_cpu, say, check):
-        cost = costs.pop(0)
-        if isinstance(cost, Exception):
-            raise cost
-        return cost
+        calls.append(folder)
+        if len(calls) > succeed:
+            raise MeasurementError("no room")
+        return replace(cost, timings=len(calls))
 
     monkeypatch.setitem(run.OTHERS, "paging-cost", measured)
     said, claims = [], chosen(["paging-cost"])
-    result = ClaimsRun(tmp_path, claims, {}, 1.0, "cpu", show=print, say=said.append, check=lambda: None).execute()
+    result = ClaimsRun(tmp_path, claims, {}, 0.5, "cpu", show=print, say=said.append, check=lambda: None).execute()
     (claim,) = result.claims
-    assert not costs and claim.verdict == "undecided" and claim.evidence  # it was tried again once, and not forever
-    assert any("no room" in line for line in said) and "no room" not in claim.reason
+    assert len(calls) == min(succeed + 1, MOST_TIMINGS) and len(set(calls)) == 1
+    assert claim.verdict == UNDECIDED and claim.evidence and "no room" not in claim.reason
+    assert sum("no room" in line for line in said) == (succeed < MOST_TIMINGS)
+
+
+def test_a_launch_that_fails_ends_a_measurement_and_only_other_verdicts_are_printed(tmp_path, monkeypatch):
+    calls = []
+
+    def execute(sitting):
+        calls.append(sitting)
+        if len(calls) < 3:
+            sitting.launches += 1
+        else:
+            sitting.notes.append("engine time ended in launch 3: no room")
+        sitting.elapsed_s += 0.01
+        return SimpleNamespace(launches=sitting.launches)
+
+    def judged(name, *words):
+        def judge(facts):
+            return ClaimVerdict(words[min(facts.launches, len(words)) - 1], f"{facts.launches} launches")
+
+        return Claim(name, "", "", ["reservation"], judge)
+
+    monkeypatch.setattr(Sitting, "execute", execute)
+    claims = judged("decided", HELD), judged("open", UNDECIDED), judged("later", UNDECIDED, DID_NOT_HOLD)
+    workloads, said = workloads_of(claims, "cpu"), []
+    result = ClaimsRun(
+        tmp_path, claims, workloads, 0.5, "cpu", show=print, say=said.append, check=lambda: None
+    ).execute()
+    assert len(calls) == 3 and all(claim.evidence == "2 launches" for claim in result.claims)
+    assert said == [
+        "decided: held. 1 launches",
+        "open: undecided. 1 launches",
+        "later: undecided. 1 launches",
+        "later: did not hold. 2 launches",
+        "reservation was not measured further: engine time ended in launch 3: no room",
+    ]
