@@ -81,6 +81,13 @@ def only_what_serving_needs(compiles: bool) -> Iterator[None]:
         torch.distributed.is_available = distributed
 
 
+def import_engine(*more: str, compiles: bool) -> None:
+    """Import what builds engines, the model that ships (the base of many others) and ``more``, in half the time."""
+    with no_garbage_collection(), only_what_serving_needs(compiles):
+        for module in ("engine.build", "transformers.models.llama.modeling_llama", *more):
+            importlib.import_module(module)
+
+
 @contextlib.contextmanager
 def without_torch() -> Iterator[None]:
     """Leave torch out while transformers is imported for its tokenizers, in a process that computes nothing."""

@@ -7,32 +7,25 @@ started plainly.
 
 from __future__ import annotations
 
-import contextlib
-import importlib
+import importlib.util
 
-from engine.startup import no_garbage_collection, only_what_serving_needs, set_spin_count
+from engine.startup import import_engine, set_spin_count
 
 _NEEDED = (
-    "engine.build",
     "engine.server.__main__",
     "engine.server.http",
     "transformers.models.auto.tokenization_auto",
     "transformers.tokenization_utils_tokenizers",
-    "transformers.models.llama.modeling_llama",  # of the model that ships, and the base of many others
     "uvicorn.lifespan.on",
     "uvicorn.loops.auto",
 )
-_NEEDED_IF_INSTALLED = ("kernels.numba_backend", "uvicorn.loops.uvloop")
+_NEEDED_IF_INSTALLED = {"numba": "kernels.numba_backend", "uvloop": "uvicorn.loops.uvloop"}  # package: module
 
 
 def _import_all() -> None:
     set_spin_count()
-    with no_garbage_collection(), only_what_serving_needs(compiles=False):
-        for module in _NEEDED:
-            importlib.import_module(module)
-        for module in _NEEDED_IF_INSTALLED:
-            with contextlib.suppress(ImportError):
-                importlib.import_module(module)
+    installed = [module for package, module in _NEEDED_IF_INSTALLED.items() if importlib.util.find_spec(package)]
+    import_engine(*_NEEDED, *installed, compiles=False)
 
 
 _import_all()

@@ -108,12 +108,12 @@ class WorkloadFacts:
         self.loads(subject)  # raises where it took no part
         kin = {configuration.config_id: self.launch_ratios(configuration.varied) for configuration in self.took_part()}
         y = {name: [launch.log_ratio for launch in ratios] for name, ratios in kin.items()}
-        effects = pooled_effects({name: effect(ratios) for name, ratios in kin.items()}, y)
+        effects = pooled_effects({name: effect(ratios, self.sitting.at_once) for name, ratios in kin.items()}, y)
         return self._careful(effects[subject.config_id])
 
     def ratio(self, to: Settings, against: Settings | None = None) -> Comparison:
         """The ratio of output tokens/s of ``to`` to those ``against`` (None: the baseline), by its own noise."""
-        return self._careful(effect(self.launch_ratios(to, against)))
+        return self._careful(effect(self.launch_ratios(to, against), self.sitting.at_once))
 
     def _careful(self, ratio: Comparison) -> Comparison:
         fewest = FEWEST_POOLED if ratio.basis == POOLED else FEWEST_LAUNCHES + (len(self.design.configurations) == 2)
@@ -130,7 +130,7 @@ class WorkloadFacts:
         pair = (self.find(), self.find(**to))
         values = [[values_of_requests(name, load) for load in self.loads(configuration)] for configuration in pair]
         p95s = [[float(np.quantile(np.concatenate(launch), quantile)) for launch in launches] for launches in values]
-        ratio = effect_of_values(*p95s, name)
+        ratio = effect_of_values(*p95s, name, self.sitting.at_once)
         if self.launches < 2:
             return ratio
         return self._careful(for_other_requests(ratio, values[0][0], values[1][0], quantile))

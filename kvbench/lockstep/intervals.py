@@ -17,9 +17,9 @@ agree by chance prove nothing that their steps deny. Not the 95 % interval of th
 cover 98 %. Of one launch there are only the errors within it, so that it has an interval and no call.
 
 Launches side by side. They meet the same machine in the same seconds, which moves the ratio of engines that run at
-quite different speeds: contiguous to paged at 32 users, 4 to 9 % between rounds and 1 to 6 % within one. So the error of
-an effect with noise of its own is never below that of the means of its rounds. Effects of less than 20 % scatter within
-a round as between rounds (three sittings of 4 launches on 2 cores: variances of 2.7 and 2.8 squared percent).
+quite different speeds: contiguous to paged at 32 users, 4 to 9 % between rounds and 1 to 6 % within one. So the error
+of an effect with noise of its own is never below that of the means of its rounds. Effects of less than 20 % scatter
+within a round as between rounds (three sittings of 4 launches on 2 cores: variances of 2.7 and 2.8 squared percent).
 
 Many configurations. Those of one process are a randomised block design: launches are the blocks, and what is left of
 the log throughputs after the means of launches and configurations is the noise, much the same for all (Montgomery,

@@ -125,16 +125,17 @@ def _measure(
     workload: Workload, only: Sequence[str], console: Console, model: str | None, every: bool, output: Path | None
 ) -> None:
     """Measures the configurations of a workload. ``only``: globs of cells; ``output``: None for none."""
-    from engine.startup import set_spin_count
+    from engine.startup import import_engine, set_spin_count
     from kvbench.common.console import print_plain, status_line
     from kvbench.common.text import plural
     from kvbench.targets.builtin import check_configuration
     from kvbench.workload.design import plan_sweep
 
     set_spin_count(_SPIN_COUNT)  # before torch is imported
+    configurations = plan_sweep(workload, only, check_configuration)[0].configurations
+    import_engine(compiles=any(configuration.settings.get("torch_compile") for configuration in configurations))
     from kvbench.quality.measure import measure
 
-    configurations = plan_sweep(workload, only, check_configuration)[0].configurations
     print_plain(console, f"quality: {plural(len(configurations), 'configuration')} of {workload.name}")
     with status_line(console, "loading") as status:
         result = measure(workload, configurations, model=model, every=every, say=status)
