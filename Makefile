@@ -27,7 +27,7 @@ help:
 
 # A stamp is newer than what it was made from exactly when nothing has to be installed. Measuring needs no test tools.
 PIP = set -o pipefail; $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt
-SHOW = grep --line-buffered -oE '^ *(Downloading|Using cached|Installing|Successfully|ERROR|error).{0,90}'
+SHOW = grep --line-buffered -oE '^ *(Downloading|Using cached|Installing|Successfully).{0,90}|^ *(ERROR|error|WARNING).*'
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

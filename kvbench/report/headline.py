@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 
@@ -52,11 +53,11 @@ def _not_served(decision: Decision) -> list[str]:
     """Says what engine time knows where no load was finished over HTTP."""
     run = decision.run
     effects = getattr(run.engine_time, "effects", ())
-    ahead = [one for one in effects if one.metric == THROUGHPUT and one.call == Call.BETTER]
-    if not ahead:
+    changes = [one for one in effects if one.metric == THROUGHPUT and one.call in (Call.BETTER, Call.WORSE)]
+    if not changes:
         return [say("headline.no_load")]
-    best = max(ahead, key=lambda one: one.ratio)
-    change = {"cell": best.cell, "amount": amount(best.ratio), "interval": signed_interval(best.comparison)}
+    most = max(changes, key=lambda one: (one.call == Call.BETTER, abs(math.log(one.ratio))))
+    change = {"cell": most.cell, "amount": amount(most.ratio), "interval": signed_interval(most.comparison)}
     return [say("headline.only_engine_time", bool(run.not_kept), clock=ENGINE, **change)]
 
 

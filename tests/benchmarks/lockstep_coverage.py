@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from kvbench.effects.comparison import Call, Comparison
-from kvbench.lockstep.intervals import FEWEST_LAUNCHES, FEWEST_POOLED, TARGET
+from kvbench.lockstep.intervals import EARLY_CONFIDENCE, FEWEST_LAUNCHES, FEWEST_POOLED, TARGET, is_decided
 from tests.support.lockstep_simulation import look, sittings, where_they_stop
 
 MACHINES = ("ar1", "bimodal", "drifting", "bursty")
@@ -57,7 +57,7 @@ def row(cell: Cell, runs: int, seed: int) -> str:
         covers(where_they_stop(alone), true),
         wrong(first, true),
         wrong(ended, true),
-        np.mean([each.is_decided() for sitting in ended for each in sitting]),
+        np.mean([is_decided(each) for sitting in ended for each in sitting]),
     )
     columns = [
         kind,
@@ -86,7 +86,8 @@ def page(rows: Iterable[str], runs: int, seed: int) -> str:
             f"*Covers, 2, n*: 95 % intervals, with the noise in common, after 2 and {FEWEST_POOLED} launches. *Covers,",
             f"stopped*: where the sitting stopped: all questions called and known to ±{TARGET * 100:g} %, from launch",
             f"{FEWEST_POOLED} on, or after {MOST} launches. *Alone*: where each question stops a sitting of its own,",
-            f"by its own interval, from launch {FEWEST_LAUNCHES + 1} on. *Wrong*: sittings with at least one false",
+            f"by its own interval: from launch {FEWEST_POOLED} on at {100 * EARLY_CONFIDENCE:g} %, from launch "
+            f"{FEWEST_LAUNCHES + 1} on at 95 %. *Wrong*: sittings with at least one false",
             f"ahead or behind (with a true effect: in the other direction), after {FEWEST_POOLED} launches and where",
             "stopped.",
             "*Decided*, *launches*, *half*: questions decided, mean number of launches, median half width.",

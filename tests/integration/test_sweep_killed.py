@@ -67,7 +67,7 @@ def ended_at(bench, where, nth, number, *words):
 
 # Where the sweep is ended: the function, at which of its calls and how, over HTTP or not, loads that are finished then.
 ENDS = {
-    "engine time": ("tests.support.fake_lockstep:FakeProcess.greet", 2, STOP, False, 0),
+    "engine time": ("tests.support.fake_lockstep:FakeProcess.greet", 3, STOP, False, 0),
     "a load over HTTP": ("kvbench.sweep.run:SweepProgress.load_progress", 3, KILL, True, 0),
     "a load over HTTP, by Ctrl-C": ("kvbench.sweep.run:SweepProgress.load_progress", 3, STOP, True, 0),
     "between loads": ("kvbench.sweep.run:SweepProgress.load_finished", 1, KILL, False, 1),
@@ -105,7 +105,9 @@ def test_a_sweep_that_is_ended_anywhere_goes_on_with_what_is_left(tmp_path, monk
         before = after
         if name == "engine time":
             first = json.loads((run / "lockstep" / "effects.json").read_text())
-            assert not first["finished"] and first["launches"] == 1
+            assert not first["finished"] and first["launches"] == 2
+            assert "engine time after 2 launches, " in printed and "page 8 at c2" in printed, "what is decided so far"
+            assert "### Engine time" in (run / "report.md").read_text(), "an interrupted sweep reports what it has"
             planned = bench.kvbench(*words, "--dry-run").stdout
             assert "9 minutes of it are engine time" in planned, "as the run was begun"
             words += ["--lockstep-minutes", "0.05"]
