@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from kvbench.workload.file import Workload
 
 _NOT_MEASURED = "–"
-# A minute or two of all cores, often on a machine that does other work too. One configuration with kvbench-tiny beside
-# programs that kept more than one of 2 cores busy: 48 s with 0, 62 s with 2000, over 180 s with the server's 20000.
-_SPIN_COUNT = "2000"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,20 +122,16 @@ def _measure(
     workload: Workload, only: Sequence[str], console: Console, model: str | None, every: bool, output: Path | None
 ) -> None:
     """Measures the configurations of a workload. ``only``: globs of cells; ``output``: None for none."""
-    from engine.startup import import_engine, set_spin_count
     from kvbench.common.console import print_plain, status_line
     from kvbench.common.text import plural
+    from kvbench.quality.parts import Part, measure_parts
     from kvbench.targets.builtin import check_configuration
     from kvbench.workload.design import plan_sweep
 
-    set_spin_count(_SPIN_COUNT)  # before torch is imported
     configurations = plan_sweep(workload, only, check_configuration)[0].configurations
-    import_engine(compiles=any(configuration.settings.get("torch_compile") for configuration in configurations))
-    from kvbench.quality.measure import measure
-
     print_plain(console, f"quality: {plural(len(configurations), 'configuration')} of {workload.name}")
     with status_line(console, "loading") as status:
-        result = measure(workload, configurations, model=model, every=every, say=status)
+        result = measure_parts(Part(workload, configurations, model=model, every=every), status)
     _show(result, console, output)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -20,7 +20,6 @@ import torch
 from engine.build import assemble_engine
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.execution.executor import available_cpus
 from engine.model.kv_outliers import balance_keys
 from engine.model.loader import LoadedModel, load_model, serve_another
 from engine.model.spec import find_model, uses_random_weights
@@ -33,6 +32,7 @@ from kvbench.metrics.canaries import FEWEST_CANARIES
 from kvbench.quality import answering
 from kvbench.quality.figures import Positions, figures, full_pool_figures, outside_of
 from kvbench.quality.full_pool import FullPool, engine_with_small_pool, tokens_of
+from kvbench.quality.parts import BESIDE, Say
 from kvbench.quality.prompts import FILLER, FOLDER, RESIDUES, SETS, Answers, Prompt, in_tokens, make_passkeys, read_set
 from kvbench.requests.build import LoadDraw, build_requests
 from kvbench.requests.canaries import PASSKEY, SHIPPED, Canary, as_request, canaries_of, read_canaries
@@ -49,8 +49,6 @@ from kvbench.runs.server_info import OutlierFacts
 from kvbench.workload.design import Configuration
 from kvbench.workload.file import Workload
 
-BESIDE = "kvbench-tiny"  # measures for models of random weights, whose answers mean nothing
-Say = Callable[[str], None]
 # Settings that decide which weights are loaded, and how.
 _WEIGHTS = ("model", "load_format", "seed", "dtype", "device", "torch_compile")
 # Settings that change no answer: how much fits, how many at once and in which order. The measurement sets its own.
@@ -139,6 +137,7 @@ def measure(
     workload: Workload,
     configurations: Sequence[Configuration],
     *,
+    threads: int,
     model: str | None = None,
     every: bool = False,
     say: Say = lambda text: None,
@@ -146,11 +145,11 @@ def measure(
     """Compares every configuration with contiguous full-precision KV, on the same prompts.
 
     ``model``: what answers; None: the workload's own where its weights are real, else ``BESIDE``. ``every``: asks all
-    prompts of configurations that answer like another one, too. On a CPU with all its cores. Raises UsageError for
-    what cannot be measured.
+    prompts of configurations that answer like another one, too. ``threads``: on a CPU. Raises UsageError for what
+    cannot be measured.
     """
     began = time.monotonic()
-    torch.set_num_threads(available_cpus())
+    torch.set_num_threads(threads)
     groups: dict[tuple[Any, ...], dict[str, Subject]] = {}
     for configuration in configurations:
         with _named(configuration.config_id):

@@ -51,7 +51,6 @@ def _few_prompts(tmp_path_factory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, one_thread():
         patch.setattr(measure, "FOLDER", folder)
         patch.setattr(measure, "SHIPPED", folder)
-        patch.setattr(measure, "available_cpus", lambda: 1)
         patch.setattr("kvbench.quality.served.available_cpus", lambda: 1)
         patch.setattr(prompts, "RESIDUES", 4)
         patch.setattr(prompts, "LONGEST", 256)

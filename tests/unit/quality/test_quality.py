@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from kvbench.cli.run_guarded import guarded
 from kvbench.common.errors import UsageError
 from kvbench.common.git import git_state
-from kvbench.quality import measure, prompts
+from kvbench.quality import measure, parts, prompts
 from kvbench.quality.cli import canaries, quality
 from kvbench.quality.prompts import SETS, PromptText
 from kvbench.requests.canaries import CanarySet, read_canaries, write_canaries
@@ -62,7 +62,7 @@ def few_prompts(tmp_path, monkeypatch) -> None:
         (tmp_path / f"{name}.jsonl").write_text("".join(each.row for each in PROMPTS[name]))
     monkeypatch.setattr(measure, "FOLDER", tmp_path)
     monkeypatch.setattr(measure, "_LONGEST_CANARY", 300)
-    monkeypatch.setattr(measure, "available_cpus", lambda: 1)
+    monkeypatch.setattr(parts, "usable_cores", lambda: 1)
     monkeypatch.setattr(prompts, "RESIDUES", 8)
 
 
