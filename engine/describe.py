@@ -52,6 +52,8 @@ def _resolved(executor: Any) -> dict[str, Any]:
         return {}
     import torch  # not above: the server's start sets what torch reads when it is imported
 
+    from engine.build import cpu_threads
+
     device = executor.device
     return {
         "device": str(device),
@@ -60,7 +62,8 @@ def _resolved(executor: Any) -> dict[str, Any]:
         "kernel_backend": executor.host.backend.name,
         "cuda_graphs": executor.forward.replays_graphs,
         **_fusion(executor),
-        "num_threads": torch.get_num_threads(),
+        # not torch's number, which in a forked process is each thread's own
+        "num_threads": cpu_threads(executor.config) if device.type == "cpu" else torch.get_num_threads(),
     }
 
 

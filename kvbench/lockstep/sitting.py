@@ -419,7 +419,11 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def begin_anew(run: RunFolder) -> bool:
-    """Removes an interrupted sitting, whose launches would be hours before the others; tests whether there was one."""
+    """Removes the launches of an interrupted sitting, which would be hours before the others; tests whether it had any.
+
+    Its effects stay until the first round of the next sitting replaces them.
+    """
     there = (run.path / FOLDER).is_dir()
-    shutil.rmtree(run.path / FOLDER, ignore_errors=True)
+    for name in ("cells", "logs"):
+        shutil.rmtree(run.path / FOLDER / name, ignore_errors=True)
     return there

@@ -68,6 +68,7 @@ def ended_at(bench, where, nth, number, *words):
 # Where the sweep is ended: the function, at which of its calls and how, over HTTP or not, loads that are finished then.
 ENDS = {
     "engine time": ("tests.support.fake_lockstep:FakeProcess.greet", 3, STOP, False, 0),
+    "engine time again": ("tests.support.fake_lockstep:FakeProcess.greet", 1, STOP, False, 0),
     "a load over HTTP": ("kvbench.sweep.run:SweepProgress.load_progress", 3, KILL, True, 0),
     "a load over HTTP, by Ctrl-C": ("kvbench.sweep.run:SweepProgress.load_progress", 3, STOP, True, 0),
     "between loads": ("kvbench.sweep.run:SweepProgress.load_finished", 1, KILL, False, 1),
@@ -111,10 +112,13 @@ def test_a_sweep_that_is_ended_anywhere_goes_on_with_what_is_left(tmp_path, monk
             planned = bench.kvbench(*words, "--dry-run").stdout
             assert "9 minutes of it are engine time" in planned, "as the run was begun"
             words += ["--lockstep-minutes", "0.05"]
+        if name == "engine time again":
+            kept = json.loads((run / "lockstep" / "effects.json").read_text())
+            assert kept == first, "what was decided stays until as much is decided anew"
     assert "nothing is left" in bench.kvbench("sweep", "--resume", str(run), "--dry-run").stdout
     assert bench.kvbench(*words).returncode == 0
     assert finished(run) == before and set(before) == LOADS and complaints(run) == []
-    assert manifest(run)["status"] == "complete" and len(manifest(run)["resumed"]) == 6, "with loads left"
+    assert manifest(run)["status"] == "complete" and len(manifest(run)["resumed"]) == 7, "with loads left"
     effects = json.loads((run / "lockstep" / "effects.json").read_text())
     assert effects["finished"] and effects["order_seed"] != first["order_seed"]
     (change,) = (each for each in effects["effects"] if each["metric"] == "output_throughput")
