@@ -124,14 +124,14 @@ def _measure(
     """Measures the configurations of a workload. ``only``: globs of cells; ``output``: None for none."""
     from kvbench.common.console import print_plain, status_line
     from kvbench.common.text import plural
-    from kvbench.quality.parts import Part, measure_parts
+    from kvbench.quality.parts import QualityPart, measure_parts
     from kvbench.targets.builtin import check_configuration
     from kvbench.workload.design import plan_sweep
 
     configurations = plan_sweep(workload, only, check_configuration)[0].configurations
     print_plain(console, f"quality: {plural(len(configurations), 'configuration')} of {workload.name}")
     with status_line(console, "loading") as status:
-        result = measure_parts(Part(workload, configurations, model=model, every=every), status)
+        result = measure_parts(QualityPart(workload, configurations, model=model, every=every), status)
     _show(result, console, output)
 
 

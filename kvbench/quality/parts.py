@@ -1,6 +1,6 @@
 """Measures quality in two processes, each on half of the cores: a step of kvbench-tiny gains little from a second core.
 
-    python -m kvbench.quality.parts RESULT    (started here; a pickled Part comes on stdin)
+    python -m kvbench.quality.parts RESULT    (started here; a pickled QualityPart comes on stdin)
 
 Configurations of one KV dtype stay together, since those that answer alike share their figures. Both parts compute the
 baseline and the control.
@@ -35,7 +35,7 @@ _END_S = 600.0  # for the other part, which has at most as many configurations
 Say = Callable[[str], None]
 
 
-class Part(NamedTuple):
+class QualityPart(NamedTuple):
     """Configurations that one process measures, on so many cores; the others are as of ``measure``."""
 
     workload: Workload
@@ -55,7 +55,7 @@ class Part(NamedTuple):
         )
 
 
-def measure_parts(whole: Part, say: Say) -> QualityResult:
+def measure_parts(whole: QualityPart, say: Say) -> QualityResult:
     """Measures the configurations of ``whole``, in two processes if that is faster.
 
     Raises UsageError, MeasurementError.
@@ -86,13 +86,12 @@ def measure_parts(whole: Part, say: Say) -> QualityResult:
         return joined(mine, read_record(QualityResult, stored, "measure it again"), whole.configurations)
 
 
-def split(whole: Part) -> tuple[Part, Part | None]:
-    """The part of this process and that of another one, None where one process is as fast or two have no room."""
+def split(whole: QualityPart) -> tuple[QualityPart, QualityPart | None]:
+    """The part of this process and that of another one. The second is None where one is as fast, or two have no room."""
     groups: dict[str, list[Configuration]] = {}
     for configuration in whole.configurations:
         groups.setdefault(str(configuration.settings.get("kv_cache_dtype", "auto")), []).append(configuration)
-    settings = [configuration.settings for configuration in whole.configurations]
-    on_cpu = all(runs_on_cpu(str(each.get("device", "auto"))) for each in settings)
+    on_cpu = all(runs_on_cpu(str(c.settings.get("device", "auto"))) for c in whole.configurations)
     cores = usable_cores()
     if not on_cpu or cores < 2 or len(groups) < 2 or not _is_small(whole):
         return whole._replace(threads=cores), None
@@ -103,26 +102,26 @@ def split(whole: Part) -> tuple[Part, Part | None]:
     return first, second
 
 
-def _is_small(whole: Part) -> bool:
+def _is_small(whole: QualityPart) -> bool:
     """Tests whether kvbench-tiny answers: two copies of another model's weights may have no room."""
-    own = [(str(c.settings.get("model", "")), str(c.settings.get("load_format", "auto"))) for c in whole.configurations]
+    own = {(str(c.settings.get("model", "")), str(c.settings.get("load_format", "auto"))) for c in whole.configurations}
     with contextlib.suppress(ValueError):  # of a model that is not there: said when it is loaded
         return whole.model == BESIDE or (
-            whole.model is None and all(uses_random_weights(find_model(*each), each[1]) for each in own)
+            whole.model is None and all(uses_random_weights(find_model(name, how), how) for name, how in own)
         )
     return False
 
 
 def joined(one: QualityResult, other: QualityResult, order: Sequence[Configuration]) -> QualityResult:
     """The result of both parts, with the configurations in the workload's order."""
-    found = {**one.configurations, **other.configurations}
+    by_id = {**one.configurations, **other.configurations}
     facts = one.facts.model_copy(
         update={
             "measurements": one.facts.measurements + other.facts.measurements,
             "seconds": max(one.facts.seconds, other.facts.seconds),
         }
     )
-    return one.model_copy(update={"configurations": {c.config_id: found[c.config_id] for c in order}, "facts": facts})
+    return one.model_copy(update={"configurations": {c.config_id: by_id[c.config_id] for c in order}, "facts": facts})
 
 
 def _main(result: str) -> int:

@@ -6,7 +6,7 @@ import pytest
 
 from kvbench.common.errors import UsageError
 from kvbench.quality import parts
-from kvbench.quality.parts import Part, measure_parts, split
+from kvbench.quality.parts import QualityPart, measure_parts, split
 from kvbench.workload.design import Configuration, plan_sweep
 from kvbench.workload.file import Workload, resolve
 
@@ -27,9 +27,9 @@ DATA = {
 }
 
 
-def part(**changes: object) -> Part:
+def part(**changes: object) -> QualityPart:
     workload: Workload = resolve({**DATA, **changes}, profile="cpu", source=None)
-    return Part(workload, plan_sweep(workload)[0].configurations)
+    return QualityPart(workload, plan_sweep(workload)[0].configurations)
 
 
 def ids(configurations: list[Configuration]) -> list[str]:
@@ -68,7 +68,7 @@ def test_one_core_is_not_shared(monkeypatch):
 
 @pytest.mark.usefixtures("two_cores")
 def test_what_the_other_process_refuses_is_said(monkeypatch):
-    monkeypatch.setattr(Part, "measure", lambda self, say: None)  # of this process
+    monkeypatch.setattr(QualityPart, "measure", lambda self, say: None)  # of this process
     refused = part()._replace(model="nowhere")
     monkeypatch.setattr(parts, "_is_small", lambda whole: True)
     with pytest.raises(UsageError, match="nowhere"):
