@@ -189,6 +189,16 @@ def test_the_torch_backend_keeps_the_models_own_modules(tmp_path):
     assert not without.executor.host.fused_layers
 
 
+def test_the_threads_are_those_of_the_thread_that_computes(tmp_path):
+    model, before = loaded(model_folder(str(tmp_path), "llama-wide"), "auto"), torch.get_num_threads()
+    engine = make_engine(model, "", slots=64, max_model_len=64, max_num_seqs=2, num_threads=1)
+    try:
+        torch.set_num_threads(3)  # as in the HTTP thread of a forked server
+        assert describe_engine(engine)["resolved"]["num_threads"] == 1
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_layers_that_are_not_wanted_are_not_tried_out(tmp_path):
     folder = model_folder(str(tmp_path), "llama-wide")
     model = load_model(EngineConfig(model=folder, device="cpu"))
