@@ -11,6 +11,7 @@ A claim that cannot be measured is undecided, and says why; the others go on.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -61,7 +62,8 @@ class ClaimsRun:
     def execute(self) -> ClaimsResult:
         """Measures and judges all claims; claims.json is there from the beginning and after each measurement."""
         began, started = time.monotonic(), utc_now()
-        names = list(dict.fromkeys(name for claim in self.claims for name in claim.measured))
+        shares = Counter(name for claim in self.claims for name in claim.measured)  # a claim more, a share more
+        names = list(shares)
         settings = [workload.engine for workload in self.workloads.values()]
         values = {name: {str(engine[name]) for engine in settings if name in engine} for name in Engines.model_fields}
         begun = ClaimsResult(
@@ -84,7 +86,8 @@ class ClaimsRun:
         names.sort(key=lambda name: name not in OTHERS)  # those first take as long as they take
         for number, name in enumerate(names, 1):
             left_s = 60 * self.minutes - (time.monotonic() - began)
-            limit_s = max(left_s / (len(names) - number + 2), _LEAST_S)  # the first launches may take three times that
+            share = shares[name] / (sum(shares[later] for later in names[number - 1 :]) + 1)
+            limit_s = max(share * left_s, _LEAST_S)  # the first launches may take three times that
             self._measure(name, f"{number} of {len(names)}: {name}", limit_s)
             judge(name, number == len(names))
         while again := self._to_go_on_with(60 * self.minutes - (time.monotonic() - began)):

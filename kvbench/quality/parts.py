@@ -87,7 +87,7 @@ def measure_parts(whole: QualityPart, say: Say) -> QualityResult:
 
 
 def split(whole: QualityPart) -> tuple[QualityPart, QualityPart | None]:
-    """The part of this process and that of another one; None where one is as fast, or two have no room."""
+    """The part of this process, and that of another one: None where one is as fast or two have no room."""
     groups: dict[str, list[Configuration]] = {}
     for configuration in whole.configurations:
         groups.setdefault(str(configuration.settings.get("kv_cache_dtype", "auto")), []).append(configuration)

@@ -25,7 +25,7 @@ def measured(sweep, monkeypatch, log_ratios=(), loads=()):
     monkeypatch.setattr(WorkloadFacts, "loads", lambda self, configuration: list(loads))
     found = [LaunchRatio(y, 1e-4, 32) for y in log_ratios]
     monkeypatch.setattr(measure, "throughput_ratios", lambda base, other: found)
-    return WorkloadFacts(design, {}, SimpleNamespace(), launches=len(log_ratios))
+    return WorkloadFacts(design, {}, SimpleNamespace(at_once=1), launches=len(log_ratios))
 
 
 @pytest.mark.parametrize(("y", "confidence"), [([0.1, 0.12, 0.11], 0.99), ([0.1, 0.12, 0.11, 0.1, 0.12, 0.11], 0.95)])
