@@ -32,8 +32,19 @@ from kvbench.metrics.canaries import FEWEST_CANARIES
 from kvbench.quality import answering
 from kvbench.quality.figures import Positions, figures, full_pool_figures, outside_of
 from kvbench.quality.full_pool import FullPool, engine_with_small_pool, tokens_of
-from kvbench.quality.parts import BESIDE, Say
-from kvbench.quality.prompts import FILLER, FOLDER, RESIDUES, SETS, Answers, Prompt, in_tokens, make_passkeys, read_set
+from kvbench.quality.prompts import (
+    BESIDE,
+    FILLER,
+    FOLDER,
+    RESIDUES,
+    SETS,
+    Answers,
+    Prompt,
+    Say,
+    in_tokens,
+    make_passkeys,
+    read_set,
+)
 from kvbench.requests.build import LoadDraw, build_requests
 from kvbench.requests.canaries import PASSKEY, SHIPPED, Canary, as_request, canaries_of, read_canaries
 from kvbench.requests.request import RequestSpec

@@ -13,7 +13,7 @@ import pickle
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,16 +23,15 @@ from kvbench.common import processes
 from kvbench.common.errors import EXIT_USAGE, MeasurementError, UsageError
 from kvbench.common.machine import usable_cores
 from kvbench.common.records import read_record, write_record
+from kvbench.quality.prompts import BESIDE, Say
 from kvbench.runs.quality import QualityResult
 from kvbench.workload.design import Configuration
 from kvbench.workload.file import Workload, runs_on_cpu
 
-BESIDE = "kvbench-tiny"  # measures for models of random weights, whose answers mean nothing
 # Often on a machine that does other work too. One configuration with kvbench-tiny beside programs that kept more than
 # one of 2 cores busy: 48 s with 0, 62 s with 2000, over 180 s with the server's 20000.
 _SPIN_COUNT = "2000"
 _END_S = 600.0  # for the other part, which has at most as many configurations
-Say = Callable[[str], None]
 
 
 class QualityPart(NamedTuple):

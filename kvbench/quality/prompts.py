@@ -18,6 +18,8 @@ from engine.tiny_model.data import TEMPLATES, fact_tokens, random_digits
 from kvbench.common.errors import UsageError
 from kvbench.common.packages import REPOSITORY
 
+Say = Callable[[str], None]
+BESIDE = "kvbench-tiny"  # measures for models of random weights, whose answers mean nothing
 FOLDER = REPOSITORY / "workloads" / "quality"
 SETS = ("easy", "average", "long-context", "malformed", "production-like")
 """Files of that folder. A line a prompt: id, turns, max_tokens, answer, depth, as in ``PromptText``."""
