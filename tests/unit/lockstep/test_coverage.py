@@ -63,4 +63,5 @@ def test_the_committed_table_keeps_its_promise():
     assert len(rows) == len(list(lockstep_coverage.cells()))
     for row in rows:
         two, *more = (float(cell.removesuffix(" %")) for cell in row[3:7])  # then the fewest, where it stops, alone
-        assert 93 <= two <= 98 and min(more) >= 93 and max(more) <= 97, row
+        *pooled, alone = more  # which is also looked at early
+        assert 93 <= two <= 98 and min(pooled) >= 93 and alone >= 92.5 and max(more) <= 97, row
