@@ -294,7 +294,7 @@ class Sitting:
         configurations = {c.config_id: c for c in self.design.configurations}
         for instrument in instruments:
             configuration = configurations[instrument.engine.name]
-            cell = Cell(f"{configuration.config_id}-{point.load_id}", configuration, point)
+            cell = Cell.of(configuration, point)
             result = instrument.measure(cell, instrument.engine.launch)
             if not result.valid and instrument.engine in engines:
                 self._leave_out(configuration, "; ".join(result.invalid_reasons))
@@ -321,7 +321,7 @@ class Sitting:
 
     def _effects_at(self, point: LoadPoint, launches: int) -> Iterator[EngineEffect]:
         assert self.baseline is not None
-        base, *cells = (f"{c.config_id}-{point.load_id}" for c in (self.baseline, *self._others))
+        base, *cells = (Cell.of(c, point).cell_id for c in (self.baseline, *self._others))
         stored = {cell: self.loads_of(cell, launches) for cell in (base, *cells)}
         steps = {cell: _steps(folders) for cell, folders in stored.items()}
         values = {cell: [_values(folder) for folder in folders] for cell, folders in stored.items()}

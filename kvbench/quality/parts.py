@@ -35,7 +35,10 @@ _END_S = 600.0  # for the other part, which has at most as many configurations
 
 
 class QualityPart(NamedTuple):
-    """Configurations that one process measures, on so many cores; the others are as of ``measure``."""
+    """The configurations that one process measures, with so many threads.
+
+    ``model``: what answers, None: as ``measure`` chooses; ``every``: asks all prompts of each configuration.
+    """
 
     workload: Workload
     configurations: Sequence[Configuration]

@@ -75,12 +75,10 @@ class Estimator:
 def so_far(measured: EngineTime, design: Design) -> str:
     """Says in one line what engine time has decided of output tokens/s, in the order of the workload."""
     base = next(configuration.label for configuration in design.configurations if configuration.is_baseline)
-    loads = dict.fromkeys(cell.load.load_id for cell in design.cells)
-    names = {  # engine time measures every configuration at every load, also where --only leaves a cell out
-        f"{configuration.config_id}-{load}": f"{configuration.label} at {load}"
-        for configuration in design.configurations
-        for load in loads
-    }
+    loads = {cell.load.load_id: cell.load for cell in design.cells}.values()
+    # Engine time measures every configuration at every load, also where --only leaves a cell out.
+    cells = [Cell.of(configuration, load) for configuration in design.configurations for load in loads]
+    names = {cell.cell_id: f"{cell.configuration.label} at {cell.load.load_id}" for cell in cells}
     changes, others = [], {Call.LEVEL: [], Call.UNDECIDED: []}
     for effect in measured.effects:
         if effect.metric != THROUGHPUT:
@@ -91,7 +89,7 @@ def so_far(measured: EngineTime, design: Design) -> str:
             continue
         change, low, high = (f"{100 * (x - 1):+.1f}" for x in (comparison.ratio, comparison.low, comparison.high))
         changes.append(f"{name} {change} % ({low} to {high})")
-    parts = [", ".join(changes), *(f"{call.value}: {', '.join(cells)}" for call, cells in others.items() if cells)]
+    parts = [", ".join(changes), *(f"{call.value}: {', '.join(like)}" for call, like in others.items() if like)]
     launches = f"{measured.launches} launch{'' if measured.launches == 1 else 'es'}"
     took = clock(measured.seconds or 0)
     return f"engine time after {launches}, {took}; output tokens/s against {base}: {'; '.join(filter(None, parts))}"

@@ -44,6 +44,11 @@ class Cell:
     configuration: Configuration
     load: LoadPoint
 
+    @classmethod
+    def of(cls, configuration: Configuration, load: LoadPoint) -> Cell:
+        """Makes the cell with the name that every command gives it."""
+        return cls(f"{configuration.config_id}-{load.load_id}", configuration, load)
+
 
 @dataclass(frozen=True)
 class Block:
@@ -115,7 +120,7 @@ def make_design(
     notes = [_repeated_note(repeated, values)] if repeated else []
     notes += _useless_values([*unique.values()], values)
     configurations = _name([*unique.values()], tuple(sweep))
-    cells = tuple(Cell(f"{c.config_id}-{load.load_id}", c, load) for c in configurations for load in loads)
+    cells = tuple(Cell.of(c, load) for c in configurations for load in loads)
     return Design(configurations, cells, tuple(notes))
 
 

@@ -489,6 +489,6 @@ def measured_design(run: RunFolder, workload: Workload) -> Design:
         stored = read_record(CellSummary, path, "measure the run again") if path.is_file() else CellSummary()
         label = stored.label or config_id
         configuration = Configuration(config_id, label, stored.settings, stored.varied, stored.is_baseline)
-        made = [Cell(f"{config_id}-{load.load_id}", configuration, load) for load in workload.load_points]
+        made = [Cell.of(configuration, load) for load in workload.load_points]
         cells += [cell for cell in made if cell.cell_id in planned[config_id]]
     return Design(tuple({cell.configuration.config_id: cell.configuration for cell in cells}.values()), tuple(cells))
