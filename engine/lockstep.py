@@ -31,7 +31,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import mmap
 import os
+import random
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -283,7 +285,17 @@ def serve(commands: TextIO, answers: TextIO) -> None:
             write({"error": str(error) or type(error).__name__})
 
 
+def _shift_memory() -> tuple[mmap.mmap, bytearray]:
+    """Moves what is allocated next by a random number of pages, as the kernel does for a program that it starts.
+
+    Forks of one process would otherwise share its layout, and each launch must have one of its own.
+    """
+    rng = random.SystemRandom()
+    return mmap.mmap(-1, mmap.PAGESIZE * rng.randint(1, 4096)), bytearray(mmap.PAGESIZE * rng.randint(1, 30))
+
+
 def main() -> None:
+    _kept = _shift_memory()
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what libraries print must not get between the answers
     serve(sys.stdin, answers)

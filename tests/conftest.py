@@ -26,7 +26,7 @@ os.environ.pop("COLUMNS", None)  # pytest-xdist sets it for its workers, and a t
 LATER = ("PYTEST_", "FAKE_", "FIRE", "GIT_DIR", "GOMP_", "TRANSFORMERS_", "RAY_")
 # All load clients and engine servers below this process are forked from two that have imported what they need.
 for module, imported in (("kvbench.load", "kvbench.load.__main__"), ("engine.server", "engine.server.preload")):
-    Preloaded(module, imported, reads_later=LATER).share()
+    Preloaded((module,), imported, reads_later=LATER).share()
 
 
 @pytest.fixture(scope="module")

@@ -87,7 +87,7 @@ GROUPS = (
     SettingsGroup("format", "mixed lengths, 64 users", MIXED, {"kv_cache_dtype": (FP8,), "page_size": (1, 64, 256)}),
 )  # fmt: skip
 TINY = (
-    SettingsGroup("memory", "4 requests (tiny)", TINY_LOAD, {"layout": ("contiguous",)}, 97),
+    SettingsGroup("memory", "4 requests (tiny)", TINY_LOAD, {"layout": ("contiguous",)}, 49),
     SettingsGroup("format", "4 requests (tiny)", TINY_LOAD, {"kv_cache_dtype": (INT8,), "page_size": (64,)}, 97),
 )
 

@@ -75,10 +75,15 @@ class CalibrationSettings:
         """Requests of all users; each user sends two or more, one after the other."""
         return self.streams * max(_LEAST_ROUNDS, -(-_LEAST_REQUESTS // self.streams))
 
-    @property
-    def tokens(self) -> int:
-        """Chunks of one stream."""
-        return max(2, round(self.seconds * 1000 / self.itl_ms * self.streams / self.requests))
+    def tokens_of(self, request: int) -> int:
+        """Chunks of a request's stream: half to 1.5 times the mean, so that streams do not all end at once.
+
+        Requests of the users' next round have the opposite lengths, so that all users are busy until the end.
+        """
+        mean = self.seconds * 1000 / self.itl_ms * self.streams / self.requests
+        turn, place = divmod(request, self.streams)
+        share = (place + 0.5) / self.streams
+        return max(2, round(mean * (1.5 - share if turn % 2 else 0.5 + share)))
 
 
 @dataclass(frozen=True)
@@ -300,7 +305,7 @@ def _measure(settings: CalibrationSettings) -> tuple[CalibrationFigures, Machine
     rate = max(_FAULT_SHARE, 1.0 / count)  # exact for the mock: at least one of each kind
     with tempfile.TemporaryDirectory(prefix="kvbench-calibration-") as scratch:
         folder = Path(scratch)
-        requests = [RequestSpec(i, "calibration", (1, 2, i), None, settings.tokens) for i in range(count)]
+        requests = [RequestSpec(i, "calibration", (1, 2, i), None, settings.tokens_of(i)) for i in range(count)]
         write_requests(folder / "requests.jsonl", requests)
         flags: dict[str, object] = {"ttft-ms": settings.itl_ms, "itl-ms": settings.itl_ms}
         flags |= dict.fromkeys(("truncate-rate", "fail-rate", "drop-rate"), rate)

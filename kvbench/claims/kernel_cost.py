@@ -24,7 +24,7 @@ from kvbench.common.files import read_json, write_json
 
 PAGE_SIZE = 16
 RESERVED, IN_ORDER, SCATTERED = "reserved", "in order", "scattered"
-LAYOUTS, ROUNDS = 10, 12  # of memory, and of turns in each
+LAYOUTS, ROUNDS = 16, 12  # of memory, and of turns in each
 MOST_TIMINGS = 5  # of one claim, each of ``LAYOUTS``
 _LIMIT_S = 180.0
 _SHAPES = {  # more KV than caches hold; heads as of llama-32m and Llama-3.1-8B

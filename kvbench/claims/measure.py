@@ -188,6 +188,9 @@ def measure(
     sitting = Sitting(
         RunFolder(folder), workload, design, capacity, limit_s, _OPEN_LIMIT_S, show, check, option="--minutes"
     )
+    sitting.forked = True
+    if exact:
+        sitting.most_at_once = 1
     measured = WorkloadFacts(design, capacity, sitting)
 
     def enough(launches: int) -> bool:

@@ -30,7 +30,7 @@ from kvbench.common.records import write_record
 from kvbench.lockstep.sitting import MOST_LAUNCHES
 from kvbench.workload.file import Workload
 
-_LEAST_S = 15.0  # of each measurement, however little time is left; cli.py names three times that
+_LEAST_S = 15.0  # of each measurement, however little time is left
 
 
 @dataclass
@@ -63,7 +63,7 @@ class ClaimsRun:
         """Measures and judges all claims; claims.json is there from the beginning and after each measurement."""
         began, started = time.monotonic(), utc_now()
         shares = Counter(name for claim in self.claims for name in claim.measured)  # a claim more, a share more
-        names = list(shares)
+        names = sorted(shares, key=lambda name: name not in OTHERS and not self._is_counted(name))
         settings = [workload.engine for workload in self.workloads.values()]
         values = {name: {str(engine[name]) for engine in settings if name in engine} for name in Engines.model_fields}
         begun = ClaimsResult(
@@ -83,35 +83,41 @@ class ClaimsRun:
             judged = {"claims": tuple(self._results()), "finished": finished, "ended": utc_now()}
             self._store(begun.model_copy(update=judged | {"seconds": time.monotonic() - began}))
 
-        names.sort(key=lambda name: name not in OTHERS)  # those first take as long as they take
         for number, name in enumerate(names, 1):
             left_s = 60 * self.minutes - (time.monotonic() - began)
             share = shares[name] / (sum(shares[later] for later in names[number - 1 :]) + 1)
-            limit_s = max(share * left_s, _LEAST_S)  # the first launches may take three times that
+            limit_s = max(share * left_s, _LEAST_S)
             self._measure(name, f"{number} of {len(names)}: {name}", limit_s)
             judge(name, number == len(names))
-        while again := self._to_go_on_with(60 * self.minutes - (time.monotonic() - began)):
-            for name, limit_s in again.items():
-                if time.monotonic() - began + limit_s > 60 * self.minutes:
-                    continue
-                self._go_on(name, limit_s)
-                judge(name, True)
+        while again := self._next_to_go_on(60 * self.minutes - (time.monotonic() - began)):
+            name, limit_s = again
+            self._go_on(name, limit_s)
+            judge(name, True)
         assert self.result is not None
         return self.result
 
-    def _to_go_on_with(self, left_s: float) -> dict[str, float]:
-        """Returns the measurements of undecided claims that fit into the time left, with their seconds."""
-        seconds: dict[str, float] = {}
-        for claim in self.claims:
-            if self._verdicts[claim.name].word != UNDECIDED:
-                continue
-            for name in claim.measured:
-                facts = self._measured.get(name)
-                if isinstance(facts, WorkloadFacts) and facts.launches < MOST_LAUNCHES:
-                    seconds[name] = facts.sitting.round_s
-                elif isinstance(facts, KernelCost) and facts.timings < MOST_TIMINGS:
-                    seconds[name] = self._seconds[name]
-        return {name: s for name, s in seconds.items() if s <= left_s and name not in self._ended}
+    def _next_to_go_on(self, left_s: float) -> tuple[str, float] | None:
+        """Returns a measurement of an undecided claim with the seconds that more of it takes, at most ``left_s``.
+
+        It is the one with the fewest launches or timings, and of these the shortest.
+        """
+        ways: list[tuple[int, float, str]] = []  # launches, seconds, measurement
+        for name in {name for claim in self.claims if self._is_undecided(claim) for name in claim.measured}:
+            facts = self._measured.get(name)
+            if isinstance(facts, WorkloadFacts) and facts.launches < MOST_LAUNCHES:
+                ways.append((facts.launches, facts.sitting.round_s, name))
+            elif isinstance(facts, KernelCost) and facts.timings < MOST_TIMINGS:
+                ways.append((facts.timings, self._seconds[name], name))
+        fitting = (way for way in ways if way[1] <= left_s and way[2] not in self._ended)
+        _, seconds, name = min(fitting, default=(0, 0.0, ""))
+        return (name, seconds) if name else None
+
+    def _is_undecided(self, claim: Claim) -> bool:
+        return self._verdicts[claim.name].word == UNDECIDED
+
+    def _is_counted(self, name: str) -> bool:
+        """Tests whether all claims on a measurement rest on exact counts."""
+        return all(claim.counted for claim in self._claims_on(name))
 
     def _go_on(self, name: str, limit_s: float) -> None:
         """Measures more of what left a claim undecided; a failure leaves what is there."""
@@ -150,7 +156,7 @@ class ClaimsRun:
                 self.workloads[name],
                 folder,
                 limit_s=limit_s,
-                exact=all(claim.counted for claim in self._claims_on(name)),
+                exact=self._is_counted(name),
                 is_enough=partial(self._is_enough, name),
                 show=self._show,
                 check=self.check,

@@ -95,7 +95,7 @@ def measure_served(folder: Path, on_cpu: bool, say: Callable[[str], None], check
 def _server(settings: Settings, log: Path) -> Iterator[BuiltinTarget]:
     """A server, stopped in the end. Raises MeasurementError, also where a request got no answer."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    target = BuiltinTarget()
+    target = BuiltinTarget(forked=True)
     try:
         target.start(settings, log)
         yield target

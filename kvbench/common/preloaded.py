@@ -2,8 +2,10 @@
 
 Importing takes a load client 0.9 s of CPU time and an engine's server 2.5 s. A fork has the memory layout of its
 parent, and so have all children of one fork server. What ``kvbench compare`` and engine time count are launches,
-each with a layout of its own (kvbench/lockstep/intervals.py): they start their engines plainly, and only load clients
-and the built-in servers of sweeps are forked. A load's done.json says which (``server_forked``).
+each with a layout of its own (kvbench/lockstep/intervals.py): they start their engines plainly. Forked are load
+clients, the built-in servers of sweeps, and the launches of ``kvbench claims``, which shift their memory by a random
+number of pages (engine/lockstep.py): on a noisy machine 6 of them scattered as much as 6 plain ones (standard
+deviations of 3.4 and 3.3 %, 40 degrees of freedom each). A load's done.json says which (``server_forked``).
 
 The plain start, which gives the same child, is used for other commands, where ``KVBENCH_NO_FORK=1``, on other systems
 than Linux, and whenever the fork server does not start or refuses.
@@ -45,14 +47,14 @@ _log = logging.getLogger(__name__)
 
 
 class Preloaded:
-    """One kind of child: ``python -m MODULE``, forked from a server that has imported ``imports``.
+    """The children ``python -m MODULE`` of some ``modules``, forked from a server that has imported ``imports``.
 
     The server is started by the first launch, in this process, and ends with it. ``reads_later``: beginnings of
     variables that ``imports`` do not read when they are imported, and that may differ from child to child.
     """
 
-    def __init__(self, module: str, *imports: str, reads_later: Sequence[str] = ()) -> None:
-        self.module, self.imports = module, imports
+    def __init__(self, modules: Sequence[str], *imports: str, reads_later: Sequence[str] = ()) -> None:
+        self.modules, self.imports = tuple(modules), imports
         self._lock = threading.Lock()
         self._address: str | None = None
         self._owner = 0  # the process that started the server: a fork of it has none
@@ -61,13 +63,14 @@ class Preloaded:
 
     def start(self, launch: LaunchRequest) -> Child | None:
         """Forks the child; None if it is to be started plainly."""
-        is_ours = list(launch.command[:3]) == [sys.executable, "-m", self.module]
+        *begins, module = launch.command[:3]
+        is_ours = begins == [sys.executable, "-m"] and module in self.modules
         if not is_ours or not launch.own_session or self._hangs or not _forks():
             return None
         with contextlib.ExitStack() as opened:
             try:
                 connection = opened.enter_context(self._connected())
-                child = _request(connection, self.module, launch)
+                child = _request(connection, module, launch)
             except (OSError, ValueError) as error:
                 self._hangs = isinstance(error, TimeoutError)
                 self._say_plain(str(error))
@@ -80,12 +83,12 @@ class Preloaded:
         if not _forks() or self._shared() is not None:
             return
         with self._lock:
-            entries = [os.environ.get(_SHARED), f"{self.module}={self._started()}"]
+            entries = [os.environ.get(_SHARED), f"{self.modules[0]}={self._started()}"]
         os.environ[_SHARED] = ",".join(filter(None, entries))
 
     def _shared(self) -> str | None:
         entries = (entry.partition("=") for entry in os.environ.get(_SHARED, "").split(","))
-        return next((address for module, _, address in entries if module == self.module), None)
+        return next((address for module, _, address in entries if module == self.modules[0]), None)
 
     def _connected(self) -> socket.socket:
         """A connection to the server, which may still be at its imports. OSError."""
@@ -110,7 +113,7 @@ class Preloaded:
     def _say_plain(self, why: str) -> None:
         if not self._told:
             self._told = True
-            _log.info("%s is started plainly: %s", self.module, why)
+            _log.info("%s is started plainly: %s", self.modules[0], why)
 
 
 def _forks() -> bool:

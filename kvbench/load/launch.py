@@ -35,7 +35,7 @@ _EXIT_LIMIT_S = 10.0
 _SILENCE_S = {"start": 400.0, "begin": 30.0, "measured": 120.0}
 _SILENCE_PER_REQUEST_S = 0.05  # to read and write them
 
-LOAD_CLIENT = Preloaded("kvbench.load", "kvbench.load.__main__")
+LOAD_CLIENT = Preloaded(("kvbench.load",), "kvbench.load.__main__")
 
 Progress = Callable[[int, int, int, float], None]  # done, total, failed, elapsed seconds
 Phase = Callable[[str, int], None]  # "begin", DRAIN or "measured", the client's pid

@@ -43,7 +43,7 @@ class EngineRefusedError(EngineFailedError):
 
 
 class EngineProcess:
-    """One process, as a context manager whose end stops it. ``env``: added to ours, as ``processes.launch`` does.
+    """One process, as a context manager whose end stops it. ``env``, ``preloaded``: as for ``processes.launch``.
 
     ``check``: called at each answer and twice a second between them; may raise to end the measurement.
     """
@@ -55,13 +55,19 @@ class EngineProcess:
         *,
         env: Mapping[str, str | None] | None = None,
         check: Callable[[], None] = lambda: None,
+        preloaded: processes.Starter | None = None,
     ) -> None:
         self._log, self.check, self._buffer = log, check, b""
         self.options: frozenset[str] = frozenset()  # that its engines let a request have, once it has greeted
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as file:
             self._process = processes.launch(
-                list(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file, env=env
+                list(command),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=file,
+                env=env,
+                preloaded=preloaded,
             )
         self._process.watch()
 
@@ -78,6 +84,10 @@ class EngineProcess:
     @property
     def alive(self) -> bool:
         return self._process.poll() is None
+
+    @property
+    def forked(self) -> bool:
+        return self._process.forked
 
     def fileno(self) -> int:
         """Returns the pipe of its answers, which ``select`` waits for."""

@@ -31,6 +31,7 @@ import pandas as pd
 
 from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.common.machine import free_memory, usable_cores
+from kvbench.common.preloaded import Preloaded
 from kvbench.common.records import read_record, write_record
 from kvbench.common.text import listing
 from kvbench.effects.comparison import Comparison
@@ -60,14 +61,16 @@ from kvbench.runs.folder import DONE, RunFolder
 from kvbench.runs.results import Capacity, LoadResult
 from kvbench.runs.server_info import ServerInfo
 from kvbench.targets.base import contradiction
+from kvbench.targets.builtin import ENGINES, imports_as_usual
 from kvbench.workload.design import Cell, Configuration, Design, LoadPoint
 from kvbench.workload.file import Workload, runs_on_cpu
 from kvbench.workload.settings import Settings
 
 MOST_LAUNCHES = 20
+MOST_AT_ONCE = 2  # launches: more would share the memory's bandwidth among too many
 METRICS = (THROUGHPUT, "p95_ttft_ms", "p95_itl_ms")  # figures that are compared
 _MOST_LIMITS = 3  # a slow machine's first launches may take so many times limit_s, and one time less for each launch
-_MOST_AT_ONCE = 2  # launches: more would share the memory's bandwidth among too many
+LEAST_END_S = 90.0  # in which a first launch may end, however short limit_s is
 _WARM_UP_TURNS = 1  # of an engine whose turns' length is known
 
 Show = Callable[[str | Callable[[], str]], None]
@@ -82,7 +85,9 @@ class Sitting:
     are too few; ``open_limit_s``: until one engine is there. ``check``: called twice a second, may raise.
     ``is_enough``: whether so many launches answer the question, if that is another one than every effect on throughput
     (then one configuration may be alone). ``option``: of the command, which allows more time. ``on_effects``: gets what
-    is known after each launch. ``launches``: those that are measured, ``at_once`` side by side, in ``elapsed_s``.
+    is known after each launch. ``forked``: whether processes are forks of one that has imported what they need, where
+    that serves all configurations.
+    ``most_at_once``: launches side by side. ``launches``: those measured, ``at_once`` side by side, in ``elapsed_s``.
     """
 
     run: RunFolder
@@ -95,6 +100,8 @@ class Sitting:
     check: Callable[[], None]
     is_enough: Callable[[int], bool] | None = None
     option: str = "--lockstep-minutes"
+    forked: bool = False
+    most_at_once: int = MOST_AT_ONCE
     on_effects: Callable[[EngineTime], None] = lambda _: None
     notes: list[str] = field(default_factory=list)
     _others: list[Configuration] = field(default_factory=list)  # than the baseline, that take part
@@ -103,6 +110,7 @@ class Sitting:
     launches: int = field(default=0, init=False)  # that are measured
     at_once: int = field(default=1, init=False)
     elapsed_s: float = field(default=0.0, init=False)
+    _preloaded: Preloaded | None = None  # forks processes
     _loads: Sequence[LoadPoint] = ()  # that launches compute
     _questions: list[Comparison] = field(default_factory=list)  # effects on throughput, so far
 
@@ -161,6 +169,11 @@ class Sitting:
         return self.effects(done=True)
 
     @property
+    def _end_s(self) -> float:
+        """The seconds after which a launch is given up."""
+        return max(LEAST_END_S, _MOST_LIMITS * self.limit_s)
+
+    @property
     def round_s(self) -> float:
         """The seconds that the next launches will take."""
         return self.elapsed_s * self.at_once / self.launches
@@ -168,8 +181,10 @@ class Sitting:
     def _prepare(self) -> None:
         """Settles which configurations take part, and how many launches compute side by side."""
         assert self.baseline is not None
-        self._loads, self.at_once = self.points, launches_at_once(self.baseline.settings)
+        self._loads, self.at_once = self.points, launches_at_once(self.baseline.settings, self.most_at_once)
         self._others = [c for c in self.design.configurations if not c.is_baseline]
+        if self.forked and all(imports_as_usual(c.settings) for c in self.design.configurations):
+            self._preloaded = ENGINES
         for configuration in list(self._others):
             if configuration.settings.get("num_threads") != self.baseline.settings.get("num_threads"):
                 reason = "engines of one process share their threads, and its num_threads is another"
@@ -181,13 +196,18 @@ class Sitting:
         with contextlib.ExitStack() as stack:
             processes = [
                 stack.enter_context(
-                    EngineProcess(LOCKSTEP_COMMAND, self.folder.server_log(str(number)), check=self.check)
+                    EngineProcess(
+                        LOCKSTEP_COMMAND,
+                        self.folder.server_log(str(number)),
+                        check=self.check,
+                        preloaded=self._preloaded,
+                    )
                 )
                 for number in numbers
             ]
             for process in processes:
                 process.greet()
-            until = began + _MOST_LIMITS * self.limit_s
+            until = began + self._end_s
             engines = self._open(dict(zip(numbers, processes, strict=True)), order, until)
             if numbers[0] > 1:
                 warm_up(engines, loads.users_of(points[0]), self._limit("max_model_len"), until, _WARM_UP_TURNS)
@@ -269,6 +289,7 @@ class Sitting:
         instruments = [loads.SteppedInstrument(job, engine, lambda p, _: self._requests(p)) for engine in engines]
         for instrument in instruments:
             instrument.begin(point, instrument.engine.launch)
+            instrument.facts["server_forked"] = instrument.engine.process.forked
         tokens = sum(request.n * request.max_tokens for request in instruments[0].requests)
         doing = f"engine time, {_words(numbers)}: {point.load_id}, {len(self._others) + 1} engines"
         self.show(doing)
@@ -285,8 +306,7 @@ class Sitting:
             if time.monotonic() <= until:
                 raise
             raise MeasurementError(
-                f"{point.load_id} did not end within {_MOST_LIMITS} times the {self.limit_s / 60:g} minutes of "
-                f"{self.option}: shorten it, or allow more"
+                f"{point.load_id} did not end within {self._end_s:.0f} s: shorten it, or allow more ({self.option})"
             ) from None
         if cost is not None:  # the load's own steps are longer where they hold prompts, and not by more when cold
             cost = cost * decode_step / mean_step(engines)
@@ -364,8 +384,8 @@ class Sitting:
         return [self.folder.load(cell, launch + 1) for launch in range(launches)]
 
 
-def launches_at_once(settings: Settings) -> int:
-    """Returns how many launches compute side by side: on CPUs, as many as have cores of their own, at most two.
+def launches_at_once(settings: Settings, most: int = MOST_AT_ONCE) -> int:
+    """Returns how many launches compute side by side: on CPUs, as many as have cores of their own, up to ``most``.
 
     ``settings``: of the baseline. Two launches meet each other as they would meet any other program: all engines of
     a launch alike.
@@ -373,7 +393,7 @@ def launches_at_once(settings: Settings) -> int:
     threads = settings.get("num_threads")
     if not threads or not runs_on_cpu(settings.get("device", "auto")):
         return 1
-    return max(1, min(_MOST_AT_ONCE, usable_cores() // threads))
+    return max(1, min(most, usable_cores() // threads))
 
 
 def _words(numbers: Sequence[int]) -> str:

@@ -77,7 +77,8 @@ class LoadResult(Record):
 
     valid: neither invalid_reasons, refused nor wrong_answers; refused: how much of it the server served; wrong_answers:
         how many canaries were answered wrongly, where that fails the load
-    server_forked: the server has the memory layout of the process that it was forked from, as all of its sweep have
+    server_forked: the engine's process was forked, and so has the memory layout of the others of its sweep; in engine
+        time shifted by a random number of pages
     server_faults: the reasons that are the server's doing; disturbances: those that the machine or the client's
         lateness made, and that may be gone when the load is measured again
     lockstep: of a pair in engine time: steps of a turn, and how often the load was computed

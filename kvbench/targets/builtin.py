@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from engine.kv.budget import KVCapacity
 
 BUILTIN_COMMAND = (sys.executable, "-m", "engine.server")
-_SERVER = Preloaded("engine.server", "engine.server.preload")
+ENGINES = Preloaded(("engine.server", "engine.lockstep"), "engine.server.preload")
 _READY = re.compile(rb"^ready (http://\S+)\s*$", re.MULTILINE)
 
 
@@ -64,7 +64,7 @@ class BuiltinTarget(ProcessTarget):
         if self.port:
             free_port(self.port)
         command = [*self.command, *command_line(settings), "--host", HOST, "--port", str(self.port)]
-        preloaded = _SERVER if self.forked and _imports_as_usual(settings) else None
+        preloaded = ENGINES if self.forked and imports_as_usual(settings) else None
         with self._launched(command, log, env=self.env, preloaded=preloaded):
             ready = self._wait_ready(lambda: _READY.search(log.read_bytes()))
             self._logged_at_start = ready.end()
@@ -95,8 +95,8 @@ class BuiltinTarget(ProcessTarget):
         return ServerRefusedError(last or "the server refused its settings and did not say why")
 
 
-def _imports_as_usual(settings: Settings) -> bool:
-    """Tests whether a server imports what engine/server/preload.py does: in one process, on a CPU, not compiled."""
+def imports_as_usual(settings: Settings) -> bool:
+    """Tests whether an engine imports what engine/server/preload.py does: in one process, on a CPU, not compiled."""
     return runs_on_cpu(str(settings.get("device", "auto"))) and not settings.get("torch_compile")
 
 

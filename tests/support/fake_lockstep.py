@@ -53,11 +53,18 @@ class FakeProcess(EngineProcess):
 
     alive = True
 
-    def __init__(self, command: Any, log: Any, *, env: Any = None, check: Any = lambda: None) -> None:
+    def __init__(
+        self, command: Any, log: Any, *, env: Any = None, check: Any = lambda: None, preloaded: Any = None
+    ) -> None:
+        self.preloaded = preloaded
         self.check, self._commands, self._answers = check, FakeCommands(), deque()
         self.options = frozenset(lockstep.OPTIONS)
 
     def __exit__(self, *exc: object) -> None: ...
+
+    @property
+    def forked(self) -> bool:
+        return self.preloaded is not None
 
     def greet(self) -> None: ...
 

@@ -157,7 +157,11 @@ def taken(settings: CalibrationSettings, reasons: tuple[str, ...] = ()) -> Clien
 def test_a_calibration_lasts_as_long_as_was_asked_for_and_has_more_whole_streams_than_spoilt_ones(streams: int) -> None:
     settings = CalibrationSettings(streams, itl_ms=20.0, seconds=4.0)
     assert settings.requests >= 8 and settings.requests % streams == 0
-    assert settings.requests / streams * settings.tokens * 0.020 == pytest.approx(4.0, rel=0.1)
+    tokens = [settings.tokens_of(request) for request in range(settings.requests)]
+    assert sum(tokens) / streams * 0.020 == pytest.approx(4.0, rel=0.1)
+    assert len(set(tokens[:streams])) == streams  # the first streams end at moments of their own
+    of_a_user = [sum(lengths) for lengths in zip(tokens[:streams], tokens[streams : 2 * streams], strict=True)]
+    assert max(of_a_user) - min(of_a_user) <= 1  # all users are busy until the end
 
 
 @pytest.mark.parametrize(("good_from", "attempts", "tried"), [(1, 3, 1), (2, 3, 2), (9, 3, 3), (9, 1, 1)])

@@ -54,6 +54,28 @@ def test_an_undecided_kernel_is_timed_again_until_it_fails_or_was_often_enough(s
     assert sum("no room" in line for line in said) == (succeed < MOST_TIMINGS)
 
 
+def test_what_is_counted_comes_first_and_then_what_has_the_fewest_launches(tmp_path, monkeypatch):
+    order = []
+
+    def execute(sitting):
+        name = sitting.run.path.name
+        order.append(name)
+        sitting.launches += 1 if name == "single-user" else 2
+        sitting.elapsed_s += 1.0
+        return SimpleNamespace(launches=sitting.launches)
+
+    def judged(name, word, counted=False):
+        return Claim(name, "", "", [name], lambda facts: ClaimVerdict(word, ""), counted=counted)
+
+    monkeypatch.setattr(Sitting, "execute", execute)
+    monkeypatch.setattr(run, "MOST_LAUNCHES", 4)
+    claims = judged("uniform-lengths", UNDECIDED), judged("single-user", UNDECIDED), judged("reservation", HELD, True)
+    workloads = workloads_of(claims, "cpu")
+    ClaimsRun(tmp_path, claims, workloads, 5.0, "cpu", show=print, say=print, check=lambda: None).execute()
+    assert order[:4] == ["reservation", "uniform-lengths", "single-user", "single-user"]
+    assert order.count("uniform-lengths") == 2 and order.count("single-user") == 4
+
+
 def test_a_launch_that_fails_ends_a_measurement_and_only_other_verdicts_are_printed(tmp_path, monkeypatch):
     calls = []
 

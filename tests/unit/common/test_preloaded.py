@@ -22,14 +22,15 @@ from tests.support.sweep_parts import alive, wait_until
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="only Linux forks")
 
-CHILD = Preloaded("child_of_a_test", "json", reads_later=("PYTEST_",))
+MODULE = "child_of_a_test"
+CHILD = Preloaded((MODULE,), "json", reads_later=("PYTEST_",))
 
 
 def child(folder, code, *arguments, plain=False, **options):
     """Launches ``code`` as a module, forked or plainly."""
     (folder / "child_of_a_test.py").write_text(code)
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "cwd": folder} | options
-    command = [sys.executable, "-m", CHILD.module, *arguments]
+    command = [sys.executable, "-m", MODULE, *arguments]
     process = processes.launch(command, preloaded=None if plain else CHILD, **options)
     assert isinstance(process, ForkedChild) is not plain
     return process
@@ -64,9 +65,9 @@ def test_it_is_given_what_a_plain_one_is(tmp_path, env, background):
 def test_what_is_no_request_and_a_removed_folder_cost_the_other_children_nothing(tmp_path, monkeypatch):
     (gone := tmp_path / "gone").mkdir()
     monkeypatch.chdir(gone)  # the server's own folder
-    own = Preloaded(CHILD.module, "json", reads_later=("PYTEST_",))
+    own = Preloaded((MODULE,), "json", reads_later=("PYTEST_",))
     (tmp_path / "child_of_a_test.py").write_text("import sys; sys.stdin.read(); sys.exit(7)")
-    command, pipes = [sys.executable, "-m", own.module], {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL}
+    command, pipes = [sys.executable, "-m", MODULE], {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL}
     with processes.launch(command, stderr=None, preloaded=own, cwd=tmp_path, **pipes) as first:
         gone.rmdir()
         with own._connected() as connection:
@@ -126,7 +127,7 @@ def test_many_are_launched_at_the_same_time(tmp_path):
     (tmp_path / "child_of_a_test.py").write_text(code)
 
     def ended(number):
-        command = [sys.executable, "-m", CHILD.module, str(number)]
+        command = [sys.executable, "-m", MODULE, str(number)]
         with processes.launch(command, preloaded=CHILD, cwd=tmp_path, stdout=subprocess.PIPE, stderr=None) as process:
             assert isinstance(process, ForkedChild)
             return int(process.stdout.read()), process.wait(30)
@@ -171,7 +172,7 @@ import subprocess, sys, time
 from kvbench.common import processes
 from kvbench.common.preloaded import Preloaded
 command = [sys.executable, "-m", "child_of_a_test"]
-p = processes.launch(command, stdout=subprocess.PIPE, stderr=None, preloaded=Preloaded("child_of_a_test"))
+p = processes.launch(command, stdout=subprocess.PIPE, stderr=None, preloaded=Preloaded(("child_of_a_test",)))
 pids = [int(word) for _ in range(2) for word in p.stdout.readline().split()]
 print(*pids, type(p).__name__, flush=True)
 p.watch()
@@ -193,14 +194,14 @@ def test_a_parent_that_is_killed_outright_leaves_nothing(tmp_path):
 
 @pytest.mark.parametrize(
     "options",
-    [{"env": {"OMP_NUM_THREADS": "7"}}, {"env": {"KVBENCH_NO_FORK": "1"}}, {"preloaded": Preloaded("x")}],
+    [{"env": {"OMP_NUM_THREADS": "7"}}, {"env": {"KVBENCH_NO_FORK": "1"}}, {"preloaded": Preloaded(("x",))}],
     ids=["what modules read", "switched off", "another command"],
 )
 def test_the_plain_start_where_a_fork_would_differ(tmp_path, options, monkeypatch):
     monkeypatch.setenv("KVBENCH_NO_FORK", options.get("env", {}).get("KVBENCH_NO_FORK", "0"))
     (tmp_path / "child_of_a_test.py").write_text("import os; print(os.environ.get('OMP_NUM_THREADS'))")
     options = {"preloaded": CHILD} | options
-    command = [sys.executable, "-m", CHILD.module]
+    command = [sys.executable, "-m", MODULE]
     with processes.launch(command, stdout=subprocess.PIPE, stderr=None, cwd=tmp_path, **options) as process:
         assert not isinstance(process, ForkedChild)
         said = process.stdout.read().decode().strip()
@@ -211,7 +212,7 @@ def test_the_plain_start_where_a_fork_would_differ(tmp_path, options, monkeypatc
 def test_a_load_runs_either_way(loads, monkeypatch, plain):
     monkeypatch.setenv("KVBENCH_NO_FORK", str(int(plain)))
     monkeypatch.delenv("KVBENCH_FORK_SERVERS", raising=False)  # a server of its own
-    monkeypatch.setattr(launch, "LOAD_CLIENT", Preloaded("kvbench.load", "kvbench.load.__main__"))
+    monkeypatch.setattr(launch, "LOAD_CLIENT", Preloaded(("kvbench.load",), "kvbench.load.__main__"))
     started, real = [], processes.launch
     monkeypatch.setattr(processes, "launch", lambda *a, **o: started.append(real(*a, **o)) or started[-1])
     spec, said = read_spec(loads.spec(requests_of(12, 7))), []

@@ -12,12 +12,13 @@ import pandas as pd
 import pytest
 
 from kvbench.common.errors import MeasurementError
+from kvbench.common.records import read_record
 from kvbench.lockstep import sitting
 from kvbench.lockstep.process import EngineFailedError
 from kvbench.lockstep.sitting import Sitting
 from kvbench.runs.engine_time import EFFECTS, FOLDER, read_engine_time
-from kvbench.runs.folder import RunFolder
-from kvbench.runs.results import Capacity
+from kvbench.runs.folder import DONE, RunFolder
+from kvbench.runs.results import Capacity, LoadResult
 from kvbench.workload.design import make_design
 from kvbench.workload.file import resolve
 from tests.support.fake_lockstep import FakeProcess, fake_clock
@@ -107,6 +108,33 @@ def test_launches_share_no_core_and_no_gpu(settings, cores, at_once, monkeypatch
     assert sitting.launches_at_once(settings) == at_once
 
 
+def test_a_launch_ends_however_short_the_time_is(sit):
+    assert sit(0.001, page_size=[8]).execute().launches == 1
+
+
+def test_launches_are_alone_where_no_other_may_disturb_them(sit, monkeypatch):
+    monkeypatch.setitem(DATA["engine"], "num_threads", 1)
+    monkeypatch.setattr(sitting, "usable_cores", lambda: 2)
+    made = sit(300, launches=2, page_size=[8])
+    made.most_at_once = 1
+    assert made.execute().at_once == 1
+
+
+@pytest.mark.parametrize(("wanted", "engine", "forked"), [
+    (True, {"device": "cpu"}, True),
+    (False, {"device": "cpu"}, False),
+    (True, {"device": "cpu", "torch_compile": True}, False),  # its model needs modules that no fork has
+])  # fmt: skip
+def test_engines_are_forked_where_that_is_wanted_and_serves_all(sit, monkeypatch, wanted, engine, forked):
+    for setting, value in engine.items():
+        monkeypatch.setitem(DATA["engine"], setting, value)
+    made = sit(300, launches=1, page_size=[8])
+    made.forked = wanted
+    made.execute()
+    (load,) = made.loads_of("paged-p8-c4", 1)
+    assert read_record(LoadResult, load / DONE).server_forked == forked
+
+
 def test_a_sitting_goes_on_with_further_launches(sit):
     made = sit(300, is_enough=lambda launches: launches % 2 == 0, page_size=[8])
     assert made.execute().launches == 2
@@ -173,12 +201,13 @@ def test_a_load_that_the_time_holds_once_but_not_in_enough_launches_is_left_out(
 @pytest.mark.parametrize(
     ("limit_s", "page_size", "error", "words"),
     [
-        (0.001, 8, MeasurementError, r"c4 .* --lockstep-minutes"),  # a load that never ends is given up
+        (0.001, 8, MeasurementError, r"c4 .*--lockstep-minutes"),  # a load that never ends is given up
         (20, 64, MeasurementError, "page_size cannot be 64"),  # no second engine opens
         (300, 32, EngineFailedError, "exit code 3"),  # it dies
     ],
 )
-def test_what_ends_a_sitting_is_said(sit, tmp_path, limit_s, page_size, error, words):
+def test_what_ends_a_sitting_is_said(sit, tmp_path, monkeypatch, limit_s, page_size, error, words):
+    monkeypatch.setattr(sitting, "LEAST_END_S", 0.0)
     with pytest.raises(error, match=words):
         sit(limit_s, page_size=[page_size]).execute()
     assert read_engine_time(tmp_path) is None
