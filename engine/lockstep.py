@@ -286,7 +286,7 @@ def serve(commands: TextIO, answers: TextIO) -> None:
 
 
 def _shift_memory() -> tuple[mmap.mmap, bytearray]:
-    """Moves what is allocated next by a random number of pages, as the kernel does for a program that it starts.
+    """Moves what is allocated next by a random number of pages, as the kernel does for new programs.
 
     Forks of one process would otherwise share its layout, and each launch must have one of its own.
     """
