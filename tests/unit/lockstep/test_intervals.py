@@ -28,6 +28,7 @@ from kvbench.lockstep.intervals import (
     with_confidence,
 )
 from kvbench.metrics.definitions import ENGINE, THROUGHPUT
+from tests.support.lockstep_simulation import sittings
 
 
 def steps_of(rng: np.random.Generator, many: int = 400, factor: float = 1.0, sd: float = 0.1) -> Steps:
@@ -129,6 +130,34 @@ def test_launches_side_by_side_that_agree_are_known_no_better_than_their_rounds(
     assert half([0.01, 0.01, 0.05, 0.05], 2) == pytest.approx(t * 0.04 / 2)  # of two rounds, 0.01 and 0.05
     assert half([0.01, 0.01, 0.05, 0.05], 1) == pytest.approx(t * 0.04 / 2 / math.sqrt(3))
     assert half([0.01, 0.05, 0.01, 0.05], 2) == half([0.01, 0.05, 0.01, 0.05], 1)  # rounds agree: it is the launches'
+
+
+@pytest.mark.parametrize(("at_once", "rounds"), [(1, 2), (2, 1)])
+def test_the_scatter_of_two_launches_is_moderated_by_what_is_expected(at_once, rounds):
+    y, error = np.array([0.30, 0.34]), 0.02
+    found = effect(launches_of(*y, error=error), at_once)
+    expected = (2 * error**2 + 0.01**2) / 2 + (0.1 * y.mean()) ** 2 / rounds
+    half = stats.t.ppf(0.975, 7) * math.sqrt((6 * expected + np.var(y, ddof=1) / 2) / 7)
+    assert (math.log(found.low), math.log(found.high)) == pytest.approx((y.mean() - half, y.mean() + half))
+    unknown = effect(launches_of(*y, error=math.nan))
+    assert math.log(unknown.high) == pytest.approx(y.mean() + stats.t.ppf(0.975, 1) * np.std(y, ddof=1) / math.sqrt(2))
+
+
+@pytest.mark.parametrize("kind", ["ar1", "bimodal", "drifting", "bursty"])
+@pytest.mark.parametrize("true", [0.0, 0.3, 0.9])
+def test_intervals_of_two_launches_cover_on_machines_that_change_and_are_narrower(kind, true):
+    rng = np.random.default_rng([3, int(10 * true)])
+    tokens, seconds = sittings(kind, rng, 80, 2, 3, true, 0.01, loads=1, steps=200, step_sd=0.07)
+    parts = np.diff([share_ends(Steps(step, tokens[0]), 32) for step in np.eye(len(tokens[0]))])
+    seen = ratio_of_totals(*np.split(as_it_recurs(seconds[0]) @ parts, [1], axis=2), same_work=True)
+    covered, halves = [], []
+    for run, engine in np.ndindex(seen.log_ratio.shape[1:]):
+        y, errors = seen.log_ratio[:, run, engine], seen.error[:, run, engine]
+        found = effect([LaunchRatio(*launch, 32) for launch in zip(y, errors, strict=True)])
+        covered.append(found.low <= 1 + true <= found.high)
+        halves.append([math.log(found.high / found.ratio), stats.t.ppf(0.975, 1) * np.std(y, ddof=1) / math.sqrt(2)])
+    moderated, own = np.median(halves, axis=0)
+    assert np.mean(covered) >= 0.93 and moderated < 0.75 * own
 
 
 def test_launches_that_agree_by_chance_are_known_no_better_than_their_steps_say():
