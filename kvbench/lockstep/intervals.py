@@ -16,10 +16,10 @@ configuration alone is never narrower than the 80 % interval of the errors withi
 agree by chance prove nothing that their steps deny. Not the 95 % interval of those errors: the larger of the two would
 cover 98 %. Of one launch there are only the errors within it, so that it has an interval and no call.
 
-Two launches. Their own scatter says next to nothing (t of one degree of freedom: 12.7), so it is moderated: one launch is
-expected to scatter by twice the square of the error within it, by 1 % for its memory layout, and engines of different
-speeds by a tenth of their log ratio, since the machine changes between them; launches side by side share that. This
-counts as ``_COMMON_FREEDOM`` degrees of freedom (Smyth 2004, below). In 69 comparisons of two runs of `kvbench claims`
+Two launches. Their own scatter says next to nothing (t of one degree of freedom: 12.7), so it is moderated. A launch is
+expected to scatter by twice the square of the error within it, and by 1 % for its memory layout. Engines of different
+speeds scatter by a tenth of their log ratio besides, since the machine changes; launches side by side share that. What
+is expected counts as ``_COMMON_FREEDOM`` degrees of freedom (Smyth 2004, below). In 69 comparisons of two runs of `kvbench claims`
 launches scattered by 0.9 times that error's square where speeds were alike, by 1.9 times it elsewhere; in simulations
 on machines as below, for effects up to 90 %, such intervals cover 93 % or more and are a third as wide.
 
