@@ -19,9 +19,9 @@ cover 98 %. Of one launch there are only the errors within it, so that it has an
 Two launches. Their own scatter says next to nothing (t of one degree of freedom: 12.7), so it is moderated. A launch is
 expected to scatter by twice the square of the error within it, and by 1 % for its memory layout. Engines of different
 speeds scatter by a tenth of their log ratio besides, since the machine changes; launches side by side share that. What
-is expected counts as ``_COMMON_FREEDOM`` degrees of freedom (Smyth 2004, below). In 69 comparisons of two runs of `kvbench claims`
-launches scattered by 0.9 times that error's square where speeds were alike, by 1.9 times it elsewhere; in simulations
-on machines as below, for effects up to 90 %, such intervals cover 93 % or more and are a third as wide.
+is expected counts as ``_COMMON_FREEDOM`` degrees of freedom (Smyth 2004, below). In 69 comparisons of two runs of
+`kvbench claims` launches scattered by 0.9 times that error's square where speeds were alike, by 1.9 times it elsewhere.
+In simulations on machines as below, for effects up to 90 %, such intervals cover 93 % or more and are a third as wide.
 
 Launches side by side. They meet the same machine in the same seconds, which moves the ratio of engines that run at
 quite different speeds: contiguous to paged at 32 users, 4 to 9 % between rounds and 1 to 6 % within one. So the error
