@@ -1,8 +1,9 @@
 """Engines that compute steps on a controller's command: ``python -m engine.lockstep``.
 
 Commands come on stdin and answers go to stdout, one JSON object a line; the process ends with its stdin. Its first line
-is ``{"protocol": 2, "options": [...]}``: the options that a request may have. A command that cannot be done is answered
-with ``{"error": sentence}``.
+is ``{"protocol": 2, "options": [...], "tells": [...]}``: the options that a request may have, and what results tell
+besides. Protocol 3, for other engines, is the same with one engine a process (docs/engines.md). A command that cannot
+be done is answered with ``{"error": sentence}``.
 
     {"do": "open", "name", "settings"}
         Builds an engine. Engines of this process that need the same weights share them.
@@ -276,7 +277,7 @@ def serve(commands: TextIO, answers: TextIO) -> None:
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
 
-    write({"protocol": PROTOCOL, "options": OPTIONS})
+    write({"protocol": PROTOCOL, "options": OPTIONS, "tells": ("cached_tokens", "metrics")})
     done = Commands()
     for line in commands:
         try:

@@ -15,7 +15,7 @@ from kvbench.common.plugins import plugins
 _SECTIONS = {
     "Everyday": ("init", "plan", "sweep", "load", "report", "recommend", "view", "serve", "doctor"),
     "For CI": ("gate", "compare", "accept", "history"),
-    "Studies": ("claims", "simulate", "quality", "trace", "cache-sim"),
+    "Studies": ("claims", "simulate", "quality", "trace", "cache-sim", "check-engine"),
     "More": ("dev", "help"),
 }
 """The commands by heading, in the order of --help."""

@@ -30,6 +30,7 @@ from kvbench.common.files import utc_now, write_atomically, write_json
 from kvbench.common.records import write_record
 from kvbench.load.completion import Completion
 from kvbench.load.samples import SCHEMA, Sample
+from kvbench.lockstep.process import EngineFailedError
 from kvbench.lockstep.turns import STEP_COLUMNS, TurnTaker, take_turns
 from kvbench.measure.instrument import Instrument, Job
 from kvbench.metrics.definitions import ENGINE
@@ -102,6 +103,9 @@ class Repetition:
     @classmethod
     def of(cls, engine: TurnTaker) -> Repetition:
         result = engine.process.ask(do="result", name=engine.name)
+        if (tokens := sum(sum(row[3]) for row in result["requests"])) != engine.output_tokens:
+            text = f"its requests have {tokens} tokens, and its steps made {engine.output_tokens}"
+            raise EngineFailedError(text, engine.process)
         return cls(engine.table(), engine.turns, engine.clock, result["requests"], result["metrics"])
 
 

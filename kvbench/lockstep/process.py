@@ -1,7 +1,7 @@
 """A process of engines that compute when they are told to (``python -m engine.lockstep``), over a pipe.
 
-kvbench speaks protocol 2 (engine/lockstep.py documents it). A git ref whose engine speaks another one, or none, cannot
-be measured in lockstep.
+kvbench speaks protocol 2 (engine/lockstep.py) and protocol 3 (docs/engines.md). A git ref whose engine speaks another
+one, or none, cannot be measured in lockstep.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvbench.common import processes
 from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.common.text import listing
 
-PROTOCOL = 2
+PROTOCOLS = (2, 3)  # of the built-in engine, and of adapters
 LOCKSTEP_COMMAND = (sys.executable, "-m", "engine.lockstep")
 OPEN_LIMIT_S = 180.0  # imports, weights, warm-up
 TURN_LIMIT_S = 300.0  # a few steps; on a CPU one with a long prompt may take many seconds
@@ -59,6 +59,7 @@ class EngineProcess:
     ) -> None:
         self._log, self.check, self._buffer = log, check, b""
         self.options: frozenset[str] = frozenset()  # that its engines let a request have, once it has greeted
+        self.tells: frozenset[str] = frozenset()  # what results tell besides: cached_tokens, metrics
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as file:
             self._process = processes.launch(
@@ -97,9 +98,10 @@ class EngineProcess:
     def greet(self) -> None:
         """Waits for its first line. Raises EngineFailedError if it speaks another protocol."""
         greeting = self.receive(_SAYS_PROTOCOL_S)
-        if (protocol := greeting.get("protocol")) != PROTOCOL:
-            raise EngineFailedError(f"it speaks lockstep protocol {protocol!r}, and this kvbench {PROTOCOL}", self)
-        self.options = frozenset(greeting.get("options", ()))
+        if (protocol := greeting.get("protocol")) not in PROTOCOLS:
+            spoken = listing(list(map(str, PROTOCOLS)))
+            raise EngineFailedError(f"it speaks lockstep protocol {protocol!r}, and this kvbench {spoken}", self)
+        self.options, self.tells = (frozenset(greeting.get(name, ())) for name in ("options", "tells"))
 
     def stay_on(self, cores: Collection[int]) -> None:
         """Keeps all its threads on ``cores``."""

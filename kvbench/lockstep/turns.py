@@ -28,6 +28,7 @@ STEP_COLUMNS = ("seconds", "prefill_tokens", "decode_tokens", "output_tokens")
 TURNS = (1, 2, 4, 8)
 MAX_COLD_COST = 0.02
 _WARM_UP_PROMPT = 16  # tokens
+CLOCKS_DIFFER_S = 0.002  # an engine's clock and ours, in one turn
 _WARM_UP_TURNS = 24  # of all engines together: enough for a median over them
 _WARM_FROM = 4  # the late steps of a turn: from here on (from 0)
 
@@ -49,6 +50,7 @@ class TurnTaker:
     steps: list[Sequence[float]] = field(default_factory=list)
     turns: list[int] = field(default_factory=list)
     output_tokens: int = 0
+    _began: float = 0.0  # its present turn [s, time.monotonic]
 
     def load(self, **load: Any) -> str:
         """Gives the engine its next requests; its metrics before them, as Prometheus text."""
@@ -57,11 +59,18 @@ class TurnTaker:
         return answer["metrics"]
 
     def begin_turn(self, length: int) -> None:
+        self._began = time.monotonic()
         self.process.send(do="turn", name=self.name, steps=length)
 
     def end_turn(self) -> None:
-        """Waits for the steps of the turn that was begun."""
+        """Waits for the steps of the turn that was begun. Raises EngineFailedError where their times cannot be true."""
         answer = self.process.receive(TURN_LIMIT_S)
+        took, claimed = time.monotonic() - self._began, sum(step[0] for step in answer["steps"])
+        if claimed > took + CLOCKS_DIFFER_S or any(step[0] <= 0 for step in answer["steps"]):
+            raise EngineFailedError(f"its steps claim {claimed:.4g} s of a turn that took {took:.4g} s", self.process)
+        if answer["clock"] < self.clock + claimed - CLOCKS_DIFFER_S:
+            text = f"its clock went from {self.clock:.4g} to {answer['clock']:.4g} s in steps of {claimed:.4g} s"
+            raise EngineFailedError(text, self.process)
         self.steps += answer["steps"]
         self.turns.append(len(answer["steps"]))
         self.output_tokens += sum(step[-1] for step in answer["steps"])

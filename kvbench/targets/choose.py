@@ -21,7 +21,7 @@ from kvbench.targets.launch_plan import CommandTemplate, Launcher, is_template, 
 from kvbench.targets.launched import LaunchedTarget
 from kvbench.targets.model_export import ModelFolders, text_tokenizer
 from kvbench.targets.options import RunningServerOptions, TargetOptions
-from kvbench.targets.preset import Preset
+from kvbench.targets.preset import LOOP, Preset
 from kvbench.targets.presets import BUILT_IN, GENERIC, PRESETS
 from kvbench.targets.running import OpenAITarget
 from kvbench.workload.design import Block, Design, plan_sweep
@@ -75,6 +75,8 @@ class ChosenTarget:
     ``runs_already``: not launched by us, so it must answer before a run folder is made.
     ``require``: raises UsageError for a design whose configurations would be the same server.
     ``start_guess_s``: how long a launch takes, until one is measured.
+    ``stepped``: the command and the environment of a process whose engine computes steps on command, of another engine
+    than the built-in one; None: it has no adapter.
     """
 
     workload: Workload
@@ -88,6 +90,7 @@ class ChosenTarget:
     close: Callable[[], None] = lambda: None
     require: Callable[[Design], None] = lambda design: None
     start_guess_s: float = START_GUESS_S
+    stepped: Callable[[Settings], tuple[tuple[str, ...], Mapping[str, str | None]]] | None = None
 
     def plan(self, only: Sequence[str] = ()) -> tuple[Design, tuple[Block, ...]]:
         """Cells and blocks in the order in which they run; the design's notes begin with the target's. UsageError."""
@@ -242,6 +245,13 @@ def _launched(
         limit = options.start_timeout or _FOREIGN_START_S
         return LaunchedTarget(launcher, folders, port=options.port or 0, start_timeout_s=limit, form=load.form)
 
+    def stepped(settings: Settings) -> tuple[tuple[str, ...], Mapping[str, str | None]]:
+        model = folders.get(settings, drop_eos=False, model_format=preset.model_format)
+        words = launcher.command(settings, model=str(model.path), port=free_port(0), scratch=str(folders.scratch))
+        program, _, _, *arguments = words  # PYTHON -m MODULE of the server
+        environment = preset.launch_environment(launcher.context(settings))
+        return (program, str(LOOP), str(preset.adapter), *arguments), environment
+
     return ChosenTarget(
         workload,
         make,
@@ -253,6 +263,7 @@ def _launched(
         close=folders.close,
         require=launcher.require,
         start_guess_s=preset.start_guess_s,
+        stepped=stepped if preset.adapter and template is None else None,
     )
 
 

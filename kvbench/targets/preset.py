@@ -10,6 +10,7 @@ import dataclasses
 import shlex
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from kvbench.common.errors import UsageError
@@ -20,6 +21,8 @@ from kvbench.targets.prometheus import OURS, MetricNames
 from kvbench.workload.file import runs_on_cpu
 from kvbench.workload.settings import Settings
 
+ADAPTERS = Path(__file__).with_name("adapters")
+LOOP = ADAPTERS / "loop.py"  # runs an adapter
 CAPACITY_TOLERANCE = 0.02  # between the KV of two servers with one budget
 
 
@@ -161,6 +164,7 @@ class Preset:
     ``reset_path``: a POST that empties the prefix cache; ``{slot}`` in it: one for each slot of its /slots.
     ``reset_busy``: its status code while requests run. ``reset_way``: what lets a server answer it that does not.
     ``version_path``: answers JSON with the version at ``version_key``; None: the version of ``module`` is the server's.
+    ``adapter``: the file that steps the engine (docs/engines.md); its arguments are those of the launch command.
     ``grace_s``: between TERM and KILL.
     ``start_guess_s``: a launch of a small model on a small machine, until one is measured.
     ``greedy_forks``: it returns several answers to a prompt at temperature 0 too, which are the same.
@@ -186,6 +190,7 @@ class Preset:
     reset_way: str = ""
     version_path: str | None = None
     version_key: str = "version"
+    adapter: Path | None = None
     dialect: Dialect = OPENAI
     model_format: str = "safetensors"
     grace_s: float = 10.0

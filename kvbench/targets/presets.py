@@ -17,6 +17,7 @@ from kvbench.common.plugins import add_plugins
 from kvbench.load.endpoints import OPENAI, PATHS, Dialect
 from kvbench.targets.cores import cores_for
 from kvbench.targets.preset import (
+    ADAPTERS,
     COMMON,
     NO_WORDS,
     Context,
@@ -160,6 +161,7 @@ VLLM = Preset(
     reset_path="/reset_prefix_cache",
     reset_way="start it with VLLM_SERVER_DEV_MODE=1",
     version_path="/version",
+    adapter=ADAPTERS / "vllm_engine.py",
     dialect=Dialect(answers=["n", "beam_width"], returns_all_beams=True),
     grace_s=15.0,
     start_guess_s=100.0,  # imports, and the compilation of a first start
@@ -442,6 +444,7 @@ TRANSFORMERS = Preset(
     },
     environment=_transformers_environment,
     models_path=None,  # it lists Hugging Face's cache, not what it serves
+    adapter=ADAPTERS / "transformers_engine.py",
     start_guess_s=20.0,
     dialect=Dialect(
         done_marker=False,

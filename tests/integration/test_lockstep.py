@@ -206,7 +206,7 @@ def test_settings_that_the_engine_refuses_are_a_usage_error(scripted):
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        ((f"{sys.executable} -m kvbench dev mock-server --port {{port}}", "page_size=16"), "not kvbench's own engine"),
+        ((f"{sys.executable} -m kvbench dev mock-server --port {{port}}", "page_size=16"), "has no adapter"),
         (("page_size=8", "page_size=16", "-o", "load.mode=open", "-o", "load.concurrency=null", "-o",
           "load.request_rate=[5]", "-o", "load.max_concurrency=2"), "max_concurrency"),
     ],

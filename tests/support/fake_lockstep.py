@@ -8,6 +8,7 @@ slower.
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections import deque
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ from typing import Any
 
 from engine import lockstep
 from engine.config import EngineConfig
+from kvbench.lockstep import turns
 from kvbench.lockstep.process import EngineFailedError, EngineProcess, EngineRefusedError
 from tests.support.engine_parts import CountingExecutor, small_engine
 
@@ -87,8 +89,9 @@ class FakeProcess(EngineProcess):
 
 
 def fake_clock(monkeypatch: Any) -> None:
-    """Steps take what the fake engines say."""
+    """Steps take what the fake engines say, whatever the wall says."""
     monkeypatch.setattr(lockstep, "time", SimpleNamespace(perf_counter=lambda: _NOW[0]))
+    monkeypatch.setattr(turns, "CLOCKS_DIFFER_S", math.inf)
 
 
 if __name__ == "__main__":

@@ -55,9 +55,15 @@ _PREFILL_SHARE = 1.3  # a load's time over that of its decode steps, for the gue
 OnEngine = Callable[[str, Match, ServerInfo], None]
 
 
-def lockstep_command(side: OpenSide) -> tuple[tuple[str, ...], Mapping[str, str | None]] | None:
-    """The command and environment of a side's engine process; None where the engine is not the built-in one."""
-    if side.stored or side.choice.runs_already or not side.choice.manifest.is_built_in:
+def lockstep_command(
+    side: OpenSide, settings: Mapping[str, Any]
+) -> tuple[tuple[str, ...], Mapping[str, str | None]] | None:
+    """The command and environment of a side's engine process; None where the engine cannot be stepped."""
+    if side.stored or side.choice.runs_already:
+        return None
+    if side.choice.stepped is not None:
+        return side.choice.stepped(settings)
+    if not side.choice.manifest.is_built_in:
         return None
     if side.build is None:
         return LOCKSTEP_COMMAND, {}
@@ -69,8 +75,8 @@ def why_not_lockstep(workloads: Sequence[PairedWorkload], log: Path) -> str | No
     for paired in workloads:
         for side in SIDES:
             opened = paired.sides[side]
-            if (command := lockstep_command(opened)) is None:
-                return f"{opened.name} is not kvbench's own engine, which alone can be told when to compute a step"
+            if (command := lockstep_command(opened, paired.matches[0].of(side).settings)) is None:
+                return f"{opened.name} has no adapter, which tells an engine when to compute a step (docs/engines.md)"
             workload, options = opened.choice.workload, set[str]()
             for cell in paired.matches[0].cells(side):
                 requests = _requests(paired, side, cell, 1, 1)
@@ -147,11 +153,12 @@ class LockstepPairs:
         self.show(f"pair {pair}: starting both engines of {match.key}")
         opened = []
         for side in sides:
-            command, env = lockstep_command(workload.sides[side])  # type: ignore[misc]  # why_not_lockstep has asked
+            settings = match.of(side).settings
+            command, env = lockstep_command(workload.sides[side], settings)  # type: ignore[misc]  # why_not_lockstep
             log = self.folder.run(side, match.workload).server_log(f"{match.of(side).config_id}-{pair}")
             process = EngineProcess(command, log, env=env, check=self.check)
             owner[id(process)] = side
-            opened.append((stack.enter_context(process), side, match.of(side).settings))
+            opened.append((stack.enter_context(process), side, settings))
         for process, _, _ in opened:
             process.greet()
         try:

@@ -31,8 +31,8 @@ class PairOptions(SeedOptions, TargetOptions, ClientOptions, heading="The compar
         "longer, and what runs on is cut. Builds and the served check do not count."
     )
     method: Literal["auto", "lockstep", "launched"] = option(
-        "lockstep: kvbench's own engine in its own time, both sides taking turns step by step; launched: servers one "
-        "after the other, over HTTP. auto: lockstep where both sides can.",
+        "lockstep: engines in their own time, both sides taking turns step by step (kvbench's own, and those with an "
+        "adapter); launched: servers one after the other, over HTTP. auto: lockstep where both sides can.",
         default="auto",
     )
     output_dir: Path = option(

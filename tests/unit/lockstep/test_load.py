@@ -21,6 +21,7 @@ from kvbench.lockstep.instrument import (
     store,
     typical,
 )
+from kvbench.lockstep.process import EngineFailedError
 from kvbench.lockstep.turns import TurnTaker
 from kvbench.measure.instrument import Job
 from kvbench.requests.request import RequestList
@@ -129,18 +130,18 @@ def test_loads_whose_steps_are_the_same_each_time(change, expected):
 class CountingEngine:
     """Stands for the process of an engine that computes a load in one step and counts its tokens."""
 
-    def __init__(self) -> None:
-        self.tokens, self.clock = 5.0, 0.0  # 5 of a warm-up
+    def __init__(self, lost: int = 0) -> None:
+        self.tokens, self.clock, self.lost = 5.0, 0.0, lost  # 5 of a warm-up
 
     def ask(self, do, name, **given):
         if do == "load":
             self.requests, self.clock = given["requests"], 0.0
             return {"metrics": self.metrics}
         if do == "turn":
-            self.tokens += sum(tokens for _, tokens, *_ in self.requests)
-            self.clock = 0.1
-            return {"steps": [[0.1, 0, 1, 1]], "clock": self.clock, "ended": True}
-        rows = [[0.0, 0.0, [0.1], [tokens], 0, "length", [1] * tokens] for _, tokens, *_ in self.requests]
+            made = sum(tokens for _, tokens, *_ in self.requests)
+            self.tokens, self.clock = self.tokens + made, 0.001
+            return {"steps": [[self.clock, 0, 1, made + self.lost]], "clock": self.clock, "ended": True}
+        rows = [[0.0, 0.0, [self.clock], [tokens], 0, "length", [1] * tokens] for _, tokens, *_ in self.requests]
         return {"requests": rows, "metrics": self.metrics}
 
     def send(self, **command):
@@ -165,3 +166,12 @@ def test_the_counters_of_a_load_that_is_computed_again_are_of_all_times_and_of_n
         result = instrument.measure(Cell("a-c2", None, point), repeat)
         counters = json.loads((job.folder.load("a-c2", repeat) / "counters.json").read_text())
         assert result.clock == "engine time" and counters["generation_tokens_total"] == 3 * 4 * 8
+
+
+def test_an_engine_that_loses_tokens_between_its_steps_and_its_requests_fails(tmp_path):
+    load, point, drawn = drawn_of()
+    job = Job(SimpleNamespace(load=load), RunFolder(tmp_path))
+    instrument = SteppedInstrument(job, TurnTaker(CountingEngine(lost=1), "a"), lambda point, repeat: drawn)
+    instrument.begin(point, 1)
+    with pytest.raises(EngineFailedError, match="32 tokens, and its steps made 33"):
+        compute([instrument], point, random.Random(0), 1, math.inf)

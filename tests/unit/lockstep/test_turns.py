@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from kvbench.common.errors import MeasurementError
+from kvbench.lockstep import turns
 from kvbench.lockstep.process import EngineFailedError
 from kvbench.lockstep.turns import (
     MAX_COLD_COST,
@@ -39,6 +40,12 @@ class ScriptedEngine:
         self.clock += sum(taken)
         self.log.append((name, len(taken)))
         return {"steps": [[s, 0, 1, 1] for s in taken], "clock": self.clock, "ended": not self.left}
+
+
+@pytest.fixture(autouse=True)
+def clocks_may_differ(monkeypatch):
+    """Scripted engines take no time."""
+    monkeypatch.setattr(turns, "CLOCKS_DIFFER_S", math.inf)
 
 
 def seats_of(**seconds):
@@ -143,3 +150,20 @@ def test_the_mean_step_of_all_engines_with_and_without_prompts():
 )
 def test_the_shortest_turn_is_taken_that_is_within_two_percent_of_an_engine_alone(cost, length):
     assert choose_turn(None if cost is None else np.array(cost)) == length
+
+
+@pytest.mark.parametrize(("steps", "clock", "words"), [
+    ([[0.5, 0, 1, 1]], 0.5, "claim 0.5 s of a turn that took"),  # longer than the turn
+    ([[1e-6, 0, 1, 1], [0.0, 0, 1, 1]], 1e-6, "claim"),  # a step without time
+    ([[1e-6, 0, 1, 1]], -1.0, "its clock went from 0 to -1 s"),  # back in time
+])  # fmt: skip
+def test_an_engine_whose_times_cannot_be_true_fails(monkeypatch, steps, clock, words):
+    class Liar(ScriptedEngine):
+        def receive(self, limit_s):
+            return {"steps": steps, "clock": clock, "ended": True}
+
+    monkeypatch.setattr(turns, "CLOCKS_DIFFER_S", 0.002)
+    engine = TurnTaker(Liar("liar", [], []), "liar")
+    engine.begin_turn(2)
+    with pytest.raises(EngineFailedError, match=words):
+        engine.end_turn()

@@ -1,0 +1,79 @@
+"""``kvbench check-engine``."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvbench.common.errors import UsageError
+from kvbench.common.options import Options, argument, option, takes
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckEngineRequest(Options):
+    """The request of ``kvbench check-engine``."""
+
+    command: str = argument("CMD")
+    settings: str | None = option(
+        "The engine's settings, as KEY=VALUE,KEY=VALUE: what `open` gets.", "--settings", metavar="SETTINGS"
+    )
+    log: Path | None = option("Keep what the engine's process writes to stderr in this file.", metavar="PATH")
+
+
+@takes(CheckEngineRequest)
+def check_engine(request: CheckEngineRequest) -> int:
+    """Check that an engine computes steps on command, as engine time needs it.
+
+    CMD starts the engine's process, which speaks protocol 3 on stdin and stdout (docs/engines.md). A Python file with a
+    class Engine is run by this Python; for an engine of another Python write the whole command.
+
+    \b
+    Examples:
+      kvbench check-engine my_engine.py
+      kvbench check-engine '/opt/vllm/bin/python .../loop.py .../vllm_engine.py --model ...' --log engine.log
+    \b
+    No files are written but --log's.
+    Exit codes: 0 every point that the engine offers passed, 1 a point failed, 2 bad input.
+    """
+    from rich.console import Console
+
+    from kvbench.common.console import make_table, print_plain, print_table, status_line
+    from kvbench.common.errors import Interruption
+    from kvbench.gate.compare.sides import parse_settings
+    from kvbench.lockstep.conformance import FAILED, check_engine
+
+    command, settings = words_of(request.command), parse_settings(request.settings) if request.settings else {}
+    console = Console()
+    with Interruption() as interruption, tempfile.TemporaryDirectory() as scratch:
+        log = request.log or Path(scratch) / "engine.log"
+        with status_line(console, "starting the engine") as show:
+            results = []
+            for result in check_engine(command, settings, log, check=interruption.check):
+                results.append(result)
+                show(f"{result.title}: {result.outcome}")
+    rows = [(result.title, result.outcome, result.detail) for result in results]
+    print_table(console, make_table(("point", "outcome", "seen"), rows, numbers_from=3))
+    failed = sum(result.outcome == FAILED for result in results)
+    print_plain(console, f"{failed} of {len(results)} points failed" if failed else "it can be measured in engine time")
+    return 1 if failed else 0
+
+
+def words_of(text: str) -> tuple[str, ...]:
+    """Returns the command of an engine's process. Raises UsageError where it cannot be run."""
+    from kvbench.targets.preset import LOOP
+
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise UsageError(f"{text!r} is not a command line ({error}): mend the quotes") from None
+    if words and words[0].endswith(".py"):
+        if not Path(words[0]).is_file():
+            raise UsageError(f"there is no file {words[0]}: give the path of the adapter")
+        return (sys.executable, str(LOOP), *words)
+    if not words or shutil.which(words[0]) is None:
+        raise UsageError(f"{text!r}: there is no program {(words or ('',))[0]!r}; give its path")
+    return tuple(words)

@@ -1,0 +1,168 @@
+"""Lets an adapter's engine compute steps on command: ``PYTHON loop.py ADAPTER.py [ARGUMENTS...]``.
+
+It speaks protocol 3 (docs/engines.md) on stdin and stdout. The engine's own Python runs it, so it needs the standard
+library only. The adapter's file has a class ``Engine``:
+
+    __init__(self, settings, arguments)  builds it; raises ValueError with a sentence for what it cannot do
+    describe(self)                       returns what it says of itself
+    add(self, name, prompt, max_tokens, temperature, ignore_eos, **options)
+    step(self)                           computes one step; returns [(name, sequence, token ids, finish reason or None)]
+    OPTIONS                              of a request, that ``add`` takes (default: none)
+    cached_tokens(self, name)            of a request that has ended (default: 0)
+    reset_cache(self)                    empties the prefix cache (default: there is none)
+    wait(self)                           until the device has done its work (default: ``step`` waits)
+    metrics(self)                        Prometheus text (default: empty)
+"""
+
+import importlib.util
+import json
+import os
+import sys
+import time
+
+
+class SentRequest:
+    """A request that was sent: when it was due and sent [s], its tokens, and what its sequences ended with."""
+
+    def __init__(self, due, sent, sequences, prompt_tokens):
+        self.due, self.sent, self.sequences, self.prompt_tokens = due, sent, sequences, prompt_tokens
+        self.times, self.counts, self.owners = [], [], []
+        self.ids = {}  # by sequence
+        self.ends = {}  # by sequence: the finish reason
+
+    @property
+    def ended(self):
+        return len(self.ends) == self.sequences
+
+
+class Load:
+    """The requests of an engine's present load, and its clock [s]: the sum of its steps, and of its idle waits."""
+
+    def __init__(self, engine, requests, concurrency, temperature, ignore_eos):
+        self.engine, self.waiting, self.users = engine, list(requests), concurrency
+        self.sampling = {"temperature": temperature, "ignore_eos": ignore_eos}
+        self.clock, self.sent, self.running = 0.0, [], 0
+
+    @property
+    def ended(self):
+        return len(self.sent) == len(self.waiting) and not self.running
+
+    def turn(self, most):
+        """Computes up to ``most`` steps: [seconds, prompt tokens, sequences that go on, output tokens] of each."""
+        steps = []
+        while len(steps) < most and not self.ended:
+            if not self.running and self.users is None:  # idle until the next arrival
+                self.clock = max(self.clock, self.waiting[len(self.sent)][2])
+            started = time.perf_counter()
+            self._send_due()
+            outputs = self.engine.step()
+            if len(steps) == most - 1 and hasattr(self.engine, "wait"):
+                self.engine.wait()
+            seconds = time.perf_counter() - started
+            self.clock += seconds
+            steps.append([seconds, *self._take(outputs)])
+        return {"steps": steps, "clock": self.clock, "ended": self.ended}
+
+    def _send_due(self):
+        while len(self.sent) < len(self.waiting):
+            prompt, max_tokens, arrival, _priority, *options = self.waiting[len(self.sent)]
+            if arrival > self.clock if self.users is None else self.running >= self.users:
+                return
+            more = options[0] if options else {}
+            self.engine.add(str(len(self.sent)), prompt, max_tokens, **self.sampling, **more)
+            due = arrival if self.users is None else self.clock
+            self.sent.append(SentRequest(due, self.clock, more.get("n", 1), len(prompt)))
+            self.running += 1
+
+    def _take(self, outputs):
+        """Notes new tokens as of now; returns prompt tokens, sequences that go on, and output tokens of the step.
+
+        An engine does not tell which prompts a step computed: a prompt counts where its first token is made, and as
+        one token in steps while a request waits for that.
+        """
+        prefill = decode = made = 0
+        for name, sequence, ids, reason in outputs:
+            request = self.sent[int(name)]
+            if ids:
+                first = not request.times
+                prefill += request.prompt_tokens if first else 0
+                decode += not first
+                made += len(ids)
+                request.times.append(self.clock)
+                request.counts.append(len(ids))
+                request.owners.append(sequence)
+                request.ids.setdefault(sequence, []).extend(ids)
+            if reason is not None:
+                request.ends[sequence] = reason
+                self.running -= request.ended
+        if not prefill:
+            prefill = int(any(not request.times and not request.ended for request in self.sent))
+        return prefill, decode, made
+
+    def result(self):
+        """The row of each request: [due, sent, times, tokens at each, cached tokens, finish reason, token ids]."""
+        cached = getattr(self.engine, "cached_tokens", lambda name: 0)
+        rows = []
+        for number, request in enumerate(self.sent):
+            reason = min(request.ends.values()) if request.ended else None
+            ids = [token for sequence in sorted(request.ids) for token in request.ids[sequence]]
+            row = [request.due, request.sent, request.times, request.counts, cached(str(number)), reason, ids]
+            rows.append(row + [request.owners] * (len(self.waiting[number]) > 4))
+        return rows
+
+
+class LoopCommands:
+    """Does what the lines of stdin say, with one engine."""
+
+    def __init__(self, adapter, arguments):
+        self.adapter, self.arguments, self.engine, self.load = adapter, arguments, None, None
+
+    def do(self, do, name="", **rest):
+        """Returns the answer to a command. Raises ValueError for one that cannot be done."""
+        if do == "open":
+            if self.engine is not None:
+                raise ValueError("this process has its engine: start another process for another engine")
+            self.engine = self.adapter.Engine(rest["settings"], self.arguments)
+            return self.engine.describe()
+        if self.engine is None:
+            raise ValueError("no engine is open: open it first")
+        metrics = getattr(self.engine, "metrics", str)
+        if do == "load":
+            if self.load is not None and not self.load.ended:
+                raise ValueError("the engine still computes its last load: let it end first")
+            if not rest.pop("keep_cache"):
+                getattr(self.engine, "reset_cache", lambda: None)()
+            self.load = Load(self.engine, **rest)
+            return {"metrics": metrics()}
+        if do not in ("turn", "result"):
+            raise ValueError(f"there is no command {do!r}: protocol 3 has open, load, turn and result")
+        if self.load is None:
+            raise ValueError("the engine has no load: give it one first")
+        return self.load.turn(rest["steps"]) if do == "turn" else {"requests": self.load.result(), "metrics": metrics()}
+
+
+def main():
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what libraries print must not get between the answers
+    path, *arguments = sys.argv[1:]
+    del sys.path[0]  # this file's folder: its other files are adapters, no modules of the engine
+    spec = importlib.util.spec_from_file_location("adapter", path)
+    adapter = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(adapter)
+    done = LoopCommands(adapter, arguments)
+    tells = [name for name in ("cached_tokens", "metrics") if hasattr(adapter.Engine, name)]
+    answer = {"protocol": 3, "options": list(getattr(adapter.Engine, "OPTIONS", ())), "tells": tells}
+    while True:
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+        line = sys.stdin.readline()
+        if not line:
+            return
+        try:
+            answer = done.do(**json.loads(line))
+        except (ValueError, MemoryError, TypeError, KeyError) as error:
+            answer = {"error": str(error) or type(error).__name__}
+
+
+if __name__ == "__main__":
+    main()
