@@ -76,9 +76,9 @@ class CalibrationSettings:
         return self.streams * max(_LEAST_ROUNDS, -(-_LEAST_REQUESTS // self.streams))
 
     def tokens_of(self, request: int) -> int:
-        """Chunks of a request's stream: half to 1.5 times the mean, so that streams do not all end at once.
+        """Chunks of a request's stream: half to 1.5 times the mean, so that users' next requests come one by one.
 
-        Requests of the users' next round have the opposite lengths, so that all users are busy until the end.
+        Requests of every second round have the opposite lengths, so that all users end at about the same time.
         """
         mean = self.seconds * 1000 / self.itl_ms * self.streams / self.requests
         turn, place = divmod(request, self.streams)

@@ -17,7 +17,7 @@ class ClaimsRequest(Options):
     list_only: bool = switch("Print the claims and measure nothing.", "--list")
     minutes: Positive = option(
         "Stop after about N minutes for all claims together; an undecided claim says so. Each measurement gets at "
-        "least one launch, of up to 90 s, so a small N takes longer: up to about 25 minutes for all.",
+        "least one launch, of up to 90 s, so a small N takes longer.",
         default=15.0,
     )
     profile: str | None = option("cpu or gpu: which profile of the claims' workloads (default: gpu if there is one).")

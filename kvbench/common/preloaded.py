@@ -4,8 +4,9 @@ Importing takes a load client 0.9 s of CPU time and an engine's server 2.5 s. A 
 parent, and so have all children of one fork server. What ``kvbench compare`` and engine time count are launches,
 each with a layout of its own (kvbench/lockstep/intervals.py): they start their engines plainly. Forked are load
 clients, the built-in servers of sweeps, and the launches of ``kvbench claims``, which shift their memory by a random
-number of pages (engine/lockstep.py): on a noisy machine 6 of them scattered as much as 6 plain ones (standard
-deviations of 3.4 and 3.3 %, 40 degrees of freedom each). A load's done.json says which (``server_forked``).
+number of pages (engine/lockstep.py). Code lies at the same addresses in all of them, and what that alone does to a
+ratio is not known: 6 forks scattered by 3.4 %, 6 plain launches by 3.3 % on a noisy machine, which would hide 1 %. A
+load's done.json says which (``server_forked``).
 
 The plain start, which gives the same child, is used for other commands, where ``KVBENCH_NO_FORK=1``, on other systems
 than Linux, and whenever the fork server does not start or refuses.

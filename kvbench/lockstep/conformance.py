@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from kvbench.common.errors import MeasurementError
-from kvbench.lockstep.process import PROTOCOLS, EngineProcess, EngineRefusedError
+from kvbench.lockstep.process import PROTOCOLS, EngineFailedError, EngineProcess, EngineRefusedError
 from kvbench.lockstep.turns import STEP_COLUMNS
+from kvbench.runs.server_info import ServerInfo, is_size
 
 PASSED, FAILED, NOT_OFFERED = "passed", "FAILED", "not offered"
 NAME = "checked"
@@ -96,6 +97,13 @@ class EngineUnderCheck:
         began = time.perf_counter()
         return self.process.ask(do="turn", name=NAME, steps=steps), time.perf_counter() - began
 
+    def end(self, most_turns: int = 500) -> None:
+        """Lets the present load end."""
+        for _ in range(most_turns):
+            if self.turn(_LONGEST_TURN)[0]["ended"]:
+                return
+        raise CheckFailedError(f"a load did not end within {most_turns} turns")
+
     def compute(
         self, requests: Sequence[Sequence[Any]], users: int | None, keep_cache: bool = False, most_turns: int = 500
     ) -> CheckedLoad:
@@ -125,9 +133,10 @@ class EngineUnderCheck:
 def _opens(engine: EngineUnderCheck) -> str:
     engine.process.send(do="open", name=NAME, settings=dict(engine.settings))
     engine.described = engine.process.receive(_OPEN_LIMIT_S)
+    ServerInfo.read(engine.described)  # ValueError for what cannot be true
     model = engine.described.get("model") or {}
     for fact in ("vocab_size", "max_model_len"):
-        if type(model.get(fact)) is not int or model[fact] < 1:
+        if not is_size(model.get(fact)):
             raise CheckFailedError(f'its answer to "open" has no model.{fact}: {model.get(fact)!r}')
     versions = ", ".join(f"{name} {version}" for name, version in (engine.described.get("versions") or {}).items())
     return f"{model['vocab_size']:,} tokens of vocabulary, {model['max_model_len']:,} of length; {versions or '?'}"
@@ -225,8 +234,7 @@ def _refusals(engine: EngineUnderCheck) -> str:
         if command["do"] == "load":
             full |= {"temperature": 0.0, "ignore_eos": True, "keep_cache": False}
         _must_refuse(engine, what, full)
-    while not engine.turn(_LONGEST_TURN)[0]["ended"]:
-        pass
+    engine.end()
     engine.begin([[engine.prompt(0, longest + 1), 8, None, 0]], users=1)
     _must_refuse(engine, f"a prompt of {longest + 1:,} tokens", {"do": "turn", "name": NAME, "steps": 1})
     return f"{len(wrong) + 1} refusals"
@@ -303,7 +311,8 @@ def check_engine(
                 yield CheckResult(title, FAILED, str(reason))
             except (MeasurementError, LookupError, TypeError, ValueError) as error:
                 yield CheckResult(title, FAILED, _in_words(error))
-                if not process.alive or point is _opens:
+                lost = isinstance(error, EngineFailedError) and not isinstance(error, EngineRefusedError)
+                if lost or not process.alive or point is _opens:  # later answers would be those to other commands
                     return
 
 

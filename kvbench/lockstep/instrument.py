@@ -103,10 +103,18 @@ class Repetition:
     @classmethod
     def of(cls, engine: TurnTaker) -> Repetition:
         result = engine.process.ask(do="result", name=engine.name)
-        if (tokens := sum(sum(row[3]) for row in result["requests"])) != engine.output_tokens:
-            text = f"its requests have {tokens} tokens, and its steps made {engine.output_tokens}"
-            raise EngineFailedError(text, engine.process)
-        return cls(engine.table(), engine.turns, engine.clock, result["requests"], result["metrics"])
+        try:
+            rows, metrics = result["requests"], str(result["metrics"])
+            tokens = sum(sum(row[3]) for row in rows)
+        except (LookupError, TypeError) as error:
+            text = f"its result is not as the protocol has it ({type(error).__name__}: {error})"
+            raise EngineFailedError(text, engine.process) from None
+        why = engine.why_hidden()
+        if tokens != engine.output_tokens:
+            why = f"its requests have {tokens} tokens, and its steps made {engine.output_tokens}"
+        if why:
+            raise EngineFailedError(why, engine.process)
+        return cls(engine.table(), engine.turns, engine.clock, rows, metrics)
 
 
 def typical(repetitions: Sequence[Repetition]) -> Sequence[Sequence[Any]]:

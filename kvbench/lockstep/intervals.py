@@ -17,11 +17,12 @@ agree by chance prove nothing that their steps deny. Not the 95 % interval of th
 cover 98 %. Of one launch there are only the errors within it, so that it has an interval and no call.
 
 Two launches. Their own scatter says next to nothing (t of one degree of freedom: 12.7), so it is moderated. A launch is
-expected to scatter by twice the square of the error within it, and by 1 % for its memory layout. Engines of different
-speeds scatter by a tenth of their log ratio besides, since the machine changes; launches side by side share that. What
-is expected counts as ``_COMMON_FREEDOM`` degrees of freedom (Smyth 2004, below). In 69 comparisons of two runs of
-`kvbench claims` launches scattered by 0.9 times that error's square where speeds were alike, by 1.9 times it elsewhere.
-In simulations on machines as below, for effects up to 90 %, such intervals cover 93 % or more and are a third as wide.
+expected to scatter by twice the square of the error within it, and by 1.5 % for what makes launches differ. Engines of
+different speeds scatter by a tenth of their log ratio besides, since the machine changes; launches side by side share
+that. What is expected counts as ``_OF_TWO_FREEDOM`` degrees of freedom (Smyth 2004, below). In 69 comparisons of two
+runs of `kvbench claims` launches scattered by 0.9 times that error's square where speeds were alike, by 1.9 times it
+elsewhere. In simulations on machines as below, for effects up to 90 % and launches that differ by up to 2 %, such
+intervals cover 93 % or more and are half as wide.
 
 Launches side by side. They meet the same machine in the same seconds, which moves the ratio of engines that run at
 quite different speeds: contiguous to paged at 32 users, 4 to 9 % between rounds and 1 to 6 % within one. So the error
@@ -88,7 +89,8 @@ RECURS = 1.3  # times what it would take: a longer step was interrupted
 _AROUND = 9  # steps, of which a step is the middle
 _LIKE = math.log(1.5)  # configurations at most this much faster or slower than the baseline have noise in common
 _COMMON_FREEDOM = 6
-_LAYOUT_SD = 0.01  # of a launch's log ratio, by where its memory lies
+_LAYOUT_SD = 0.015  # of a launch's log ratio, by where its memory lies and whatever else makes launches differ
+_OF_TWO_FREEDOM = 4  # degrees of freedom that what is expected of two launches counts as
 _MACHINE_SHARE = 0.1  # of a log ratio, by which it changes with the machine
 _SCATTERS_MORE = 0.01
 FEWEST_SHARES, MOST_SHARES = 8, 32  # powers of two; with more, both reach the same share at different moments
@@ -200,7 +202,7 @@ def effect(launches: Sequence[LaunchRatio], at_once: int = 1) -> Comparison:
     errors = np.array([launch.error for launch in launches])
     if len(y) == 2 and not np.isnan(errors).any():
         error = _error_of_two(np.array(y), errors, at_once)
-        return _comparison(THROUGHPUT, np.mean(y), error, _COMMON_FREEDOM + 1, 2)
+        return _comparison(THROUGHPUT, np.mean(y), error, _OF_TWO_FREEDOM + 1, 2)
     error = error_over_launches(np.array(y), np.nan_to_num(errors), at_once)
     return _comparison(THROUGHPUT, np.mean(y), error, len(y) - 1, len(y))
 
@@ -211,7 +213,7 @@ def _error_of_two(log_ratios: np.ndarray, within: np.ndarray, at_once: int) -> f
     by_machine = (_MACHINE_SHARE * log_ratios.mean()) ** 2
     expected = by_launch / 2 + by_machine / max(1, 2 // at_once)
     own = np.var(log_ratios, ddof=1) / 2
-    return math.sqrt((_COMMON_FREEDOM * expected + own) / (_COMMON_FREEDOM + 1))
+    return math.sqrt((_OF_TWO_FREEDOM * expected + own) / (_OF_TWO_FREEDOM + 1))
 
 
 def pooled_effects(alone: Mapping[str, Comparison], log_ratios: Mapping[str, Sequence[float]]) -> dict[str, Comparison]:

@@ -20,8 +20,10 @@ from typing import Any
 from kvbench.common import processes
 from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.common.text import listing
+from kvbench.workload.load_section import LoadConfig
 
-PROTOCOLS = (2, 3)  # of the built-in engine, and of adapters
+OWN_PROTOCOL = 2  # of the built-in engine
+PROTOCOLS = (OWN_PROTOCOL, 3)  # 3: of adapters
 LOCKSTEP_COMMAND = (sys.executable, "-m", "engine.lockstep")
 OPEN_LIMIT_S = 180.0  # imports, weights, warm-up
 TURN_LIMIT_S = 300.0  # a few steps; on a CPU one with a long prompt may take many seconds
@@ -45,7 +47,8 @@ class EngineRefusedError(EngineFailedError):
 class EngineProcess:
     """One process, as a context manager whose end stops it. ``env``, ``preloaded``: as for ``processes.launch``.
 
-    ``check``: called at each answer and twice a second between them; may raise to end the measurement.
+    ``scratch``: a folder to remove if kvbench is killed. ``check``: called at each answer and twice a second between
+    them; may raise to end the measurement.
     """
 
     def __init__(
@@ -56,10 +59,12 @@ class EngineProcess:
         env: Mapping[str, str | None] | None = None,
         check: Callable[[], None] = lambda: None,
         preloaded: processes.Starter | None = None,
+        scratch: Path | None = None,
     ) -> None:
         self._log, self.check, self._buffer = log, check, b""
         self.options: frozenset[str] = frozenset()  # that its engines let a request have, once it has greeted
         self.tells: frozenset[str] = frozenset()  # what results tell besides: cached_tokens, metrics
+        self.protocol, self.greedy_only = 0, False  # whether it decodes greedily, and to the length
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as file:
             self._process = processes.launch(
@@ -70,7 +75,7 @@ class EngineProcess:
                 env=env,
                 preloaded=preloaded,
             )
-        self._process.watch()
+        self._process.watch(scratch)
 
     def __enter__(self) -> EngineProcess:
         return self
@@ -102,6 +107,7 @@ class EngineProcess:
             spoken = listing(list(map(str, PROTOCOLS)))
             raise EngineFailedError(f"it speaks lockstep protocol {protocol!r}, and this kvbench {spoken}", self)
         self.options, self.tells = (frozenset(greeting.get(name, ())) for name in ("options", "tells"))
+        self.protocol, self.greedy_only = protocol, bool(greeting.get("greedy_only"))
 
     def stay_on(self, cores: Collection[int]) -> None:
         """Keeps all its threads on ``cores``."""
@@ -195,18 +201,15 @@ def open_all(
     return answers
 
 
-def why_not_stepped(
-    command: Sequence[str],
-    log: Path,
-    env: Mapping[str, str | None] | None = None,
-    options: Collection[str] = (),
-) -> str | None:
-    """Starts an engine; returns why it cannot be stepped with these ``options`` of requests, None if it can."""
+def why_not_stepped(process: EngineProcess, load: LoadConfig, options: Collection[str] = ()) -> str | None:
+    """Greets an engine; returns why it cannot be stepped with these ``options`` of requests, None if it can."""
     try:
-        with EngineProcess(command, log, env=env) as process:
-            process.greet()
+        process.greet()
     except MeasurementError as error:
         return str(error)
-    if unknown := sorted(set(options) - process.options):
-        return f"it is of an older kvbench, whose requests cannot have {listing(unknown)}"
+    own = {"priority"} if process.protocol == OWN_PROTOCOL else set()  # which the built-in engine takes without a word
+    if unknown := sorted(set(options) - process.options - own):
+        return f"its requests cannot have {listing(unknown)}: another engine, or an older kvbench"
+    if process.greedy_only and (load.temperature or not load.ignore_eos):
+        return "it decodes greedily and to the length: set load.temperature=0 and load.ignore_eos=true"
     return None

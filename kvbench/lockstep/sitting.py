@@ -306,7 +306,7 @@ class Sitting:
             if time.monotonic() <= until:
                 raise
             raise MeasurementError(
-                f"{point.load_id} did not end within {self._end_s:.0f} s: shorten it, or allow more ({self.option})"
+                f"{point.load_id} did not end by second {self._end_s:.0f}: shorten it, or allow more ({self.option})"
             ) from None
         if cost is not None:  # the load's own steps are longer where they hold prompts, and not by more when cold
             cost = cost * decode_step / mean_step(engines)

@@ -29,6 +29,8 @@ TURNS = (1, 2, 4, 8)
 MAX_COLD_COST = 0.02
 _WARM_UP_PROMPT = 16  # tokens
 CLOCKS_DIFFER_S = 0.002  # an engine's clock and ours, in one turn
+LEAST_CLAIMED = 0.3  # of the wait for the answers to a load's turns, that its steps take
+_TOO_SHORT_TO_TELL_S = 1.0
 _WARM_UP_TURNS = 24  # of all engines together: enough for a median over them
 _WARM_FROM = 4  # the late steps of a turn: from here on (from 0)
 
@@ -50,12 +52,15 @@ class TurnTaker:
     steps: list[Sequence[float]] = field(default_factory=list)
     turns: list[int] = field(default_factory=list)
     output_tokens: int = 0
+    waited_s: float = 0.0  # for the answers to all turns of the load
+    _closed: bool = False  # whether its load has no arrivals to wait for
     _began: float = 0.0  # its present turn [s, time.monotonic]
 
     def load(self, **load: Any) -> str:
         """Gives the engine its next requests; its metrics before them, as Prometheus text."""
         answer = self.process.ask(do="load", name=self.name, **load)
         self.clock, self.ended, self.steps, self.turns, self.output_tokens = 0.0, False, [], [], 0
+        self.waited_s, self._closed = 0.0, load["concurrency"] is not None
         return answer["metrics"]
 
     def begin_turn(self, length: int) -> None:
@@ -65,16 +70,39 @@ class TurnTaker:
     def end_turn(self) -> None:
         """Waits for the steps of the turn that was begun. Raises EngineFailedError where their times cannot be true."""
         answer = self.process.receive(TURN_LIMIT_S)
-        took, claimed = time.monotonic() - self._began, sum(step[0] for step in answer["steps"])
-        if claimed > took + CLOCKS_DIFFER_S or any(step[0] <= 0 for step in answer["steps"]):
-            raise EngineFailedError(f"its steps claim {claimed:.4g} s of a turn that took {took:.4g} s", self.process)
-        if answer["clock"] < self.clock + claimed - CLOCKS_DIFFER_S:
-            text = f"its clock went from {self.clock:.4g} to {answer['clock']:.4g} s in steps of {claimed:.4g} s"
-            raise EngineFailedError(text, self.process)
-        self.steps += answer["steps"]
-        self.turns.append(len(answer["steps"]))
-        self.output_tokens += sum(step[-1] for step in answer["steps"])
-        self.clock, self.ended = answer["clock"], answer["ended"]
+        took = time.monotonic() - self._began
+        try:
+            steps, clock, ended = answer["steps"], float(answer["clock"]), bool(answer["ended"])
+            seconds = [float(step[0]) for step in steps]
+            self.output_tokens += sum(int(step[3]) for step in steps)
+        except (LookupError, TypeError, ValueError) as error:
+            text = f"its answer to a turn is not as the protocol has it ({type(error).__name__}: {error})"
+            raise EngineFailedError(text, self.process) from None
+        if why := self._why_untrue(seconds, clock, took):
+            raise EngineFailedError(why, self.process)
+        self.steps += steps
+        self.turns.append(len(steps))
+        self.waited_s += took
+        self.clock, self.ended = clock, ended
+
+    def _why_untrue(self, seconds: Sequence[float], clock: float, took: float) -> str:
+        """Says why the times of a turn that took ``took`` seconds cannot be true; empty if they can."""
+        claimed = sum(seconds)
+        if not all(second > 0 for second in seconds):
+            return f"a step took {min(seconds):g} s"
+        if not claimed <= took + CLOCKS_DIFFER_S:
+            return f"its steps claim {claimed:.4g} s of a turn that took {took:.4g} s"
+        ahead = clock - self.clock - claimed
+        if ahead < -CLOCKS_DIFFER_S or (self._closed and ahead > CLOCKS_DIFFER_S):
+            return f"its clock went from {self.clock:.4g} to {clock:.4g} s in steps of {claimed:.4g} s"
+        return ""
+
+    def why_hidden(self) -> str:
+        """Says that the steps of the load are much shorter than the wait for them; empty if they are not."""
+        claimed = sum(step[0] for step in self.steps)
+        if claimed >= LEAST_CLAIMED * self.waited_s or self.waited_s < _TOO_SHORT_TO_TELL_S:
+            return ""
+        return f"its steps claim {claimed:.3g} s of a load that took {self.waited_s:.3g} s: it hides time"
 
     def table(self) -> np.ndarray:
         """The steps as float64 [steps, 4], see ``STEP_COLUMNS``."""

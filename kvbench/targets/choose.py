@@ -63,6 +63,19 @@ def measured_target(options: TargetOptions, backend: str, *, shared: bool, **mor
 
 
 @dataclass(frozen=True)
+class SteppedLaunch:
+    """The launch of an engine that computes steps on command, without a server.
+
+    scratch: a folder to remove if kvbench is killed; start_limit_s: until it is open
+    """
+
+    command: tuple[str, ...]
+    env: Mapping[str, str | None]
+    scratch: Path | None = None
+    start_limit_s: float = _START_S
+
+
+@dataclass(frozen=True)
 class ChosenTarget:
     """The target of a sweep, and what a sweep needs to know of it.
 
@@ -75,8 +88,8 @@ class ChosenTarget:
     ``runs_already``: not launched by us, so it must answer before a run folder is made.
     ``require``: raises UsageError for a design whose configurations would be the same server.
     ``start_guess_s``: how long a launch takes, until one is measured.
-    ``stepped``: the command and the environment of a process whose engine computes steps on command, of another engine
-    than the built-in one; None: it has no adapter.
+    ``stepped``: the launch of a process whose engine, another than the built-in one, computes steps on command; None:
+    it has no adapter.
     """
 
     workload: Workload
@@ -90,7 +103,7 @@ class ChosenTarget:
     close: Callable[[], None] = lambda: None
     require: Callable[[Design], None] = lambda design: None
     start_guess_s: float = START_GUESS_S
-    stepped: Callable[[Settings], tuple[tuple[str, ...], Mapping[str, str | None]]] | None = None
+    stepped: Callable[[Settings], SteppedLaunch] | None = None
 
     def plan(self, only: Sequence[str] = ()) -> tuple[Design, tuple[Block, ...]]:
         """Cells and blocks in the order in which they run; the design's notes begin with the target's. UsageError."""
@@ -245,12 +258,14 @@ def _launched(
         limit = options.start_timeout or _FOREIGN_START_S
         return LaunchedTarget(launcher, folders, port=options.port or 0, start_timeout_s=limit, form=load.form)
 
-    def stepped(settings: Settings) -> tuple[tuple[str, ...], Mapping[str, str | None]]:
-        model = folders.get(settings, drop_eos=False, model_format=preset.model_format)
-        words = launcher.command(settings, model=str(model.path), port=free_port(0), scratch=str(folders.scratch))
+    def stepped(settings: Settings) -> SteppedLaunch:
+        no_eos = not preset.dialect.ignore_eos  # the server's own folder
+        model = folders.get(settings, drop_eos=no_eos, model_format=preset.model_format)
+        words = launcher.command(settings, model=str(model.path), port=0, scratch=str(folders.scratch))
         program, _, _, *arguments = words  # PYTHON -m MODULE of the server
+        command = (program, str(LOOP), str(preset.adapter), *arguments)
         environment = preset.launch_environment(launcher.context(settings))
-        return (program, str(LOOP), str(preset.adapter), *arguments), environment
+        return SteppedLaunch(command, environment, folders.scratch, options.start_timeout or _FOREIGN_START_S)
 
     return ChosenTarget(
         workload,

@@ -42,8 +42,10 @@ from kvbench.lockstep.process import (
 from kvbench.lockstep.turns import TurnTaker, choose_turn, cold_facts, mean_step, warm_up
 from kvbench.measure.instrument import Job
 from kvbench.requests.request import RequestList
-from kvbench.runs.results import FailedLoad
+from kvbench.runs.results import Capacity, FailedLoad
 from kvbench.runs.server_info import ServerInfo
+from kvbench.targets.base import contradiction
+from kvbench.targets.choose import SteppedLaunch
 from kvbench.workload.design import Cell
 from kvbench.workload.load_section import LoadPoint
 
@@ -55,10 +57,8 @@ _PREFILL_SHARE = 1.3  # a load's time over that of its decode steps, for the gue
 OnEngine = Callable[[str, Match, ServerInfo], None]
 
 
-def lockstep_command(
-    side: OpenSide, settings: Mapping[str, Any]
-) -> tuple[tuple[str, ...], Mapping[str, str | None]] | None:
-    """The command and environment of a side's engine process; None where the engine cannot be stepped."""
+def stepped_launch(side: OpenSide, settings: Mapping[str, Any]) -> SteppedLaunch | None:
+    """The launch of a side's engine process; None where the engine cannot be stepped."""
     if side.stored or side.choice.runs_already:
         return None
     if side.choice.stepped is not None:
@@ -66,29 +66,77 @@ def lockstep_command(
     if not side.choice.manifest.is_built_in:
         return None
     if side.build is None:
-        return LOCKSTEP_COMMAND, {}
-    return (str(side.build.python), *LOCKSTEP_COMMAND[1:]), side.build.env
+        return SteppedLaunch(LOCKSTEP_COMMAND, {})
+    return SteppedLaunch((str(side.build.python), *LOCKSTEP_COMMAND[1:]), side.build.env)
 
 
 def why_not_lockstep(workloads: Sequence[PairedWorkload], log: Path) -> str | None:
-    """Says why these sides cannot be measured in lockstep, None if they can; launches each engine for a moment."""
-    for paired in workloads:
-        for side in SIDES:
-            opened = paired.sides[side]
-            if (command := lockstep_command(opened, paired.matches[0].of(side).settings)) is None:
-                return f"{opened.name} has no adapter, which tells an engine when to compute a step (docs/engines.md)"
-            workload, options = opened.choice.workload, set[str]()
-            for cell in paired.matches[0].cells(side):
-                requests = _requests(paired, side, cell, 1, 1)
-                if reason := loads.SteppedInstrument.why_not(workload.load, requests):
-                    return f"{paired.name}: {reason}"
-                options.update(*(request.answers for request in requests))
-            settings = [match.of(side).settings for match in paired.matches]
-            if gpus() and any(engine.get("device") != "cpu" and engine.get("kv_budget") is None for engine in settings):
-                return "two engines on one GPU need a kv_budget: each would take most of the memory that is free"
-            if why := why_not_stepped(command[0], log, command[1], options):
-                return f"the engine of {opened.name} cannot be stepped ({why})"
+    """Says why these sides cannot be measured in lockstep, None if they can.
+
+    It launches each engine for a moment, and opens those of other projects: what they refuse shows only then.
+    """
+    with ExitStack() as stack:
+        for paired in workloads:
+            opening, limit_s = [], 0.0
+            for side in SIDES:
+                opened, match = paired.sides[side], paired.matches[0]
+                settings = match.of(side).settings
+                if (launch := stepped_launch(opened, settings)) is None:
+                    return f"{opened.name} has no adapter that tells an engine when to compute a step (docs/engines.md)"
+                if reason := _why_no_load(paired, side):
+                    return reason
+                process = stack.enter_context(start_engine(launch, log.with_suffix(f".{side}")))
+                if why := why_not_stepped(process, opened.choice.workload.load, _options(paired, side)):
+                    return f"the engine of {opened.name} cannot be stepped ({why})"
+                if opened.choice.stepped is not None:
+                    opening.append((process, side, settings))
+                    limit_s = max(limit_s, launch.start_limit_s)
+            try:
+                answers = open_all(opening, limit_s)
+                for (process, side, settings), answer in zip(opening, answers, strict=True):
+                    capacity = paired.capacity[side][paired.matches[0].of(side).config_id]
+                    _read_info(process, settings, capacity, answer)
+            except (UsageError, MeasurementError) as error:
+                return str(error)
     return None
+
+
+def start_engine(launch: SteppedLaunch, log: Path, check: Callable[[], None] = lambda: None) -> EngineProcess:
+    return EngineProcess(launch.command, log, env=launch.env, check=check, scratch=launch.scratch)
+
+
+def _why_no_load(paired: PairedWorkload, side: str) -> str | None:
+    """Says why a side's loads cannot be measured in engine time, None if they can."""
+    load = paired.sides[side].choice.workload.load
+    for cell in paired.matches[0].cells(side):
+        if reason := loads.SteppedInstrument.why_not(load, _requests(paired, side, cell, 1, 1)):
+            return f"{paired.name}: {reason}"
+    settings = [match.of(side).settings for match in paired.matches]
+    if gpus() and any(engine.get("device") != "cpu" and engine.get("kv_budget") is None for engine in settings):
+        return "two engines on one GPU need a kv_budget: each would take most of the memory that is free"
+    return None
+
+
+def _options(paired: PairedWorkload, side: str) -> set[str]:
+    """The options that requests of a side's first cells have."""
+    options = set[str]()
+    for cell in paired.matches[0].cells(side):
+        for request in _requests(paired, side, cell, 1, 1):
+            options.update(request.answers, ["priority"] if request.priority else ())
+    return options
+
+
+def _read_info(
+    process: EngineProcess, settings: Mapping[str, Any], capacity: Capacity, answer: Mapping[str, Any]
+) -> ServerInfo:
+    """Reads an engine's description of itself. Raises EngineFailedError where it cannot be that of ``settings``."""
+    try:
+        info = ServerInfo.read(answer)
+    except ValueError as error:
+        raise EngineFailedError(f"its description of itself is wrong ({error})", process) from None
+    if why := contradiction(settings, capacity, info):
+        raise EngineFailedError(why, process)
+    return info
 
 
 def _requests(workload: PairedWorkload, side: str, cell: Cell, pair: int, times: int) -> Any:
@@ -151,26 +199,30 @@ class LockstepPairs:
         match, started, workload = turn.match, time.monotonic(), self.workloads[turn.match.workload]
         rng = random.Random(f"kvbench-lockstep/{self.order_seed}/{pair}/{match.key}")
         self.show(f"pair {pair}: starting both engines of {match.key}")
-        opened = []
+        opened, limit_s = [], self.open_limit_s
         for side in sides:
             settings = match.of(side).settings
-            command, env = lockstep_command(workload.sides[side], settings)  # type: ignore[misc]  # why_not_lockstep
+            launch = stepped_launch(workload.sides[side], settings)
+            assert launch is not None  # why_not_lockstep has asked
+            limit_s = max(limit_s, launch.start_limit_s)
             log = self.folder.run(side, match.workload).server_log(f"{match.of(side).config_id}-{pair}")
-            process = EngineProcess(command, log, env=env, check=self.check)
+            process = start_engine(launch, log, self.check)
             owner[id(process)] = side
             opened.append((stack.enter_context(process), side, settings))
         for process, _, _ in opened:
             process.greet()
         try:
-            answers = open_all(opened, self.open_limit_s)
+            answers = open_all(opened, limit_s)
         except UsageError as error:
             if pair == 1 or not isinstance(refused := error.__cause__, EngineRefusedError):
                 raise
             raise refused from None  # it opened before: its memory is missing, its settings are not wrong
         start_s = time.monotonic() - started
-        infos = dict(zip(sides, map(ServerInfo.read, answers), strict=True))
-        for side, info in infos.items():
-            self.on_engine(side, match, info)
+        infos = {}
+        for (process, side, settings), answer in zip(opened, answers, strict=True):
+            capacity = workload.capacity[side][match.of(side).config_id]
+            infos[side] = _read_info(process, settings, capacity, answer)
+            self.on_engine(side, match, infos[side])
         if cores := _same_cores([match.of(side).settings for side in sides], infos.values(), rng):
             for process, _, _ in opened:
                 process.stay_on(cores)

@@ -7,10 +7,11 @@ library only. The adapter's file has a class ``Engine``:
     describe(self)                       returns what it says of itself
     add(self, name, prompt, max_tokens, temperature, ignore_eos, **options)
     step(self)                           computes one step; returns [(name, sequence, token ids, finish reason or None)]
-    OPTIONS                              of a request, that ``add`` takes (default: none)
-    cached_tokens(self, name)            of a request that has ended (default: 0)
+    OPTIONS                              of a request, that ``add`` takes, of n, best_of, beam_width and priority
+    GREEDY_ONLY                          whether it decodes greedily and to the length only (default: no)
+    cached_tokens(self, name)            of a request that has ended (default: not told)
     reset_cache(self)                    empties the prefix cache (default: there is none)
-    wait(self)                           until the device has done its work (default: ``step`` waits)
+    wait(self)                           until the device has done a step's work (default: ``step`` waits)
     metrics(self)                        Prometheus text (default: empty)
 """
 
@@ -19,6 +20,7 @@ import json
 import os
 import sys
 import time
+import traceback
 
 
 class SentRequest:
@@ -56,7 +58,7 @@ class Load:
             started = time.perf_counter()
             self._send_due()
             outputs = self.engine.step()
-            if len(steps) == most - 1 and hasattr(self.engine, "wait"):
+            if hasattr(self.engine, "wait"):
                 self.engine.wait()
             seconds = time.perf_counter() - started
             self.clock += seconds
@@ -65,10 +67,12 @@ class Load:
 
     def _send_due(self):
         while len(self.sent) < len(self.waiting):
-            prompt, max_tokens, arrival, _priority, *options = self.waiting[len(self.sent)]
+            prompt, max_tokens, arrival, priority, *options = self.waiting[len(self.sent)]
             if arrival > self.clock if self.users is None else self.running >= self.users:
                 return
-            more = options[0] if options else {}
+            more = {**(options[0] if options else {}), **({"priority": priority} if priority else {})}
+            if unknown := sorted(set(more) - set(getattr(self.engine, "OPTIONS", ()))):
+                raise ValueError(f"its requests cannot have {', '.join(unknown)}")
             self.engine.add(str(len(self.sent)), prompt, max_tokens, **self.sampling, **more)
             due = arrival if self.users is None else self.clock
             self.sent.append(SentRequest(due, self.clock, more.get("n", 1), len(prompt)))
@@ -77,16 +81,14 @@ class Load:
     def _take(self, outputs):
         """Notes new tokens as of now; returns prompt tokens, sequences that go on, and output tokens of the step.
 
-        An engine does not tell which prompts a step computed: a prompt counts where its first token is made, and as
-        one token in steps while a request waits for that.
+        An engine does not tell which prompts a step computed: a prompt counts where its first token is made.
         """
         prefill = decode = made = 0
         for name, sequence, ids, reason in outputs:
             request = self.sent[int(name)]
             if ids:
-                first = not request.times
-                prefill += request.prompt_tokens if first else 0
-                decode += not first
+                prefill += 0 if request.times else request.prompt_tokens
+                decode += sequence in request.ids
                 made += len(ids)
                 request.times.append(self.clock)
                 request.counts.append(len(ids))
@@ -95,13 +97,11 @@ class Load:
             if reason is not None:
                 request.ends[sequence] = reason
                 self.running -= request.ended
-        if not prefill:
-            prefill = int(any(not request.times and not request.ended for request in self.sent))
         return prefill, decode, made
 
     def result(self):
         """The row of each request: [due, sent, times, tokens at each, cached tokens, finish reason, token ids]."""
-        cached = getattr(self.engine, "cached_tokens", lambda name: 0)
+        cached = getattr(self.engine, "cached_tokens", lambda name: None)
         rows = []
         for number, request in enumerate(self.sent):
             reason = min(request.ends.values()) if request.ended else None
@@ -145,13 +145,18 @@ def main():
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what libraries print must not get between the answers
     path, *arguments = sys.argv[1:]
-    del sys.path[0]  # this file's folder: its other files are adapters, no modules of the engine
+    sys.path[0] = os.path.dirname(os.path.abspath(path))  # the adapter's folder, as if it were the script
     spec = importlib.util.spec_from_file_location("adapter", path)
-    adapter = importlib.util.module_from_spec(spec)
+    adapter = sys.modules["adapter"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(adapter)
     done = LoopCommands(adapter, arguments)
     tells = [name for name in ("cached_tokens", "metrics") if hasattr(adapter.Engine, name)]
-    answer = {"protocol": 3, "options": list(getattr(adapter.Engine, "OPTIONS", ())), "tells": tells}
+    answer = {
+        "protocol": 3,
+        "options": list(getattr(adapter.Engine, "OPTIONS", ())),
+        "tells": tells,
+        "greedy_only": bool(getattr(adapter.Engine, "GREEDY_ONLY", False)),
+    }
     while True:
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
@@ -160,8 +165,9 @@ def main():
             return
         try:
             answer = done.do(**json.loads(line))
-        except (ValueError, MemoryError, TypeError, KeyError) as error:
-            answer = {"error": str(error) or type(error).__name__}
+        except Exception as error:  # whatever an engine raises, its process goes on
+            traceback.print_exc()
+            answer = {"error": str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"}
 
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@ import queue
 
 
 class TransformersEngine:
+    GREEDY_ONLY = True
+
     def __init__(self, settings, arguments):
         import torch
         import transformers
@@ -15,9 +17,10 @@ class TransformersEngine:
 
         given = _parse(arguments)
         self._torch = torch
+        device = given.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu")
         self.model = AutoModelForCausalLM.from_pretrained(
             given.model, dtype=given.dtype, attn_implementation=given.attn_implementation
-        ).to(given.device)  # fmt: skip
+        ).to(device)
         sizes = {"block_size": given.cb_block_size, "num_blocks": given.cb_num_blocks,
                  "max_batch_tokens": given.cb_max_batch_tokens, "use_cuda_graph": given.cb_use_cuda_graph}  # fmt: skip
         config = ContinuousBatchingConfig(**{name: value for name, value in sizes.items() if value is not None})
@@ -71,6 +74,7 @@ class TransformersEngine:
     def reset_cache(self):
         self.made.clear()
         self.processor.reset()
+        self.processor.cache.reset()  # the hashes of complete blocks, too
 
     def wait(self):
         if self.model.device.type == "cuda":
@@ -84,7 +88,7 @@ def _parse(arguments):
     parser = argparse.ArgumentParser(exit_on_error=False)
     parser.add_argument("model")
     parser.add_argument("--attn-implementation", default="sdpa")
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
     for name in ("block-size", "num-blocks", "max-batch-tokens"):
         parser.add_argument(f"--cb-{name}", type=int)

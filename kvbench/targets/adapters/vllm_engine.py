@@ -9,19 +9,20 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine's core in this 
 
 
 class VLLMEngine:
-    OPTIONS = ("n",)
+    OPTIONS = ("n", "priority")
 
     def __init__(self, settings, arguments):
         import vllm
         from vllm.engine.arg_utils import EngineArgs
-        from vllm.entrypoints.openai.cli_args import make_arg_parser
         from vllm.sampling_params import RequestOutputKind
+        from vllm.usage.usage_lib import UsageContext
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
         from vllm.v1.engine.llm_engine import LLMEngine
 
         try:
-            from vllm.utils.argparse_utils import FlexibleArgumentParser
-        except ImportError:  # before 0.12
-            from vllm.utils import FlexibleArgumentParser
+            from vllm.entrypoints.launchers.cli_args import make_arg_parser
+        except ImportError:  # before 0.32
+            from vllm.entrypoints.openai.cli_args import make_arg_parser
         self._vllm, self._delta = vllm, RequestOutputKind.DELTA
         try:
             given = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)
@@ -29,7 +30,8 @@ class VLLMEngine:
             raise ValueError(f"vLLM does not take these arguments: {' '.join(arguments)}") from None
         args = EngineArgs.from_cli_args(given)
         args.disable_log_stats = True
-        self._engine = LLMEngine.from_engine_args(args)
+        # Limits of a batch that are left open depend on the usage: those of the server.
+        self._engine = LLMEngine.from_engine_args(args, usage_context=UsageContext.OPENAI_API_SERVER)
         self._cached = {}
 
     def describe(self):
@@ -53,15 +55,14 @@ class VLLMEngine:
             },
             "capacity": {"page_size": size, "num_pages": pages, "capacity_tokens": size * pages if pages else None},
             "versions": {"vllm": self._vllm.__version__},
-            "async_scheduling": bool(scheduler.async_scheduling),
         }
 
-    def add(self, name, prompt, max_tokens, temperature, ignore_eos, n=1):
+    def add(self, name, prompt, max_tokens, temperature, ignore_eos, n=1, priority=0):
         sampling = self._vllm.SamplingParams(
             n=n, max_tokens=max_tokens, temperature=temperature, ignore_eos=ignore_eos, detokenize=False,
             output_kind=self._delta,
         )  # fmt: skip
-        self._engine.add_request(name, {"prompt_token_ids": list(prompt)}, sampling)
+        self._engine.add_request(name, {"prompt_token_ids": list(prompt)}, sampling, priority=priority)
 
     def step(self):
         made = []

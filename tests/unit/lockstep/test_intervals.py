@@ -136,8 +136,8 @@ def test_launches_side_by_side_that_agree_are_known_no_better_than_their_rounds(
 def test_the_scatter_of_two_launches_is_moderated_by_what_is_expected(at_once, rounds):
     y, error = np.array([0.30, 0.34]), 0.02
     found = effect(launches_of(*y, error=error), at_once)
-    expected = (2 * error**2 + 0.01**2) / 2 + (0.1 * y.mean()) ** 2 / rounds
-    half = stats.t.ppf(0.975, 7) * math.sqrt((6 * expected + np.var(y, ddof=1) / 2) / 7)
+    expected = (2 * error**2 + 0.015**2) / 2 + (0.1 * y.mean()) ** 2 / rounds
+    half = stats.t.ppf(0.975, 5) * math.sqrt((4 * expected + np.var(y, ddof=1) / 2) / 5)
     assert (math.log(found.low), math.log(found.high)) == pytest.approx((y.mean() - half, y.mean() + half))
     unknown = effect(launches_of(*y, error=math.nan))
     assert math.log(unknown.high) == pytest.approx(y.mean() + stats.t.ppf(0.975, 1) * np.std(y, ddof=1) / math.sqrt(2))
@@ -145,9 +145,10 @@ def test_the_scatter_of_two_launches_is_moderated_by_what_is_expected(at_once, r
 
 @pytest.mark.parametrize("kind", ["ar1", "bimodal", "drifting", "bursty"])
 @pytest.mark.parametrize("true", [0.0, 0.3, 0.9])
-def test_intervals_of_two_launches_cover_on_machines_that_change_and_are_narrower(kind, true):
+@pytest.mark.parametrize("launch_sd", [0.0, 0.02])
+def test_intervals_of_two_launches_cover_on_machines_that_change_and_are_narrower(kind, true, launch_sd):
     rng = np.random.default_rng([3, int(10 * true)])
-    tokens, seconds = sittings(kind, rng, 80, 2, 3, true, 0.01, loads=1, steps=200, step_sd=0.07)
+    tokens, seconds = sittings(kind, rng, 80, 2, 3, true, launch_sd, loads=1, steps=200, step_sd=0.07)
     parts = np.diff([share_ends(Steps(step, tokens[0]), 32) for step in np.eye(len(tokens[0]))])
     seen = ratio_of_totals(*np.split(as_it_recurs(seconds[0]) @ parts, [1], axis=2), same_work=True)
     covered, halves = [], []
@@ -157,7 +158,7 @@ def test_intervals_of_two_launches_cover_on_machines_that_change_and_are_narrowe
         covered.append(found.low <= 1 + true <= found.high)
         halves.append([math.log(found.high / found.ratio), stats.t.ppf(0.975, 1) * np.std(y, ddof=1) / math.sqrt(2)])
     moderated, own = np.median(halves, axis=0)
-    assert np.mean(covered) >= 0.93 and moderated < 0.75 * own
+    assert np.mean(covered) >= 0.93 and moderated < 0.8 * own
 
 
 def test_launches_that_agree_by_chance_are_known_no_better_than_their_steps_say():

@@ -10,7 +10,11 @@ import pytest
 
 from kvbench.common.errors import UsageError
 from kvbench.lockstep.process import EngineFailedError, EngineProcess, open_all, why_not_stepped
+from kvbench.workload.load_section import LoadConfig
 
+LOAD = {"mode": "closed", "concurrency": [2], "num_requests": [4], "ignore_eos": True, "prompts": {
+    "kind": "synthetic", "classes": [{"name": "a", "share": 1.0, "prompt_tokens": 8, "output_tokens": 4}],
+}}  # fmt: skip
 HELLO = "import json, sys, time, os\nsay = lambda **a: print(json.dumps(a), flush=True)\n"
 
 
@@ -34,6 +38,9 @@ def test_answers_come_in_order_and_the_end_stops_the_process(tmp_path):
 @pytest.mark.parametrize(
     ("body", "options", "reason"),
     [
+        ("say(protocol=3, options=['n', 'priority'])", {"n", "priority"}, None),
+        ("say(protocol=3)", {"priority"}, "priority"),
+        ("say(protocol=2)", {"priority"}, None),  # the built-in engine always takes it
         ("say(protocol=2)", (), None),
         ("say(protocol=2, options=['n'])", {"n"}, None),
         ("say(protocol=2)", {"n"}, " n"),  # an older version knows no options
@@ -43,8 +50,17 @@ def test_answers_come_in_order_and_the_end_stops_the_process(tmp_path):
     ],
 )
 def test_why_an_engine_of_another_protocol_or_version_or_none_is_not_stepped(tmp_path, body, options, reason):
-    found = why_not_stepped((sys.executable, "-c", HELLO + body), tmp_path / "log", options=options)
+    with scripted(tmp_path, body) as process:
+        found = why_not_stepped(process, LoadConfig.model_validate(LOAD), options)
     assert (found is None) if reason is None else (reason in found)
+
+
+@pytest.mark.parametrize(("load", "fits"), [
+    ({}, True), ({"temperature": 0.7}, False), ({"ignore_eos": False}, False),
+])  # fmt: skip
+def test_an_engine_that_decodes_greedily_is_not_stepped_under_another_load(tmp_path, load, fits):
+    with scripted(tmp_path, "say(protocol=3, greedy_only=True)") as process:
+        assert (why_not_stepped(process, LoadConfig.model_validate(LOAD | load)) is None) == fits
 
 
 @pytest.mark.parametrize(

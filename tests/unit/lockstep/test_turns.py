@@ -152,18 +152,34 @@ def test_the_shortest_turn_is_taken_that_is_within_two_percent_of_an_engine_alon
     assert choose_turn(None if cost is None else np.array(cost)) == length
 
 
-@pytest.mark.parametrize(("steps", "clock", "words"), [
-    ([[0.5, 0, 1, 1]], 0.5, "claim 0.5 s of a turn that took"),  # longer than the turn
-    ([[1e-6, 0, 1, 1], [0.0, 0, 1, 1]], 1e-6, "claim"),  # a step without time
-    ([[1e-6, 0, 1, 1]], -1.0, "its clock went from 0 to -1 s"),  # back in time
+@pytest.mark.parametrize(("answer", "words"), [
+    ({"steps": [[0.5, 0, 1, 1]], "clock": 0.5}, "claim 0.5 s of a turn that took"),  # longer than the turn
+    ({"steps": [[1e-6, 0, 1, 1], [0.0, 0, 1, 1]], "clock": 1e-6}, "a step took 0 s"),
+    ({"steps": [[math.nan, 0, 1, 1]], "clock": 1e-6}, "a step took nan s"),
+    ({"steps": [[1e-6, 0, 1, 1]], "clock": -1.0}, "its clock went from 0 to -1 s"),  # back in time
+    ({"steps": [[1e-6, 0, 1, 1]], "clock": 1.0}, "its clock went from 0 to 1 s"),  # ahead, where nothing arrives
+    ({"steps": [[1e-6, 0, 1]], "clock": 1e-6}, "not as the protocol has it"),
+    ({"clock": 1e-6}, "not as the protocol has it"),
 ])  # fmt: skip
-def test_an_engine_whose_times_cannot_be_true_fails(monkeypatch, steps, clock, words):
+def test_an_engine_whose_turn_cannot_be_true_fails(monkeypatch, answer, words):
     class Liar(ScriptedEngine):
         def receive(self, limit_s):
-            return {"steps": steps, "clock": clock, "ended": True}
+            return {"ended": True, **answer}
+
+        def ask(self, **load):
+            return {"metrics": ""}
 
     monkeypatch.setattr(turns, "CLOCKS_DIFFER_S", 0.002)
     engine = TurnTaker(Liar("liar", [], []), "liar")
+    engine.load(requests=[], concurrency=1)
     engine.begin_turn(2)
     with pytest.raises(EngineFailedError, match=words):
         engine.end_turn()
+
+
+@pytest.mark.parametrize(("claimed", "waited", "hides"), [
+    (0.29, 1.0, True), (0.31, 1.0, False), (0.01, 0.9, False),  # too short to tell
+])  # fmt: skip
+def test_steps_much_shorter_than_the_wait_for_them_hide_time(claimed, waited, hides):
+    engine = TurnTaker(ScriptedEngine("a", [], []), "a", steps=[(claimed, 0, 1, 1)], waited_s=waited)
+    assert bool(engine.why_hidden()) == hides

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -27,6 +28,7 @@ from kvbench.targets.builtin import BuiltinTarget
 from kvbench.targets.choose import BUILTIN, KINDS_OF, PRESET, RUNNING, TEMPLATE, choose
 from kvbench.targets.launched import LaunchedTarget
 from kvbench.targets.options import TargetOptions
+from kvbench.targets.preset import LOOP
 from kvbench.targets.presets import PRESETS
 from kvbench.targets.running import OpenAITarget
 from kvbench.workload.file import load_workload
@@ -234,6 +236,18 @@ def test_the_kv_budget_reaches_servers_in_their_own_units(workload):
     # llama-32m: 8 layers x 4 KV heads x (64 + 64) x 4 bytes = 16,384 bytes a token, and a page table
     assert 0.98 * (65 << 20) / 16384 <= tokens <= (65 << 20) / 16384
     assert given("vllm", "--kv-cache-memory-bytes") == tokens * 16384
+
+
+def test_an_adapter_gets_the_words_of_the_server_and_other_targets_have_none(workload):
+    choice = chosen(workload(), **VLLM_HERE, target_args="--enforce-eager")
+    with contextlib.closing(choice):
+        command, environment = choice.stepped({**workload().engine, "page_size": 64})
+    assert command[:3] == (sys.executable, str(LOOP), str(PRESETS["vllm"].adapter))
+    words = dict(itertools.pairwise(command[3:]))
+    assert words["--block-size"] == "64" and Path(words["--model"]).name and "--enforce-eager" in command
+    assert "vllm.entrypoints.openai.api_server" not in command and environment["HF_HUB_OFFLINE"] == "1"
+    for other in ({"target": "sglang", "target_python": sys.executable}, {}):
+        assert chosen(workload(), **other).stepped is None
 
 
 LLAMA_HERE = {"target": "llamacpp"}
