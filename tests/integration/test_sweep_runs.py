@@ -214,7 +214,7 @@ def test_a_sweep_calibrates_once_per_setting_and_believes_it(bench, calibrations
     said, folder = done.stdout, bench.only_run()
     assert done.returncode == 4, said
     at_first = [settings_for(ClientLoad(streams)) for streams in (3, 6)]
-    assert set(calibrations) > set(at_first)  # the fake server sends more chunks than that
+    assert set(calibrations) >= set(at_first)  # more where the fake server sends more chunks than that
     assert len(set(calibrations)) == len(calibrations)
     rows = [json.loads(p.read_text()) for p in folder.glob("cells/*/loads/*/done.json")]
     loads = {row["cell_id"].rsplit("-", 1)[-1]: row for row in rows}

@@ -239,9 +239,15 @@ def test_a_split_write_is_the_same_stream_in_pieces(url: str) -> None:
                 data, reads = data + stream.recv(65536), reads + 1
         return re.sub(rb'"created": \d+', b"", data), reads
 
-    (whole, reads), (bytewise, pieces), (halved, _) = read(0), read(1), read(150)
-    assert whole == bytewise == halved
-    assert pieces > 2 * reads  # the kernel may join some of the 1,000 pieces
+    (whole, reads), (halved, _) = read(0), read(150)
+    assert whole == halved
+    for _ in range(20):  # the kernel joins the 1,000 pieces for a reader that is late on a busy machine
+        bytewise, pieces = read(1)
+        assert bytewise == whole
+        if pieces > 2 * reads:
+            break
+    else:
+        pytest.fail(f"{pieces} pieces in the last of 20 reads")
     event = events_of(post(url, PATHS["chat"], **body_of("chat", 1, model="mock?split=1")))[1]
     assert newest_stamp(url)["sends"][0] > event["kvbench"]["sent"]  # the last piece's moment
 

@@ -127,7 +127,7 @@ def test_predictions_are_on_disk_before_anything_is_measured_and_stand_beside_it
     assert contiguous["predicted"] == {"output_throughput": 0.5} and contiguous["launches"] == 2
     assert (contiguous["decoding"], contiguous["kv_usage"], contiguous["preemptions"]) == (3.0, 0.3, 2.0)
     table = data["tables"][0]
-    assert "97 MiB" in table["title"] and table["columns"][3] == "predicted, H200"
+    assert "49 MiB" in table["title"] and table["columns"][3] == "predicted, H200"
     assert table["rows"][0][1] == "96"  # means over the launches, of which 100 is the first
     shown = ["contiguous", "120", "1.250 (1.200 to 1.300)", "0.500", "20", *"–––––", "3.0", "30%", "2", "2"]
     assert table["rows"][1] == shown
