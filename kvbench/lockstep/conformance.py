@@ -86,9 +86,15 @@ class EngineUnderCheck:
     def prompt(self, number: int, tokens: int) -> list[int]:
         return [16 + (7 * number + i) % min(200, self.vocab_size - 16) for i in range(tokens)]
 
-    def begin(self, requests: Sequence[Sequence[Any]], users: int | None, keep_cache: bool = False) -> None:
+    def begin(
+        self,
+        requests: Sequence[Sequence[Any]],
+        users: int | None,
+        keep_cache: bool = False,
+        temperature: float = 0.0,
+    ) -> None:
         self.process.ask(
-            do="load", name=NAME, requests=requests, concurrency=users, temperature=0.0, ignore_eos=True,
+            do="load", name=NAME, requests=requests, concurrency=users, temperature=temperature, ignore_eos=True,
             keep_cache=keep_cache,
         )  # fmt: skip
 
@@ -105,10 +111,10 @@ class EngineUnderCheck:
         raise CheckFailedError(f"a load did not end within {most_turns} turns")
 
     def compute(
-        self, requests: Sequence[Sequence[Any]], users: int | None, keep_cache: bool = False, most_turns: int = 500
+        self, requests: Sequence[Sequence[Any]], users: int | None, most_turns: int = 500, **how: Any
     ) -> CheckedLoad:
         """Computes a load in turns of 1 to ``_LONGEST_TURN`` steps. Raises CheckFailedError if it does not end."""
-        self.begin(requests, users, keep_cache)
+        self.begin(requests, users, **how)
         steps: list[Sequence[float]] = []
         load = CheckedLoad(requests, np.empty((0, len(STEP_COLUMNS))), [], [], [])
         for length in itertools.islice(itertools.cycle(range(1, _LONGEST_TURN + 1)), most_turns):
@@ -251,7 +257,8 @@ def _must_refuse(engine: EngineUnderCheck, what: str, command: Mapping[str, Any]
 def _several_answers(engine: EngineUnderCheck) -> str:
     if "n" not in engine.process.options:
         raise NotOfferedError("a request has one answer")
-    (row,) = engine.compute([[engine.prompt(1, 8), 5, None, 0, {"n": 2}]], users=1).rows
+    request = [engine.prompt(1, 8), 5, None, 0, {"n": 2}]
+    (row,) = engine.compute([request], users=1, temperature=1.0).rows  # some engines fork no greedy request
     if len(row) < 8 or sorted(set(row[7])) != [0, 1] or len(row[6]) != 10:
         raise CheckFailedError("a request with n=2 has not two sequences of 5 tokens in its row")
     return "n"

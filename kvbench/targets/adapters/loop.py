@@ -128,7 +128,7 @@ class LoopCommands:
             raise ValueError("no engine is open: open it first")
         metrics = getattr(self.engine, "metrics", str)
         if do == "load":
-            if self.load is not None and not self.load.ended:
+            if self.load is not None and self.load.running:  # one that was refused is over
                 raise ValueError("the engine still computes its last load: let it end first")
             if not rest.pop("keep_cache"):
                 getattr(self.engine, "reset_cache", lambda: None)()
