@@ -43,7 +43,9 @@ def transformers_command(folder):
 def test_the_adapter_of_transformers_passes_and_generates_what_the_model_does(model_folder, tmp_path):
     results = list(check_engine(transformers_command(model_folder), {}, tmp_path / "log"))
     assert not [result for result in results if result.outcome == FAILED]
-    assert sum(result.outcome == NOT_OFFERED for result in results) == 2
+    assert [result.title for result in results if result.outcome == NOT_OFFERED] == [
+        "A request of two answers has two sequences"
+    ]
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     with EngineProcess(transformers_command(model_folder), tmp_path / "log") as process:
         process.greet()
@@ -78,7 +80,7 @@ def test_two_settings_of_transformers_are_compared_in_turns(tmp_path):
         load={"concurrency": [2], "num_requests": 4},
     )  # fmt: skip
     sides = ("max_num_batched_tokens=128", "max_num_batched_tokens=32")
-    done = bench.kvbench("compare", *sides, "--workload", str(path), "--target", "transformers", "--max-minutes", "0.5",
+    done = bench.kvbench("compare", *sides, "--workload", str(path), "--target", "transformers", "--max-minutes", "1.5",
                          "--force", "--output-dir", str(tmp_path / "out"))  # fmt: skip
     assert done.returncode in (0, 1, 3), done.stdout + done.stderr
     (folder,) = (tmp_path / "out" / "compare").iterdir()

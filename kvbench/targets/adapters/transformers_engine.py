@@ -29,7 +29,9 @@ class TransformersEngine:
         self.processor = self.manager.batch_processor = self.manager._create_batch_processor()
         if self.processor.use_async_batching:
             raise ValueError("transformers overlaps its batches here (asynchronous batching): a step has no end")
-        self.version, self.made = transformers.__version__, {}
+        self.version, self.made, self.cached = transformers.__version__, {}, {}
+        self.search = self.processor.cache.search_prefix_match
+        self.processor.cache.search_prefix_match = self._search
 
     def describe(self):
         config, cache = self.model.config.get_text_config(), self.processor.cache
@@ -45,6 +47,13 @@ class TransformersEngine:
             "capacity": {"page_size": size, "num_pages": cache.num_blocks, "capacity_tokens": size * cache.num_blocks},
             "versions": {"transformers": self.version, "torch": self._torch.__version__},
         }  # fmt: skip
+
+    def _search(self, name, tokens):
+        self.cached[name] = self.search(name, tokens)
+        return self.cached[name]
+
+    def cached_tokens(self, name):
+        return self.cached.get(name, 0)
 
     def add(self, name, prompt, max_tokens, temperature, ignore_eos):
         longest = self.model.config.get_text_config().max_position_embeddings
@@ -73,6 +82,7 @@ class TransformersEngine:
 
     def reset_cache(self):
         self.made.clear()
+        self.cached.clear()
         self.processor.reset()
         self.processor.cache.reset()  # the hashes of complete blocks, too
 
