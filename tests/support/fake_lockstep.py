@@ -56,9 +56,9 @@ class FakeProcess(EngineProcess):
     alive = True
 
     def __init__(
-        self, command: Any, log: Any, *, env: Any = None, check: Any = lambda: None, preloaded: Any = None
+        self, command: Any, log: Any, *, check: Any = lambda: None, preloaded: Any = None, **how: Any
     ) -> None:
-        self.preloaded = preloaded
+        self.preloaded, self.protocol, self.greedy_only = preloaded, lockstep.PROTOCOL, False
         self.check, self._commands, self._answers = check, FakeCommands(), deque()
         self.options = frozenset(lockstep.OPTIONS)
 

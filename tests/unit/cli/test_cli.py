@@ -35,7 +35,7 @@ from kvbench.workload.options import Answers
 GROUPS = {
     "Everyday": ("init", "plan", "sweep", "load", "report", "recommend", "view", "serve", "doctor"),
     "For CI": ("gate", "compare", "accept", "history"),
-    "Studies": ("claims", "simulate", "quality", "trace", "cache-sim"),
+    "Studies": ("claims", "simulate", "quality", "trace", "cache-sim", "check-engine"),
     "More": ("dev", "help"),
 }
 DEV = (
