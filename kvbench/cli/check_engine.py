@@ -28,8 +28,9 @@ class CheckEngineRequest(Options):
 def check_engine(request: CheckEngineRequest) -> int:
     """Check that an engine computes steps on command.
 
-    Engine time needs that. CMD starts the engine's process, which speaks protocol 3 on stdin and stdout (docs/engines.md). A Python file with a
-    class Engine is run by this Python; for an engine of another Python write the whole command.
+    Engine time needs that. CMD starts the engine's process, which speaks protocol 3 on stdin and stdout
+    (docs/engines.md). A Python file with a class Engine is run by this Python; for an engine of another Python write
+    the whole command.
 
     \b
     Examples:

@@ -44,7 +44,7 @@ for _words, _entry in plugins("commands").items():
 
 @click.group(cls=SectionedGroup, sections=_DEV_SECTIONS, commands=_DEV_COMMANDS)
 def dev() -> None:
-    """Calibrate, tune and check what measures and what is measured."""
+    """Calibrate, tune and check what measures or is measured."""
 
 
 @click.group(
