@@ -38,19 +38,24 @@ def check_engine(request: CheckEngineRequest) -> int:
       kvbench check-engine '/opt/vllm/bin/python .../loop.py .../vllm_engine.py --model ...' --log engine.log
     \b
     No files are written but --log's.
-    Exit codes: 0 every point that the engine offers passed, 1 a point failed, 2 bad input.
+    Exit codes: 0 every point that the engine offers passed, 1 a point failed, 2 bad input, 130 interrupted.
     """
     from rich.console import Console
 
     from kvbench.common.console import make_table, print_plain, print_table, status_line
     from kvbench.common.errors import Interruption
     from kvbench.gate.compare.sides import parse_settings
-    from kvbench.lockstep.conformance import FAILED, check_engine
+    from kvbench.lockstep.conformance import CHECKS, FAILED, check_engine
 
     command, settings = words_of(request.command), parse_settings(request.settings) if request.settings else {}
     console = Console()
     with Interruption() as interruption, tempfile.TemporaryDirectory() as scratch:
         log = request.log or Path(scratch) / "engine.log"
+        try:
+            log.parent.mkdir(parents=True, exist_ok=True)
+            log.open("ab").close()
+        except OSError as error:
+            raise UsageError(f"--log {log} cannot be written ({error.strerror}): name another file") from None
         with status_line(console, "starting the engine") as show:
             results = []
             for result in check_engine(command, settings, log, check=interruption.check):
@@ -59,7 +64,8 @@ def check_engine(request: CheckEngineRequest) -> int:
     rows = [(result.title, result.outcome, result.detail) for result in results]
     print_table(console, make_table(("point", "outcome", "seen"), rows, numbers_from=3))
     failed = sum(result.outcome == FAILED for result in results)
-    print_plain(console, f"{failed} of {len(results)} points failed" if failed else "it can be measured in engine time")
+    left = f", {1 + len(CHECKS) - len(results)} were not reached" if len(results) <= len(CHECKS) else ""
+    print_plain(console, f"{failed} failed{left}" if failed else "it can be measured in engine time")
     return 1 if failed else 0
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from kvbench.common.errors import MeasurementError
-from kvbench.lockstep.process import PROTOCOLS, EngineFailedError, EngineProcess, EngineRefusedError
+from kvbench.lockstep.process import PROTOCOLS, EngineProcess, EngineRefusedError
 from kvbench.lockstep.turns import STEP_COLUMNS
 from kvbench.runs.server_info import ServerInfo, is_size
 
@@ -108,7 +108,7 @@ class EngineUnderCheck:
         for _ in range(most_turns):
             if self.turn(_LONGEST_TURN)[0]["ended"]:
                 return
-        raise CheckFailedError(f"a load did not end within {most_turns} turns")
+        raise MeasurementError(f"a load did not end within {most_turns} turns")
 
     def compute(
         self, requests: Sequence[Sequence[Any]], users: int | None, most_turns: int = 500, **how: Any
@@ -128,7 +128,7 @@ class EngineUnderCheck:
             if answer["ended"]:
                 break
         else:
-            raise CheckFailedError(f"{len(requests)} requests did not end within {most_turns} turns")
+            raise MeasurementError(f"{len(requests)} requests did not end within {most_turns} turns")
         load.steps = np.array(steps, dtype=float).reshape(-1, len(STEP_COLUMNS))
         load.rows = self.process.ask(do="result", name=NAME)["requests"]
         if len(load.rows) != len(requests):
@@ -299,7 +299,7 @@ def check_engine(
     env: Mapping[str, str | None] | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> Iterator[CheckResult]:
-    """Yields each point's result as soon as it is known. Where the process fails, the points after it are left out."""
+    """Yields each point's result as soon as it is known. Those after a refusal or a failed process are left out."""
     with EngineProcess(command, log, env=env, check=check) as process:
         title = f"It speaks protocol {PROTOCOLS[-1]}"
         try:
@@ -314,16 +314,13 @@ def check_engine(
                 yield CheckResult(title, PASSED, point(engine))
             except NotOfferedError as reason:
                 yield CheckResult(title, NOT_OFFERED, str(reason))
-            except CheckFailedError as reason:
-                yield CheckResult(title, FAILED, str(reason))
-            except (MeasurementError, LookupError, TypeError, ValueError) as error:
+            except (CheckFailedError, MeasurementError, LookupError, TypeError, ValueError) as error:
                 yield CheckResult(title, FAILED, _in_words(error))
-                lost = isinstance(error, EngineFailedError) and not isinstance(error, EngineRefusedError)
-                if lost or not process.alive or point is _opens:  # later answers would be those to other commands
+                if isinstance(error, MeasurementError) or point is _opens:  # a load or an answer is in the way
                     return
 
 
 def _in_words(error: Exception) -> str:
-    if isinstance(error, MeasurementError):
+    if isinstance(error, MeasurementError | CheckFailedError):
         return str(error)
     return f"its answer is not as the protocol has it ({type(error).__name__}: {error})"

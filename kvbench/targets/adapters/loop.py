@@ -17,6 +17,7 @@ library only. The adapter's file has a class ``Engine``:
 
 import importlib.util
 import json
+import operator
 import os
 import sys
 import time
@@ -84,8 +85,8 @@ class Load:
         An engine does not tell which prompts a step computed: a prompt counts where its first token is made.
         """
         prefill = decode = made = 0
-        for name, sequence, ids, reason in outputs:
-            request = self.sent[int(name)]
+        for output in outputs:
+            request, sequence, ids, reason = self._checked(output)
             if ids:
                 prefill += 0 if request.times else request.prompt_tokens
                 decode += sequence in request.ids
@@ -98,6 +99,21 @@ class Load:
                 request.ends[sequence] = reason
                 self.running -= request.ended
         return prefill, decode, made
+
+    def _checked(self, output):
+        """The request and the rest of one output of a step. Raises ValueError with what is wrong in it."""
+        try:
+            name, sequence, ids, reason = output
+            ids = [operator.index(token) for token in ids]
+        except (TypeError, ValueError):
+            expected = "(name, sequence, [token ids], reason or None) is expected"
+            raise ValueError(f"step gave {output!r}: {expected}") from None
+        numbers = {str(number): request for number, request in enumerate(self.sent) if not request.ended}
+        if name not in numbers or sequence not in range(numbers[name].sequences):
+            raise ValueError(f"step gave tokens of request {name!r}, sequence {sequence!r}, which does not run")
+        if reason is not None and not isinstance(reason, str):
+            raise ValueError(f"step gave the finish reason {reason!r}: 'length', 'stop' or None is expected")
+        return numbers[name], sequence, ids, reason
 
     def result(self):
         """The row of each request: [due, sent, times, tokens at each, cached tokens, finish reason, token ids]."""
@@ -149,6 +165,8 @@ def main():
     spec = importlib.util.spec_from_file_location("adapter", path)
     adapter = sys.modules["adapter"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(adapter)
+    if not hasattr(adapter, "Engine"):
+        sys.exit(f"{path} has no class Engine")
     done = LoopCommands(adapter, arguments)
     tells = [name for name in ("cached_tokens", "metrics") if hasattr(adapter.Engine, name)]
     answer = {
@@ -157,17 +175,19 @@ def main():
         "tells": tells,
         "greedy_only": bool(getattr(adapter.Engine, "GREEDY_ONLY", False)),
     }
+    text = json.dumps(answer)
     while True:
-        answers.write(json.dumps(answer) + "\n")
+        answers.write(text + "\n")
         answers.flush()
         line = sys.stdin.readline()
         if not line:
             return
         try:
-            answer = done.do(**json.loads(line))
+            text = json.dumps(done.do(**json.loads(line)))
         except Exception as error:  # whatever an engine raises, its process goes on
             traceback.print_exc()
-            answer = {"error": str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"}
+            words = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            text = json.dumps({"error": words})
 
 
 if __name__ == "__main__":

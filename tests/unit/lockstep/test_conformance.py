@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvbench.cli.main import cli
+from kvbench.common.errors import UsageError
 from kvbench.lockstep import process
 from kvbench.lockstep.conformance import FAILED, NOT_OFFERED, PASSED, check_engine
 from kvbench.targets.preset import LOOP
@@ -137,6 +138,20 @@ def test_a_process_that_dies_hangs_or_says_something_else_is_named(checked, monk
     assert [result for result in results if result.outcome == FAILED and words in result.detail]
 
 
+@pytest.mark.parametrize(("output", "words"), [
+    ("('nobody', 0, [1], None)", "request 'nobody', sequence 0, which does not run"),
+    ("('-1', 0, [1], None)", "request '-1'"),
+    ("(name, 3, [1], None)", "sequence 3, which does not run"),
+    ("(name, 0, [1.5], None)", "is expected"),
+    ("(name, 0, [1])", "is expected"),
+    ("(name, 0, [1], True)", "finish reason True"),
+])  # fmt: skip
+def test_what_a_step_gives_wrongly_is_one_sentence_and_the_rest_is_not_reached(checked, output, words):
+    more = f"\nstep = Engine.step\nEngine.step = lambda self: [{output} for name, *_ in step(self)]\n"
+    *_, last = checked(more).values()
+    assert last.outcome == FAILED and words in last.detail and "Traceback" not in last.detail
+
+
 def test_a_longer_turn_than_asked_for_fails(checked):
     results = checked(before="if do == 'turn': rest['steps'] += 1")
     assert "a turn of 1 steps had 2" in next(r.detail for r in results.values() if r.outcome == FAILED)
@@ -152,9 +167,15 @@ def test_the_command_prints_a_table_and_its_exit_code_says_whether_a_point_faile
     assert "1 to 256 are possible" in capsys.readouterr().out.replace("\n", " ")
 
 
+def test_a_file_without_an_engine_and_a_log_without_a_place_are_said(tmp_path, capsys):
+    (tmp_path / "empty.py").write_text("")
+    assert cli.main(["check-engine", str(tmp_path / "empty.py")], standalone_mode=False) == 1
+    assert "has no class Engine" in " ".join(capsys.readouterr().out.split())
+    with pytest.raises(UsageError, match="cannot be written"):
+        cli.main(["check-engine", str(tmp_path / "empty.py"), "--log", str(tmp_path)], standalone_mode=False)
+
+
 @pytest.mark.parametrize("command", ["no-such-engine.py", "no-such-program x", "'", ""])
 def test_a_command_that_cannot_run_is_refused(command):
-    from kvbench.common.errors import UsageError
-
     with pytest.raises(UsageError):
         cli.main(["check-engine", command], standalone_mode=False)
