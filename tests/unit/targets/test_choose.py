@@ -241,7 +241,9 @@ def test_the_kv_budget_reaches_servers_in_their_own_units(workload):
 def test_an_adapter_gets_the_words_of_the_server_and_other_targets_have_none(workload):
     choice = chosen(workload(), **VLLM_HERE, target_args="--enforce-eager")
     with contextlib.closing(choice):
-        command, environment = choice.stepped({**workload().engine, "page_size": 64})
+        launch = choice.stepped({**workload().engine, "page_size": 64})
+    command, environment = launch.command, launch.env
+    assert launch.start_limit_s == 900 and launch.scratch
     assert command[:3] == (sys.executable, str(LOOP), str(PRESETS["vllm"].adapter))
     words = dict(itertools.pairwise(command[3:]))
     assert words["--block-size"] == "64" and Path(words["--model"]).name and "--enforce-eager" in command
