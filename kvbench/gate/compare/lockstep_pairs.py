@@ -95,7 +95,7 @@ def why_not_lockstep(workloads: Sequence[PairedWorkload], log: Path) -> str | No
                 answers = open_all(opening, limit_s)
                 for (process, side, settings), answer in zip(opening, answers, strict=True):
                     capacity = paired.capacity[side][paired.matches[0].of(side).config_id]
-                    _read_info(process, settings, capacity, answer)
+                    read_info(process, settings, capacity, answer)
             except (UsageError, MeasurementError) as error:
                 return str(error)
     return None
@@ -126,7 +126,7 @@ def _options(paired: PairedWorkload, side: str) -> set[str]:
     return options
 
 
-def _read_info(
+def read_info(
     process: EngineProcess, settings: Mapping[str, Any], capacity: Capacity, answer: Mapping[str, Any]
 ) -> ServerInfo:
     """Reads an engine's description of itself. Raises EngineFailedError where it cannot be that of ``settings``."""
@@ -221,7 +221,7 @@ class LockstepPairs:
         infos = {}
         for (process, side, settings), answer in zip(opened, answers, strict=True):
             capacity = workload.capacity[side][match.of(side).config_id]
-            infos[side] = _read_info(process, settings, capacity, answer)
+            infos[side] = read_info(process, settings, capacity, answer)
             self.on_engine(side, match, infos[side])
         if cores := _same_cores([match.of(side).settings for side in sides], infos.values(), rng):
             for process, _, _ in opened:

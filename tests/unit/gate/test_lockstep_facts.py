@@ -1,12 +1,16 @@
-"""What all pairs of a comparison in engine time have in common, as the manifest keeps it."""
+"""What all pairs of a comparison in engine time have in common, and what an engine says of itself."""
 
 from __future__ import annotations
 
 import json
+from unittest.mock import Mock
 
 import pytest
 
 from kvbench.gate.compare.folder import CompareFolder, LockstepFacts
+from kvbench.gate.compare.lockstep_pairs import read_info
+from kvbench.lockstep.process import EngineFailedError
+from kvbench.runs.results import Capacity
 from tests.support.loads import ROOT
 
 STORED = ROOT / "results" / "reference" / "gate" / "unchanged" / "manifest.json"
@@ -29,3 +33,14 @@ def test_what_pairs_add_is_stored_and_impossible_facts_are_refused():
             LockstepFacts.parse(stored)
     facts = LockstepFacts().model_copy(update={"turn_lengths": {"a": 4}, "times": {"a-c3": 2}})
     assert facts.to_json() == {"turn_lengths": {"a": 4}, "times": {"a-c3": 2}}
+
+
+@pytest.mark.parametrize(("told", "words"), [
+    ({"capacity": {"page_size": 32}}, "its pages have 32 tokens"),
+    ({"model": {"vocab_size": -1.5}}, "its description of itself is wrong"),
+    ({"engine": []}, "its description of itself is wrong"),
+])  # fmt: skip
+def test_an_engine_with_other_settings_than_asked_for_fails(told, words):
+    with pytest.raises(EngineFailedError, match=words):
+        read_info(Mock(), {"page_size": 16}, Capacity(), told)
+    assert read_info(Mock(), {"page_size": 16}, Capacity(), {"capacity": {"page_size": 16}}).capacity.page_size == 16
