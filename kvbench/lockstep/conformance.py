@@ -113,7 +113,7 @@ class EngineUnderCheck:
     def compute(
         self, requests: Sequence[Sequence[Any]], users: int | None, most_turns: int = 500, **how: Any
     ) -> CheckedLoad:
-        """Computes a load in turns of 1 to ``_LONGEST_TURN`` steps. Raises CheckFailedError if it does not end."""
+        """Computes a load in turns of 1 to ``_LONGEST_TURN`` steps. Raises MeasurementError if it does not end."""
         self.begin(requests, users, **how)
         steps: list[Sequence[float]] = []
         load = CheckedLoad(requests, np.empty((0, len(STEP_COLUMNS))), [], [], [])

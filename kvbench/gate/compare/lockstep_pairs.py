@@ -12,6 +12,7 @@ one core each.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import random
@@ -83,10 +84,11 @@ def why_not_lockstep(workloads: Sequence[PairedWorkload], log: Path) -> str | No
                 settings = match.of(side).settings
                 if (launch := stepped_launch(opened, settings)) is None:
                     return f"{opened.name} has no adapter that tells an engine when to compute a step (docs/engines.md)"
-                if reason := _why_no_load(paired, side):
+                draws = [_requests(paired, side, cell, 1, 1) for cell in match.cells(side)]
+                if reason := _why_no_load(paired, side, draws):
                     return reason
                 process = stack.enter_context(start_engine(launch, log.with_suffix(f".{side}")))
-                if why := why_not_stepped(process, opened.choice.workload.load, _options(paired, side)):
+                if why := why_not_stepped(process, opened.choice.workload.load, _options(draws)):
                     return f"the engine of {opened.name} cannot be stepped ({why})"
                 if opened.choice.stepped is not None:
                     opening.append((process, side, settings))
@@ -105,11 +107,11 @@ def start_engine(launch: SteppedLaunch, log: Path, check: Callable[[], None] = l
     return EngineProcess(launch.command, log, env=launch.env, check=check, scratch=launch.scratch)
 
 
-def _why_no_load(paired: PairedWorkload, side: str) -> str | None:
-    """Says why a side's loads cannot be measured in engine time, None if they can."""
+def _why_no_load(paired: PairedWorkload, side: str, draws: Sequence[RequestList]) -> str | None:
+    """Says why a side's loads, whose requests are ``draws``, cannot be measured in engine time; None if they can."""
     load = paired.sides[side].choice.workload.load
-    for cell in paired.matches[0].cells(side):
-        if reason := loads.SteppedInstrument.why_not(load, _requests(paired, side, cell, 1, 1)):
+    for requests in draws:
+        if reason := loads.SteppedInstrument.why_not(load, requests):
             return f"{paired.name}: {reason}"
     settings = [match.of(side).settings for match in paired.matches]
     if gpus() and any(engine.get("device") != "cpu" and engine.get("kv_budget") is None for engine in settings):
@@ -117,12 +119,11 @@ def _why_no_load(paired: PairedWorkload, side: str) -> str | None:
     return None
 
 
-def _options(paired: PairedWorkload, side: str) -> set[str]:
-    """The options that requests of a side's first cells have."""
+def _options(draws: Sequence[RequestList]) -> set[str]:
+    """The options that requests have."""
     options = set[str]()
-    for cell in paired.matches[0].cells(side):
-        for request in _requests(paired, side, cell, 1, 1):
-            options.update(request.answers, ["priority"] if request.priority else ())
+    for request in itertools.chain(*draws):
+        options.update(request.answers, ["priority"] if request.priority else ())
     return options
 
 

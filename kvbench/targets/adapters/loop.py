@@ -44,7 +44,8 @@ class Load:
     def __init__(self, engine, requests, concurrency, temperature, ignore_eos):
         self.engine, self.waiting, self.users = engine, list(requests), concurrency
         self.sampling = {"temperature": temperature, "ignore_eos": ignore_eos}
-        self.clock, self.sent, self.running = 0.0, [], 0
+        self.clock, self.sent = 0.0, []
+        self.running = {}  # those of the sent requests that have not ended, by name
 
     @property
     def ended(self):
@@ -69,15 +70,15 @@ class Load:
     def _send_due(self):
         while len(self.sent) < len(self.waiting):
             prompt, max_tokens, arrival, priority, *options = self.waiting[len(self.sent)]
-            if arrival > self.clock if self.users is None else self.running >= self.users:
+            if arrival > self.clock if self.users is None else len(self.running) >= self.users:
                 return
             more = {**(options[0] if options else {}), **({"priority": priority} if priority else {})}
             if unknown := sorted(set(more) - set(getattr(self.engine, "OPTIONS", ()))):
                 raise ValueError(f"its requests cannot have {', '.join(unknown)}")
-            self.engine.add(str(len(self.sent)), prompt, max_tokens, **self.sampling, **more)
-            due = arrival if self.users is None else self.clock
-            self.sent.append(SentRequest(due, self.clock, more.get("n", 1), len(prompt)))
-            self.running += 1
+            name, due = str(len(self.sent)), arrival if self.users is None else self.clock
+            self.engine.add(name, prompt, max_tokens, **self.sampling, **more)
+            self.running[name] = SentRequest(due, self.clock, more.get("n", 1), len(prompt))
+            self.sent.append(self.running[name])
 
     def _take(self, outputs):
         """Notes new tokens as of now; returns prompt tokens, sequences that go on, and output tokens of the step.
@@ -86,7 +87,8 @@ class Load:
         """
         prefill = decode = made = 0
         for output in outputs:
-            request, sequence, ids, reason = self._checked(output)
+            name, sequence, ids, reason = self._checked(output)
+            request = self.running[name]
             if ids:
                 prefill += 0 if request.times else request.prompt_tokens
                 decode += sequence in request.ids
@@ -97,23 +99,23 @@ class Load:
                 request.ids.setdefault(sequence, []).extend(ids)
             if reason is not None:
                 request.ends[sequence] = reason
-                self.running -= request.ended
+                if request.ended:
+                    del self.running[name]
         return prefill, decode, made
 
     def _checked(self, output):
-        """The request and the rest of one output of a step. Raises ValueError with what is wrong in it."""
+        """One output of a step, its ids as whole numbers. Raises ValueError with what is wrong in it."""
         try:
             name, sequence, ids, reason = output
             ids = [operator.index(token) for token in ids]
         except (TypeError, ValueError):
             expected = "(name, sequence, [token ids], reason or None) is expected"
             raise ValueError(f"step gave {output!r}: {expected}") from None
-        numbers = {str(number): request for number, request in enumerate(self.sent) if not request.ended}
-        if name not in numbers or sequence not in range(numbers[name].sequences):
+        if name not in self.running or sequence not in range(self.running[name].sequences):
             raise ValueError(f"step gave tokens of request {name!r}, sequence {sequence!r}, which does not run")
         if reason is not None and not isinstance(reason, str):
             raise ValueError(f"step gave the finish reason {reason!r}: 'length', 'stop' or None is expected")
-        return numbers[name], sequence, ids, reason
+        return name, sequence, ids, reason
 
     def result(self):
         """The row of each request: [due, sent, times, tokens at each, cached tokens, finish reason, token ids]."""
