@@ -9,22 +9,27 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import select
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from kvbench.common import processes
 from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.common.text import listing
+from kvbench.requests.request import RequestSpec
+from kvbench.runs.results import Capacity
+from kvbench.runs.server_info import ServerInfo
+from kvbench.targets.base import SteppedLaunch, contradiction
 from kvbench.workload.load_section import LoadConfig
+from kvbench.workload.settings import Settings
 
 OWN_PROTOCOL = 2  # of the built-in engine
 PROTOCOLS = (OWN_PROTOCOL, 3)  # 3: of adapters
-LOCKSTEP_COMMAND = (sys.executable, "-m", "engine.lockstep")
 OPEN_LIMIT_S = 180.0  # imports, weights, warm-up
 TURN_LIMIT_S = 300.0  # a few steps; on a CPU one with a long prompt may take many seconds
 _SAYS_PROTOCOL_S = 60.0
@@ -77,7 +82,11 @@ class EngineProcess:
             )
         self._process.watch(scratch)
 
-    def __enter__(self) -> EngineProcess:
+    @classmethod
+    def of(cls, launch: SteppedLaunch, log: Path, **how: Any) -> Self:
+        return cls(launch.command, log, env=launch.env, scratch=launch.scratch, **how)
+
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -94,6 +103,11 @@ class EngineProcess:
     @property
     def forked(self) -> bool:
         return self._process.forked
+
+    def memory(self) -> int:
+        """Returns the bytes that its processes share with no other."""
+        members = self._process.remember()
+        return sum(member.memory_info().rss - member.memory_info().shared for member in members if member.is_running())
 
     def fileno(self) -> int:
         """Returns the pipe of its answers, which ``select`` waits for."""
@@ -182,23 +196,72 @@ def wait_for_answers(processes: Sequence[EngineProcess], limit_s: float) -> Sequ
 
 
 def open_all(
-    engines: Sequence[tuple[EngineProcess, str, Mapping[str, Any]]], limit_s: float = OPEN_LIMIT_S
+    engines: Sequence[tuple[EngineProcess, str, Settings]], limit_s: float = OPEN_LIMIT_S
 ) -> list[dict[str, Any]]:
     """Builds each (process, name, settings), all processes at once; returns each engine's description of itself.
 
     Raises UsageError for settings that an engine refuses, EngineFailedError where one fails.
     """
+    answers = []
+    for (_, name, _), answer in zip(engines, open_each(engines, limit_s), strict=True):
+        if isinstance(answer, EngineRefusedError):
+            raise UsageError(f"the engine of {name} refused its settings: {answer}") from answer
+        if isinstance(answer, EngineFailedError):
+            raise answer
+        answers.append(answer)
+    return answers
+
+
+def open_each(
+    engines: Sequence[tuple[EngineProcess, str, Settings]], limit_s: float
+) -> list[dict[str, Any] | EngineFailedError]:
+    """Builds each (process, name, settings), all processes at once; returns what each says of itself, or why not."""
     for process, name, settings in engines:
         process.send(do="open", name=name, settings=dict(settings))
-    answers, refused = [], None
-    for process, name, _ in engines:  # every answer is read: the next one of its process is that of another command
+    answers: list[dict[str, Any] | EngineFailedError] = []
+    for process, _, _ in engines:  # every answer is read: the next one of its process is that of another command
         try:
             answers.append(process.receive(limit_s))
-        except EngineRefusedError as error:
-            refused = refused or UsageError(f"the engine of {name} refused its settings: {error}")
-    if refused:
-        raise refused
+        except EngineFailedError as error:
+            answers.append(error)
     return answers
+
+
+def read_info(
+    process: EngineProcess, settings: Settings, capacity: Capacity, answer: Mapping[str, Any]
+) -> ServerInfo:
+    """Reads an engine's description of itself. Raises EngineFailedError where it cannot be that of ``settings``."""
+    try:
+        info = ServerInfo.read(answer)
+    except ValueError as error:
+        raise EngineFailedError(f"its description of itself is wrong ({error})", process) from None
+    if why := contradiction(settings, capacity, info):
+        raise EngineFailedError(why, process)
+    return info
+
+
+def stay_on_same_cores(
+    engines: Mapping[EngineProcess, Settings], infos: Iterable[ServerInfo], rng: random.Random
+) -> None:
+    """Keeps all engines on as many cores as one has threads, drawn by ``rng``.
+
+    They stay where they are if they use all cores, or a GPU.
+    """
+    threads = max(settings.get("num_threads") or sys.maxsize for settings in engines.values())
+    cores = sorted(os.sched_getaffinity(0))
+    if threads >= len(cores) or any(info.resolved.device != "cpu" for info in infos):
+        return
+    drawn = rng.sample(cores, threads)
+    for process in engines:
+        process.stay_on(drawn)
+
+
+def options_of(requests: Iterable[RequestSpec]) -> set[str]:
+    """Returns the names of the options that requests have."""
+    options = set[str]()
+    for request in requests:
+        options.update(request.answers, ["priority"] if request.priority else ())
+    return options
 
 
 def why_not_stepped(process: EngineProcess, load: LoadConfig, options: Collection[str] = ()) -> str | None:

@@ -5,17 +5,19 @@
       cells/<cell id>/loads/<launch>/         one load in engine time (kvbench/lockstep/instrument.py)
       logs/<launch>.log                       the engines' process
 
-A launch is one process with an engine of every configuration; they share the weights. What it has no room for takes no
-part, and a note says so. Engines with few threads leave cores free; then two launches compute side by side, each in
-turns of its own. Every engine computes the same requests to their end, and so does every launch: what scatters
-is the machine and the launch, not the requests. Launches go on until every effect on throughput is decided or the time
-is over (kvbench/lockstep/intervals.py). Loads come in the order of their users, most first: that is where memory
-decides. A load for which the time does not hold enough launches is left out, and the effects say so.
+A launch of the built-in engine is one process with an engine of every configuration; they share the weights. Other
+engines have a process each. What memory has no room for follows in rounds: another part of every launch, with the
+baseline again, in round-<number>/. Built-in engines with few threads leave cores free; then two launches compute side
+by side, each in turns of its own. Every engine computes the same requests to their end, and so does every launch: what
+scatters is the machine and the launch, not the requests. Launches go on until every effect on throughput is decided or
+the time is over (kvbench/lockstep/intervals.py). Loads come in the order of their users, most first: that is where
+memory decides. A load for which the time does not hold enough launches is left out, and the effects say so.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import random
 import shutil
@@ -33,7 +35,7 @@ from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.common.machine import free_memory, usable_cores
 from kvbench.common.preloaded import Preloaded
 from kvbench.common.records import read_record, write_record
-from kvbench.common.text import listing
+from kvbench.common.text import listing, plural
 from kvbench.effects.comparison import Comparison
 from kvbench.lockstep import instrument as loads
 from kvbench.lockstep.intervals import (
@@ -50,7 +52,16 @@ from kvbench.lockstep.intervals import (
     launch_ratios,
     pooled_effects,
 )
-from kvbench.lockstep.process import LOCKSTEP_COMMAND, EngineProcess, open_all
+from kvbench.lockstep.process import (
+    EngineFailedError,
+    EngineProcess,
+    EngineRefusedError,
+    open_each,
+    options_of,
+    read_info,
+    stay_on_same_cores,
+    why_not_stepped,
+)
 from kvbench.lockstep.turns import TurnTaker, choose_turn, cold_facts, mean_step, share_done, warm_up
 from kvbench.measure.instrument import Job
 from kvbench.metrics.definitions import THROUGHPUT, figure
@@ -60,13 +71,14 @@ from kvbench.runs.engine_time import EFFECTS, FOLDER, EngineEffect, EngineTime
 from kvbench.runs.folder import DONE, RunFolder
 from kvbench.runs.results import Capacity, LoadResult
 from kvbench.runs.server_info import ServerInfo
-from kvbench.targets.base import contradiction
-from kvbench.targets.builtin import ENGINES, imports_as_usual
+from kvbench.targets.base import SteppedLaunch
+from kvbench.targets.builtin import ENGINES, imports_as_usual, stepped_builtin
 from kvbench.workload.design import Cell, Configuration, Design, LoadPoint
 from kvbench.workload.file import Workload, runs_on_cpu
 from kvbench.workload.settings import Settings
 
 MOST_LAUNCHES = 20
+ROUND = "round-"  # the folders of the rounds after the first
 MOST_AT_ONCE = 2  # launches: more would share the memory's bandwidth among too many
 METRICS = (THROUGHPUT, "p95_ttft_ms", "p95_itl_ms")  # figures that are compared
 _MOST_LIMITS = 3  # a slow machine's first launches may take so many times limit_s, and one time less for each launch
@@ -87,7 +99,8 @@ class Sitting:
     (then one configuration may be alone). ``option``: of the command, which allows more time. ``on_effects``: gets what
     is known after each launch. ``forked``: whether processes are forks of one that has imported what they need, where
     that serves all configurations.
-    ``most_at_once``: launches side by side. ``launches``: those measured, ``at_once`` side by side, in ``elapsed_s``.
+    ``stepped``: the launch of an engine's process. ``most_at_once``: launches side by side.
+    ``launches``: those measured, ``at_once`` side by side, in ``elapsed_s``.
     """
 
     run: RunFolder
@@ -101,22 +114,29 @@ class Sitting:
     is_enough: Callable[[int], bool] | None = None
     option: str = "--lockstep-minutes"
     forked: bool = False
+    stepped: Callable[[Settings], SteppedLaunch] = stepped_builtin
     most_at_once: int = MOST_AT_ONCE
     on_effects: Callable[[EngineTime], None] = lambda _: None
     notes: list[str] = field(default_factory=list)
-    _others: list[Configuration] = field(default_factory=list)  # than the baseline, that take part
+    _rounds: list[list[Configuration]] = field(default_factory=list)  # beside the baseline, that take part together
     _order_seed: int = field(default_factory=lambda: random.randrange(2**32))  # another in each sitting
     _turns: dict[str, dict[str, Any]] = field(default_factory=dict)  # by load: ``cold_facts``
     launches: int = field(default=0, init=False)  # that are measured
     at_once: int = field(default=1, init=False)
     elapsed_s: float = field(default=0.0, init=False)
     _preloaded: Preloaded | None = None  # forks processes
+    _shared: bool = True  # whether one process has the engines of all configurations
     _loads: Sequence[LoadPoint] = ()  # that launches compute
     _questions: list[Comparison] = field(default_factory=list)  # effects on throughput, so far
 
     def __post_init__(self) -> None:
         self.folder = RunFolder(self.run.path / FOLDER)
         self.baseline = next((c for c in self.design.configurations if c.is_baseline), None)
+
+    @property
+    def _others(self) -> list[Configuration]:
+        """The configurations beside the baseline that take part."""
+        return [configuration for beside in self._rounds for configuration in beside]
 
     @property
     def points(self) -> list[LoadPoint]:
@@ -144,9 +164,10 @@ class Sitting:
             self._prepare()
         while self.launches < MOST_LAUNCHES:
             numbers = range(self.launches + 1, self.launches + self.at_once + 1)
-            self.show(f"engine time, {_words(numbers)}: starting {len(self._others) + 1} engines")
             try:
-                self._loads = self._launch(numbers, self._loads, began)
+                for beside in self._rounds:  # the first launch may add some
+                    if beside or not self._others:
+                        self._launch(numbers, beside, began)
             except MeasurementError as error:
                 if not self.launches:
                     raise
@@ -181,90 +202,186 @@ class Sitting:
     def _prepare(self) -> None:
         """Settles which configurations take part, and how many launches compute side by side."""
         assert self.baseline is not None
-        self._loads, self.at_once = self.points, launches_at_once(self.baseline.settings, self.most_at_once)
-        self._others = [c for c in self.design.configurations if not c.is_baseline]
+        launch = self.stepped(self.baseline.settings)
+        self._loads, self._shared = self.points, launch.shared
+        self.open_limit_s = max(self.open_limit_s, launch.start_limit_s)
+        self._rounds = [[c for c in self.design.configurations if not c.is_baseline]]
         if self.forked and all(imports_as_usual(c.settings) for c in self.design.configurations):
             self._preloaded = ENGINES
-        for configuration in list(self._others):
+        if not self._shared:
+            return
+        self.at_once = launches_at_once(self.baseline.settings, self.most_at_once)
+        for configuration in self._others:
             if configuration.settings.get("num_threads") != self.baseline.settings.get("num_threads"):
                 reason = "engines of one process share their threads, and its num_threads is another"
                 self._leave_out(configuration, reason)
 
-    def _launch(self, numbers: Sequence[int], points: Sequence[LoadPoint], began: float) -> list[LoadPoint]:
-        """Measures the loads in a process for each launch, with all engines; returns the loads that they computed."""
+    def _launch(self, numbers: Sequence[int], beside: list[Configuration], began: float) -> None:
+        """Measures the loads of the baseline and of the configurations ``beside`` it, those of one round.
+
+        The first launch settles which loads the time holds.
+        """
         order = random.Random(f"kvbench-sitting/{self._order_seed}/{numbers[0]}")
+        until, settles = began + self._end_s, numbers[0] == 1 and beside is self._rounds[0]
         with contextlib.ExitStack() as stack:
-            processes = [
-                stack.enter_context(
-                    EngineProcess(
-                        LOCKSTEP_COMMAND,
-                        self.folder.server_log(str(number)),
-                        check=self.check,
-                        preloaded=self._preloaded,
-                    )
-                )
+            engines = self._open(stack, numbers, beside, order, until)
+            if self._others and not beside:
+                return
+            if numbers[0] > 1:
+                users = loads.users_of(self._loads[0])
+                warm_up(engines, users, self._limit("max_model_len"), until, _WARM_UP_TURNS)
+            took: list[float] = []
+            for point in self._loads:
+                if settles and took and not self._holds(point, len(self._loads) - len(took), took, began):
+                    self._loads = self._loads[: len(took)]
+                    return
+                started = time.monotonic()
+                self._measure(numbers, point, engines, self._folder_of(beside), order, until)
+                took.append(time.monotonic() - started)
+
+    def _folder_of(self, beside: Sequence[Configuration]) -> RunFolder:
+        """The folder of a round; the first one's is the sitting's."""
+        number = next(number for number, other in enumerate(self._rounds, 1) if other is beside)
+        return self.folder if number == 1 else RunFolder(self.folder.path / f"{ROUND}{number}")
+
+    def _open(
+        self,
+        stack: contextlib.ExitStack,
+        numbers: Sequence[int],
+        beside: list[Configuration],
+        order: random.Random,
+        until: float,
+    ) -> list[TurnTaker]:
+        """Starts the processes of a round and opens its engines, in random order; those that there is room for.
+
+        Engines of one process open one after the other. Processes of their own open at once, the first baseline before
+        the others: it shows what a process takes.
+        """
+        assert self.baseline is not None
+        configurations = [self.baseline, *beside]
+        order.shuffle(configurations)
+        self.show(f"engine time, {_words(numbers)}: starting {len(configurations)} engines")
+        is_first, processes = numbers[0] == 1, dict[str, EngineProcess]()
+        waves = [configurations]
+        if self._shared:
+            self._make_room(beside, free_memory() // len(numbers) - self._budget(self.baseline), 0, is_first)
+            waves = [[configuration] for configuration in configurations]
+        elif is_first:
+            waves = [[self.baseline], beside]
+        engines, infos = list[TurnTaker](), list[ServerInfo]()
+        for wave in waves:
+            launched = [
+                (str(number) if self._shared else f"{number}-{configuration.config_id}", configuration, number)
+                for configuration in wave
+                if configuration is self.baseline or configuration in beside
                 for number in numbers
             ]
-            for process in processes:
-                process.greet()
-            until = began + self._end_s
-            engines = self._open(dict(zip(numbers, processes, strict=True)), order, until)
-            if numbers[0] > 1:
-                warm_up(engines, loads.users_of(points[0]), self._limit("max_model_len"), until, _WARM_UP_TURNS)
-            took: list[float] = []
-            for point in points:
-                if numbers[0] == 1 and took and not self._holds(point, len(points) - len(took), took, began):
-                    return list(points[: len(took)])
-                started = time.monotonic()
-                self._measure(numbers, point, engines, order, until)
-                took.append(time.monotonic() - started)
-        return list(points)
+            self._start(stack, processes, {log: c.settings for log, c, _ in launched if log not in processes})
+            limit_s = max(1.0, min(self.open_limit_s, until - time.monotonic()))
+            answers = open_each([(processes[log], c.config_id, c.settings) for log, c, _ in launched], limit_s)
+            for (log, configuration, number), answer in zip(launched, answers, strict=True):
+                try:
+                    infos.append(self._info(configuration, processes[log], answer))
+                except UsageError as error:
+                    if configuration in (self.baseline, *beside):  # another launch has not left it out yet
+                        self._not_opened(configuration, beside, str(error), is_first)
+                else:
+                    engines.append(TurnTaker(processes[log], configuration.config_id, number))
+            if not self._shared and wave == [self.baseline]:
+                room = free_memory() - self._budget(self.baseline)
+                self._make_room(beside, room, engines[0].process.memory(), is_first)
+        if not self._shared:
+            settings = {c.config_id: c.settings for c in configurations}
+            stay_on_same_cores({engine.process: settings[engine.name] for engine in engines}, infos, order)
+        names = {configuration.config_id for configuration in (self.baseline, *beside)}
+        return [engine for engine in engines if engine.name in names]
 
-    def _open(self, processes: Mapping[int, EngineProcess], order: random.Random, until: float) -> list[TurnTaker]:
-        """Opens the engines that take part in each launch, in random order.
+    def _start(
+        self, stack: contextlib.ExitStack, processes: dict[str, EngineProcess], logs: Mapping[str, Settings]
+    ) -> None:
+        """Adds to ``processes`` one for each of ``logs``, all at once. Raises MeasurementError."""
+        for log, settings in logs.items():
+            path, how = self.folder.server_log(log), {"check": self.check, "preloaded": self._preloaded}
+            processes[log] = stack.enter_context(EngineProcess.of(self.stepped(settings), path, **how))
+        options = options_of(itertools.chain(*map(self._requests, self._loads)))
+        for log in logs:
+            if why := why_not_stepped(processes[log], self.workload.load, options):
+                raise MeasurementError(why)
 
-        On a GPU the engine itself says whether the device has room.
+    def _info(
+        self, configuration: Configuration, process: EngineProcess, answer: Mapping[str, Any] | EngineFailedError
+    ) -> ServerInfo:
+        """Reads what an opened engine says of itself. Raises UsageError for one that is not to be measured."""
+        if isinstance(answer, EngineRefusedError):
+            raise UsageError(f"the engine of {configuration.config_id} refused its settings: {answer}")
+        if isinstance(answer, EngineFailedError):
+            if self._shared:  # the other engines are gone with it
+                raise answer
+            raise UsageError(str(answer))
+        try:
+            return read_info(process, configuration.settings, self.capacity[configuration.config_id], answer)
+        except EngineFailedError as error:
+            raise UsageError(str(error)) from None
+
+    def _budget(self, configuration: Configuration) -> int:
+        return self.capacity[configuration.config_id].kv_budget_bytes or 0
+
+    def _make_room(self, beside: list[Configuration], room: int, process_bytes: int, is_first: bool) -> None:
+        """Keeps of a round what ``room`` bytes hold at once. The rest gets a round of its own, or is left out.
+
+        process_bytes: that an engine takes besides its KV cache
         """
-        configurations = [c for c in self.design.configurations if c.is_baseline or c in self._others]
-        order.shuffle(configurations)
-        budgets = {config_id: capacity.kv_budget_bytes or 0 for config_id, capacity in self.capacity.items()}
-        room = free_memory() // len(processes) - sum(budgets[c.config_id] for c in configurations if c.is_baseline)
-        engines = []
-        for configuration in configurations:
-            config_id, settings = configuration.config_id, configuration.settings
-            budget = 0 if configuration.is_baseline else budgets[config_id]
-            on_cpu = runs_on_cpu(settings.get("device", "auto"))
-            try:
-                if on_cpu and budget > room:
-                    raise UsageError(
-                        f"its KV cache of {budget / 2**30:.1f} GiB has no room beside those of the others: "
-                        f"{room / 2**30:.1f} GiB are free"
-                    )
-                if not on_cpu and "kv_budget" not in settings:
-                    raise UsageError("set kv_budget: on a GPU each engine would take most of the memory that is free")
-                limit_s = max(1.0, min(self.open_limit_s, until - time.monotonic()))
-                infos = open_all([(process, config_id, settings) for process in processes.values()], limit_s)
-                for info in infos:
-                    if wrong := contradiction(settings, self.capacity[config_id], ServerInfo.read(info)):
-                        raise UsageError(wrong)
-            except UsageError as error:
-                self._leave_out(configuration, str(error))
+        free, later = room, list[Configuration]()
+        for configuration in list(beside):
+            if not runs_on_cpu(configuration.settings.get("device", "auto")):
+                if "kv_budget" not in configuration.settings:
+                    reason = "set kv_budget: on a GPU each engine would take most of the memory that is free"
+                    self._leave_out(configuration, reason)
                 continue
-            room -= budget
-            engines += [TurnTaker(process, config_id, number) for number, process in processes.items()]
-        return engines
+            takes = self._budget(configuration) + process_bytes
+            if takes <= free:
+                free -= takes
+            elif takes <= room and is_first:
+                later.append(configuration)
+            else:
+                self._leave_out(
+                    configuration,
+                    f"its {takes / 2**30:.1f} GiB have no room beside the baseline: {room / 2**30:.1f} GiB are free",
+                )
+        if later:
+            self.notes.append(
+                f"memory holds {1 + len(beside) - len(later)} engines at once: {plural(len(later), 'configuration')} "
+                "took turns with the baseline in a round of their own"
+            )
+            self._postpone(later, beside)
+
+    def _postpone(self, later: list[Configuration], beside: list[Configuration]) -> None:
+        """Moves configurations of a round to a new one."""
+        beside[:] = [configuration for configuration in beside if configuration not in later]
+        self._rounds.append(later)
+
+    def _not_opened(
+        self, configuration: Configuration, beside: list[Configuration], reason: str, is_first: bool
+    ) -> None:
+        """Leaves a configuration out. On a GPU, which may have no room for it, it first gets a round of its own."""
+        on_gpu = not runs_on_cpu(configuration.settings.get("device", "auto"))
+        if on_gpu and is_first and configuration in beside and len(beside) > 1:
+            self._postpone([configuration], beside)
+        else:
+            self._leave_out(configuration, reason)
 
     def _leave_out(self, configuration: Configuration, reason: str) -> None:
         """Raises MeasurementError where nothing is left to compare."""
         self.notes.append(f"{configuration.label} was not measured in engine time: {reason}")
-        self._others = [other for other in self._others if other is not configuration]
+        for beside in self._rounds:
+            beside[:] = [other for other in beside if other is not configuration]
         if configuration is self.baseline or not self._others:
             raise MeasurementError(self.notes[-1])
 
     def _holds(self, point: LoadPoint, left: int, took: Sequence[float], began: float) -> bool:
         """Tests whether the time holds enough launches with this load too; ``left``: loads not measured yet."""
         fewest, elapsed = fewest_launches(len(self._others)), time.monotonic() - began
-        fewest = math.ceil(fewest / self.at_once)
+        fewest = math.ceil(fewest / self.at_once) * len(self._rounds)
         if fewest * (elapsed + max(took)) <= self.limit_s:
             return True
         self.notes.append(
@@ -282,16 +399,22 @@ class Sitting:
         return loads.requests_of(self.workload.load, point, seed=self.workload.seed, repeat=1, **sizes)
 
     def _measure(
-        self, numbers: Sequence[int], point: LoadPoint, engines: list[TurnTaker], order: random.Random, until: float
+        self,
+        numbers: Sequence[int],
+        point: LoadPoint,
+        engines: list[TurnTaker],
+        folder: RunFolder,
+        order: random.Random,
+        until: float,
     ) -> None:
         cost, all_engines = None, tuple(engines)
-        job = Job(self.workload, self.folder, check=self.check)
+        job = Job(self.workload, folder, check=self.check)
         instruments = [loads.SteppedInstrument(job, engine, lambda p, _: self._requests(p)) for engine in engines]
         for instrument in instruments:
             instrument.begin(point, instrument.engine.launch)
             instrument.facts["server_forked"] = instrument.engine.process.forked
         tokens = sum(request.n * request.max_tokens for request in instruments[0].requests)
-        doing = f"engine time, {_words(numbers)}: {point.load_id}, {len(self._others) + 1} engines"
+        doing = f"engine time, {_words(numbers)}: {point.load_id}, {len({e.name for e in engines})} engines"
         self.show(doing)
         try:
             if point.load_id not in self._turns:
@@ -334,15 +457,24 @@ class Sitting:
             baseline=self.baseline.config_id if self.baseline else None,
             turns=self._turns,
             notes=tuple(self.notes),
-            effects=tuple(effect for point in self._loads for effect in self._effects_at(point, self.launches)),
+            effects=tuple(
+                effect
+                for point in self._loads
+                for beside in self._rounds
+                if beside
+                for effect in self._effects_at(point, beside, self.launches)
+            ),
         )
         write_record(self.folder.path / EFFECTS, stored)
         return stored
 
-    def _effects_at(self, point: LoadPoint, launches: int) -> Iterator[EngineEffect]:
+    def _effects_at(
+        self, point: LoadPoint, beside: Sequence[Configuration], launches: int
+    ) -> Iterator[EngineEffect]:
         assert self.baseline is not None
-        base, *cells = (Cell.of(c, point).cell_id for c in (self.baseline, *self._others))
-        stored = {cell: self.loads_of(cell, launches) for cell in (base, *cells)}
+        base, *cells = (Cell.of(c, point).cell_id for c in (self.baseline, *beside))
+        folder = self._folder_of(beside)
+        stored = {cell: _loads_in(folder, cell, launches) for cell in (base, *cells)}
         steps = {cell: _steps(folders) for cell, folders in stored.items()}
         values = {cell: [_values(folder) for folder in folders] for cell, folders in stored.items()}
         for metric in METRICS:
@@ -380,8 +512,8 @@ class Sitting:
                 )
 
     def loads_of(self, cell: str, launches: int) -> list[Path]:
-        """The folders of a cell's loads, one a launch."""
-        return [self.folder.load(cell, launch + 1) for launch in range(launches)]
+        """The folders of a cell's loads in the first round, one a launch."""
+        return _loads_in(self.folder, cell, launches)
 
 
 def launches_at_once(settings: Settings, most: int = MOST_AT_ONCE) -> int:
@@ -394,6 +526,10 @@ def launches_at_once(settings: Settings, most: int = MOST_AT_ONCE) -> int:
     if not threads or not runs_on_cpu(settings.get("device", "auto")):
         return 1
     return max(1, min(most, usable_cores() // threads))
+
+
+def _loads_in(folder: RunFolder, cell: str, launches: int) -> list[Path]:
+    return [folder.load(cell, launch + 1) for launch in range(launches)]
 
 
 def _words(numbers: Sequence[int]) -> str:
@@ -444,6 +580,7 @@ def begin_anew(run: RunFolder) -> bool:
     Its effects stay until the first round of the next sitting replaces them.
     """
     there = (run.path / FOLDER).is_dir()
-    for name in ("cells", "logs"):
-        shutil.rmtree(run.path / FOLDER / name, ignore_errors=True)
+    for path in ("cells", "logs", f"{ROUND}*"):
+        for folder in (run.path / FOLDER).glob(path):
+            shutil.rmtree(folder, ignore_errors=True)
     return there

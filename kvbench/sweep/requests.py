@@ -110,9 +110,10 @@ class SweepRequest(Answers, TargetOptions, FormOptions, MachineOptions, ClusterO
         "--wait-idle", default=2.0, envvar="KVBENCH_WAIT_IDLE", rare=True,
     )  # fmt: skip
     lockstep_minutes: NotNegative | None = option(
-        "Measure engine time for at most N minutes before the loads: all configurations of the built-in engine take "
-        "turns step by step, until every effect on throughput is decided; a slow machine may take three times that for "
-        "two launches. 0: not measured (default: 3, or as the run was begun).",
+        "Measure engine time for at most N minutes before the loads: the engines of all configurations (kvbench's own, "
+        "and those with an adapter) take turns step by step, until every effect on throughput is decided; a slow "
+        "machine may take three times that for two launches. 0: not measured (default: 3, 6 for engines of other "
+        "projects, or as the run was begun).",
         rare=True,
     )  # fmt: skip
     no_quality: bool = switch(

@@ -63,6 +63,7 @@ from kvbench.workload.load_section import LoadConfig
 
 MAX_FAILED_STARTS = 2  # in a row from the beginning: the third would fail too
 LOCKSTEP_MINUTES = 3.0
+FOREIGN_LOCKSTEP_MINUTES = 6.0  # engines of other projects, which start one process each
 WAIT_IDLE_MINUTES = 2.0
 DISTURBED_IN_A_ROW = 2  # loads: then a sweep waits for a quiet machine; as many again, and it ends
 
@@ -76,7 +77,7 @@ class Sweep:
     client, before its first load; ``resumed``: the folder of a run to go on with; ``force``: although something
     differs; ``max_minutes``: for repeats beyond the first, None: as the run was begun, or as the workload says;
     ``lockstep_minutes``: at most for engine time, which is measured before the loads (0: it is not), None: as the run
-    was begun, or ``LOCKSTEP_MINUTES``; ``open_limit_s``: until an engine of it is there;
+    was begun, or a few minutes; ``open_limit_s``: until an engine of it is there;
     ``wait_idle_minutes``: at most for other programs to leave the machine alone, once they disturb loads (0: never);
     ``instrument``: measures the loads; ``machines``: run the blocks.
     """
@@ -109,7 +110,8 @@ class Sweep:
         begun = self.begun = self.resumed.manifest() if self.resumed else None
         if self.lockstep_minutes is None:
             stored = begun.lockstep_minutes if begun else None
-            self.lockstep_minutes = LOCKSTEP_MINUTES if stored is None else stored
+            usual = LOCKSTEP_MINUTES if self.target.manifest.is_built_in else FOREIGN_LOCKSTEP_MINUTES
+            self.lockstep_minutes = usual if stored is None else stored
         if self.max_minutes is None:
             self.max_minutes = begun.max_minutes if begun else self.workload.max_minutes
         self._spent_s = (begun.measured_s or 0.0) if begun else 0.0
@@ -285,19 +287,21 @@ class Sweep:
 
     def _has_engine_time(self) -> bool:
         """Tests whether the run still begins with a sitting in engine time."""
-        if not (self.machines.is_like_here and self.target.manifest.is_built_in and self.lockstep_minutes > 0):
+        if not (self.machines.is_like_here and self.target.stepped and self.lockstep_minutes > 0):
             return False
         finished = self.engine_time is not None and self.engine_time.finished
         return len(self.design.configurations) > 1 and not finished
 
     def _measure_engine_time(self, job: Job) -> None:
         """Measures all configurations in engine time (``kvbench/lockstep``)."""
+        assert self.target.stepped is not None
         self.engine_time = None
         if begin_anew(self.run):
             self._note("engine time starts again: its earlier launches cannot be combined with new ones")
         sitting = Sitting(
             self.run, self.workload, self.design, job.capacity, 60 * self.lockstep_minutes, self.open_limit_s,
-            job.listener.status, job.check, on_effects=lambda measured: self._say(so_far(measured, self.design)),
+            job.listener.status, job.check, stepped=self.target.stepped,
+            on_effects=lambda measured: self._say(so_far(measured, self.design)),
         )  # fmt: skip
         if reason := sitting.why_not():
             self._note(f"engine time is not measured: {reason}")

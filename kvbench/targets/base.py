@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import ssl
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +167,21 @@ def _no_answer(error: Exception, connected: bool, limit_s: float) -> str:
 
 
 _NO_LIMIT = 1 << 30  # tokens
+
+
+@dataclass(frozen=True)
+class SteppedLaunch:
+    """The launch of a process whose engine computes steps on command, without a server.
+
+    scratch: a folder to remove if kvbench is killed; start_limit_s: until an engine is open
+    shared: whether one process has engines of several settings
+    """
+
+    command: tuple[str, ...]
+    env: Mapping[str, str | None] = field(default_factory=dict)
+    scratch: Path | None = None
+    start_limit_s: float = 180.0
+    shared: bool = True
 
 
 @dataclass(frozen=True)

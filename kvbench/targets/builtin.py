@@ -17,7 +17,7 @@ from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.common.ports import free_port
 from kvbench.common.preloaded import Preloaded
 from kvbench.runs.results import Capacity
-from kvbench.targets.base import ModelFacts, Target, reason_of
+from kvbench.targets.base import ModelFacts, SteppedLaunch, Target, reason_of
 from kvbench.targets.launch_plan import HOST
 from kvbench.targets.launched import ProcessTarget
 from kvbench.targets.prompt_texts import TextOfIds, texts_of
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from engine.kv.budget import KVCapacity
 
 BUILTIN_COMMAND = (sys.executable, "-m", "engine.server")
+LOCKSTEP_COMMAND = (sys.executable, "-m", "engine.lockstep")
 ENGINES = Preloaded(("engine.server", "engine.lockstep"), "engine.server.preload")
 _READY = re.compile(rb"^ready (http://\S+)\s*$", re.MULTILINE)
 
@@ -93,6 +94,11 @@ class BuiltinTarget(ProcessTarget):
             return super()._ended_at_start(code)
         last = re.sub(r"^(?:[\w.]+: )?(?:error|Error): ", "", processes.last_lines(self._log, count=1))
         return ServerRefusedError(last or "the server refused its settings and did not say why")
+
+
+def stepped_builtin(settings: Settings) -> SteppedLaunch:
+    """Returns the launch of a process for engines of any settings."""
+    return SteppedLaunch(LOCKSTEP_COMMAND)
 
 
 def imports_as_usual(settings: Settings) -> bool:

@@ -15,8 +15,8 @@ from kvbench.common.option_rules import check_exclusive, check_goes_with, check_
 from kvbench.common.ports import free_port
 from kvbench.common.text import parse_bytes
 from kvbench.runs.results import Capacity, Manifest, MeasuredTarget, RunningServer
-from kvbench.targets.base import Access, Target
-from kvbench.targets.builtin import BUILTIN_COMMAND, BuiltinTarget, check_configuration
+from kvbench.targets.base import Access, SteppedLaunch, Target
+from kvbench.targets.builtin import BUILTIN_COMMAND, BuiltinTarget, check_configuration, stepped_builtin
 from kvbench.targets.launch_plan import CommandTemplate, Launcher, is_template, program_of, split_command
 from kvbench.targets.launched import LaunchedTarget
 from kvbench.targets.model_export import ModelFolders, text_tokenizer
@@ -63,19 +63,6 @@ def measured_target(options: TargetOptions, backend: str, *, shared: bool, **mor
 
 
 @dataclass(frozen=True)
-class SteppedLaunch:
-    """The launch of an engine that computes steps on command, without a server.
-
-    scratch: a folder to remove if kvbench is killed; start_limit_s: until it is open
-    """
-
-    command: tuple[str, ...]
-    env: Mapping[str, str | None]
-    scratch: Path | None = None
-    start_limit_s: float = _START_S
-
-
-@dataclass(frozen=True)
 class ChosenTarget:
     """The target of a sweep, and what a sweep needs to know of it.
 
@@ -88,8 +75,7 @@ class ChosenTarget:
     ``runs_already``: not launched by us, so it must answer before a run folder is made.
     ``require``: raises UsageError for a design whose configurations would be the same server.
     ``start_guess_s``: how long a launch takes, until one is measured.
-    ``stepped``: the launch of a process whose engine, another than the built-in one, computes steps on command; None:
-    it has no adapter.
+    ``stepped``: the launch of a process whose engine computes steps on command; None: it has no adapter.
     """
 
     workload: Workload
@@ -193,7 +179,8 @@ def _builtin(workload: Workload, options: TargetOptions, forked: bool) -> Chosen
         return BuiltinTarget(command=command, port=port, start_timeout_s=limit, form=form, forked=forked)
 
     manifest = measured_target(options, "custom" if options.serve_cmd else "kvbench", shared=True)
-    return ChosenTarget(workload, make, check_configuration, manifest)
+    stepped = None if options.serve_cmd else stepped_builtin
+    return ChosenTarget(workload, make, check_configuration, manifest, stepped=stepped)
 
 
 def _running(workload: Workload, options: TargetOptions, preset: Preset) -> ChosenTarget:
@@ -265,7 +252,8 @@ def _launched(
         program, _, _, *arguments = words  # PYTHON -m MODULE of the server
         command = (program, str(LOOP), str(preset.adapter), *arguments)
         environment = preset.launch_environment(launcher.context(settings))
-        return SteppedLaunch(command, environment, folders.scratch, options.start_timeout or _FOREIGN_START_S)
+        limit_s = options.start_timeout or _FOREIGN_START_S
+        return SteppedLaunch(command, environment, folders.scratch, limit_s, shared=False)
 
     return ChosenTarget(
         workload,

@@ -24,11 +24,12 @@ import pandas as pd
 from engine.config import EngineConfig
 from engine.planning import plan_engine
 from kvbench.lockstep import instrument as loads
-from kvbench.lockstep.process import LOCKSTEP_COMMAND, EngineProcess, open_all
+from kvbench.lockstep.process import EngineProcess, open_all
 from kvbench.lockstep.turns import TurnTaker, take_turns, warm_up
 from kvbench.metrics.latency import summarise
 from kvbench.simulation.calibrate.predict import ReplayedLoad, predicted_metrics, works_of
 from kvbench.simulation.cost.unit_costs import MeasuredSteps, UnitCosts, fit_unit_costs, measured
+from kvbench.targets.builtin import LOCKSTEP_COMMAND
 from kvbench.workload.design import LoadPoint, design_of
 from kvbench.workload.file import Workload, load_workload
 

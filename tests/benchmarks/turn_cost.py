@@ -20,8 +20,9 @@ import numpy as np
 from scipy import stats
 
 from kvbench.common.machine import environment
-from kvbench.lockstep.process import LOCKSTEP_COMMAND, EngineProcess, open_all
+from kvbench.lockstep.process import EngineProcess, open_all
 from kvbench.lockstep.turns import TURNS, TurnTaker
+from kvbench.targets.builtin import LOCKSTEP_COMMAND
 from kvbench.workload.design import make_design
 from kvbench.workload.file import load_workload
 

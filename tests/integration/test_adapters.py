@@ -13,8 +13,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from kvbench.lockstep.conformance import FAILED, NOT_OFFERED, check_engine
-from kvbench.lockstep.process import LOCKSTEP_COMMAND, EngineProcess
+from kvbench.lockstep.process import EngineProcess
 from kvbench.lockstep.turns import TurnTaker, take_turns
+from kvbench.targets.builtin import LOCKSTEP_COMMAND
 from kvbench.targets.preset import LOOP
 from kvbench.targets.presets import PRESETS
 from tests.integration.test_target_transformers import MODEL

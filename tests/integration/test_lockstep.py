@@ -19,8 +19,9 @@ from kvbench.cli import main as cli
 from kvbench.gate.compare import lockstep_pairs
 from kvbench.gate.compare.served_check import ServedCheck
 from kvbench.lockstep import instrument as loads
-from kvbench.lockstep.process import LOCKSTEP_COMMAND, EngineProcess, open_all
+from kvbench.lockstep.process import EngineProcess, open_all
 from kvbench.lockstep.turns import TurnTaker, take_turns
+from kvbench.targets.builtin import LOCKSTEP_COMMAND
 from kvbench.workload.file import load_workload
 from kvbench.workload.load_section import LoadConfig, load_point
 from tests.support.fake_lockstep import FakeProcess, fake_clock

@@ -14,11 +14,9 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import random
-import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,25 +26,25 @@ from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.common.foreign_cpu import MachineReport
 from kvbench.common.machine import gpus
 from kvbench.gate.compare.folder import CompareFolder, LockstepFacts
-from kvbench.gate.compare.sides import OpenSide, PairedWorkload
+from kvbench.gate.compare.sides import PairedWorkload
 from kvbench.gate.timing.plan import SIDES, Match, Turn
 from kvbench.load.launch import bound_s
 from kvbench.lockstep import instrument as loads
 from kvbench.lockstep.process import (
-    LOCKSTEP_COMMAND,
     EngineFailedError,
     EngineProcess,
     EngineRefusedError,
     open_all,
+    options_of,
+    read_info,
+    stay_on_same_cores,
     why_not_stepped,
 )
 from kvbench.lockstep.turns import TurnTaker, choose_turn, cold_facts, mean_step, warm_up
 from kvbench.measure.instrument import Job
 from kvbench.requests.request import RequestList
-from kvbench.runs.results import Capacity, FailedLoad
+from kvbench.runs.results import FailedLoad
 from kvbench.runs.server_info import ServerInfo
-from kvbench.targets.base import contradiction
-from kvbench.targets.choose import SteppedLaunch
 from kvbench.workload.design import Cell
 from kvbench.workload.load_section import LoadPoint
 
@@ -56,19 +54,6 @@ _LEAST_S = 3.0  # of one side in one cell
 _PREFILL_SHARE = 1.3  # a load's time over that of its decode steps, for the guess of its length
 
 OnEngine = Callable[[str, Match, ServerInfo], None]
-
-
-def stepped_launch(side: OpenSide, settings: Mapping[str, Any]) -> SteppedLaunch | None:
-    """The launch of a side's engine process; None where the engine cannot be stepped."""
-    if side.stored or side.choice.runs_already:
-        return None
-    if side.choice.stepped is not None:
-        return side.choice.stepped(settings)
-    if not side.choice.manifest.is_built_in:
-        return None
-    if side.build is None:
-        return SteppedLaunch(LOCKSTEP_COMMAND, {})
-    return SteppedLaunch((str(side.build.python), *LOCKSTEP_COMMAND[1:]), side.build.env)
 
 
 def why_not_lockstep(workloads: Sequence[PairedWorkload], log: Path) -> str | None:
@@ -82,15 +67,16 @@ def why_not_lockstep(workloads: Sequence[PairedWorkload], log: Path) -> str | No
             for side in SIDES:
                 opened, match = paired.sides[side], paired.matches[0]
                 settings = match.of(side).settings
-                if (launch := stepped_launch(opened, settings)) is None:
+                if opened.choice.stepped is None:
                     return f"{opened.name} has no adapter that tells an engine when to compute a step (docs/engines.md)"
                 draws = [_requests(paired, side, cell, 1, 1) for cell in match.cells(side)]
                 if reason := _why_no_load(paired, side, draws):
                     return reason
-                process = stack.enter_context(start_engine(launch, log.with_suffix(f".{side}")))
-                if why := why_not_stepped(process, opened.choice.workload.load, _options(draws)):
+                launch = opened.choice.stepped(settings)
+                process = stack.enter_context(EngineProcess.of(launch, log.with_suffix(f".{side}")))
+                if why := why_not_stepped(process, opened.choice.workload.load, options_of(itertools.chain(*draws))):
                     return f"the engine of {opened.name} cannot be stepped ({why})"
-                if opened.choice.stepped is not None:
+                if not launch.shared:
                     opening.append((process, side, settings))
                     limit_s = max(limit_s, launch.start_limit_s)
             try:
@@ -101,10 +87,6 @@ def why_not_lockstep(workloads: Sequence[PairedWorkload], log: Path) -> str | No
             except (UsageError, MeasurementError) as error:
                 return str(error)
     return None
-
-
-def start_engine(launch: SteppedLaunch, log: Path, check: Callable[[], None] = lambda: None) -> EngineProcess:
-    return EngineProcess(launch.command, log, env=launch.env, check=check, scratch=launch.scratch)
 
 
 def _why_no_load(paired: PairedWorkload, side: str, draws: Sequence[RequestList]) -> str | None:
@@ -119,27 +101,6 @@ def _why_no_load(paired: PairedWorkload, side: str, draws: Sequence[RequestList]
     return None
 
 
-def _options(draws: Sequence[RequestList]) -> set[str]:
-    """The options that requests have."""
-    options = set[str]()
-    for request in itertools.chain(*draws):
-        options.update(request.answers, ["priority"] if request.priority else ())
-    return options
-
-
-def read_info(
-    process: EngineProcess, settings: Mapping[str, Any], capacity: Capacity, answer: Mapping[str, Any]
-) -> ServerInfo:
-    """Reads an engine's description of itself. Raises EngineFailedError where it cannot be that of ``settings``."""
-    try:
-        info = ServerInfo.read(answer)
-    except ValueError as error:
-        raise EngineFailedError(f"its description of itself is wrong ({error})", process) from None
-    if why := contradiction(settings, capacity, info):
-        raise EngineFailedError(why, process)
-    return info
-
-
 def _requests(workload: PairedWorkload, side: str, cell: Cell, pair: int, times: int) -> Any:
     given, capacity = workload.sides[side].choice.workload, workload.capacity[side][cell.configuration.config_id]
     sizes = {"vocab_size": capacity.vocab_size, "max_model_len": capacity.max_model_len}
@@ -147,15 +108,6 @@ def _requests(workload: PairedWorkload, side: str, cell: Cell, pair: int, times:
         return loads.requests_of(given.load, cell.load, seed=given.seed, repeat=pair, times=times, **sizes)
     except ValueError as error:  # of a later pair, whose lengths are drawn anew
         raise MeasurementError(f"{cell.cell_id}, pair {pair}: {error}") from error
-
-
-def _same_cores(settings: Sequence[Mapping[str, Any]], infos: Iterable[ServerInfo], rng: random.Random) -> list[int]:
-    """Draws as many cores as either engine has threads; none for engines that use them all, or a GPU."""
-    threads = max(engine.get("num_threads") or sys.maxsize for engine in settings)
-    cores = sorted(os.sched_getaffinity(0))
-    if threads >= len(cores) or any(info.resolved.device != "cpu" for info in infos):
-        return []
-    return rng.sample(cores, threads)
 
 
 @dataclass
@@ -203,11 +155,12 @@ class LockstepPairs:
         opened, limit_s = [], self.open_limit_s
         for side in sides:
             settings = match.of(side).settings
-            launch = stepped_launch(workload.sides[side], settings)
-            assert launch is not None  # why_not_lockstep has asked
+            stepped = workload.sides[side].choice.stepped
+            assert stepped is not None  # why_not_lockstep has asked
+            launch = stepped(settings)
             limit_s = max(limit_s, launch.start_limit_s)
             log = self.folder.run(side, match.workload).server_log(f"{match.of(side).config_id}-{pair}")
-            process = start_engine(launch, log, self.check)
+            process = EngineProcess.of(launch, log, check=self.check)
             owner[id(process)] = side
             opened.append((stack.enter_context(process), side, settings))
         for process, _, _ in opened:
@@ -224,9 +177,7 @@ class LockstepPairs:
             capacity = workload.capacity[side][match.of(side).config_id]
             infos[side] = read_info(process, settings, capacity, answer)
             self.on_engine(side, match, infos[side])
-        if cores := _same_cores([match.of(side).settings for side in sides], infos.values(), rng):
-            for process, _, _ in opened:
-                process.stay_on(cores)
+        stay_on_same_cores({process: settings for process, _, settings in opened}, infos.values(), rng)
         seats = {side: TurnTaker(process, side) for process, side, _ in opened}
         users = max(loads.users_of(cell.load) for cell in match.cells(sides[0]))
         capacities = (workload.capacity[side][match.of(side).config_id] for side in sides)

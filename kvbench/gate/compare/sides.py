@@ -40,8 +40,14 @@ from kvbench.runs.folder import MANIFEST, RunFolder
 from kvbench.runs.manifest import stored_workload
 from kvbench.runs.results import Capacity, CellSummary, MeasuredTarget
 from kvbench.sweep.plan import preflight
-from kvbench.targets.base import Target
-from kvbench.targets.builtin import BUILTIN_COMMAND, BuiltinTarget, ServerRefusedError, check_configuration
+from kvbench.targets.base import SteppedLaunch, Target
+from kvbench.targets.builtin import (
+    BUILTIN_COMMAND,
+    LOCKSTEP_COMMAND,
+    BuiltinTarget,
+    ServerRefusedError,
+    check_configuration,
+)
 from kvbench.targets.choose import (
     BUILTIN,
     KINDS_OF,
@@ -310,7 +316,11 @@ def _of_build(build: Build, workload: Workload, options: TargetOptions) -> Chose
     def make() -> Target:
         return BuiltinTarget(command=launched, start_timeout_s=limit_s, env=build.env, form=workload.load.form)
 
-    return ChosenTarget(workload, make, check_configuration, measured_target(TargetOptions(), "kvbench", shared=True))
+    def stepped(settings: Settings) -> SteppedLaunch:
+        return SteppedLaunch((str(build.python), *LOCKSTEP_COMMAND[1:]), build.env)
+
+    manifest = measured_target(TargetOptions(), "kvbench", shared=True)
+    return ChosenTarget(workload, make, check_configuration, manifest, stepped=stepped)
 
 
 def _is_builtin(choice: ChosenTarget) -> bool:

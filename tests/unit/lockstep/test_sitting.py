@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 import time
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pandas as pd
 import pytest
@@ -19,6 +21,7 @@ from kvbench.lockstep.sitting import Sitting
 from kvbench.runs.engine_time import EFFECTS, FOLDER, read_engine_time
 from kvbench.runs.folder import DONE, RunFolder
 from kvbench.runs.results import Capacity, LoadResult
+from kvbench.targets.base import SteppedLaunch
 from kvbench.workload.design import make_design
 from kvbench.workload.file import resolve
 from tests.support.fake_lockstep import FakeProcess, fake_clock
@@ -236,10 +239,17 @@ def test_only_what_fits_beside_the_others_takes_part(sit, tmp_path, monkeypatch)
     assert {effect.cell.split("-c")[0] for effect in read_engine_time(tmp_path).effects} == {"paged-p8"}
     monkeypatch.setattr(sitting, "free_memory", lambda: 7 << 29)  # 3.5 GiB: of the baseline and one more
     others = LIMITS.model_copy(update={"kv_budget_bytes": 3 << 29})
-    made = sit(20, launches=1, page_size=[8], max_num_batched_tokens=[48])
+    made = sit(60, launches=3, page_size=[8], max_num_batched_tokens=[48])
     made.capacity = {each.config_id: BUDGETED if each.is_baseline else others for each in made.design.configurations}
     found = made.execute()
-    assert found.configurations == 2 and len([note for note in found.notes if "1.0 GiB are free" in note]) == 1
+    assert found.configurations == 3 and found.launches > 1 and "memory holds 2 engines at once" in found.notes[0]
+    throughput = {effect.cell: effect for effect in found.effects if effect.metric == "output_throughput"}
+    slower = throughput["paged-p16-tokens48-c4"]
+    assert slower.ratio == pytest.approx(1 / 1.2, abs=0.01) and slower.launches == found.launches
+    assert throughput["paged-p8-c4"].ratio == pytest.approx(1.0, abs=0.01)
+    folders = sorted(path.parent.parent.name for path in (tmp_path / FOLDER).glob("**/cells/*p16-c4"))
+    assert folders == [FOLDER, "round-2"]  # the baseline computed in both
+    assert sitting.begin_anew(RunFolder(tmp_path)) and not list((tmp_path / FOLDER).glob("round-*"))
 
 
 def test_on_a_gpu_each_engine_needs_a_budget_and_the_hosts_memory_is_not_asked(sit, monkeypatch):
@@ -264,13 +274,90 @@ def test_engines_on_other_threads_than_the_baseline_are_left_out_in_any_order(si
 def test_an_engine_that_fails_in_a_later_launch_leaves_what_was_measured_before(sit, tmp_path, monkeypatch):
     launches = []
 
-    def fails_later(*args, **kwargs):
-        launches.append(args)
-        if len(launches) == 3:
-            raise MeasurementError("the machine went down")
-        return FakeProcess(*args, **kwargs)
+    class FailsLater(FakeProcess):
+        def __init__(self, *args, **kwargs):
+            launches.append(args)
+            if len(launches) == 3:
+                raise MeasurementError("the machine went down")
+            super().__init__(*args, **kwargs)
 
-    monkeypatch.setattr(sitting, "EngineProcess", fails_later)
+    monkeypatch.setattr(sitting, "EngineProcess", FailsLater)
     found = sit(300, page_size=[8]).execute()
     assert found.finished and found.launches == 2 and "the machine went down" in found.notes[-1]
     assert {effect.launches for effect in read_engine_time(tmp_path).effects} == {2}
+
+
+class OwnProcess(FakeProcess):
+    """An engine of another project: one a process, which takes 1 GiB. ``started``: the cores that each was kept on."""
+
+    started: ClassVar[dict[OwnProcess, list[int]]] = {}
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.started[self] = []
+
+    def memory(self):
+        return 1 << 30
+
+    def stay_on(self, cores):
+        self.started[self] += cores
+
+    def receive(self, limit_s):
+        opens = self._answers[0]["do"] == "open"
+        if opens and self._commands.engines:
+            raise AssertionError("one engine a process")
+        if opens and self._answers[0]["settings"]["page_size"] == 8:
+            raise EngineFailedError("the engine did not answer within 900 s", self)
+        return super().receive(limit_s)
+
+
+@pytest.fixture
+def own(sit, monkeypatch):
+    """Makes a sitting of engines that have a process each."""
+    monkeypatch.setattr(sitting, "EngineProcess", OwnProcess)
+    monkeypatch.setattr(OwnProcess, "started", {})
+
+    def make(*args, **sweep):
+        made = sit(*args, **sweep)
+        made.stepped = lambda settings: SteppedLaunch(("engine",), shared=False)
+        return made
+
+    return make
+
+
+def test_engines_of_other_projects_have_a_process_each_on_the_same_cores(own, monkeypatch):
+    monkeypatch.setitem(DATA["engine"], "num_threads", 1)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    found = own(300, launches=3, max_num_batched_tokens=[48], max_num_seqs=[5]).execute()
+    assert found.at_once == 1 and len(OwnProcess.started) == 9
+    cores = list(OwnProcess.started.values())
+    assert all(cores[i] == cores[i + 1] == cores[i + 2] and len(cores[i]) == 1 for i in (0, 3, 6))
+    throughput = {effect.cell: effect for effect in found.effects if effect.metric == "output_throughput"}
+    assert throughput["paged-p16-tokens48-c4"].ratio == pytest.approx(1 / 1.2, abs=0.01)
+
+
+def test_an_engine_of_its_own_process_that_hangs_or_refuses_leaves_the_others(own):
+    found = own(20, launches=1, page_size=[8, 64], max_num_batched_tokens=[48]).execute()
+    assert {effect.cell for effect in found.effects} == {"paged-p16-tokens48-c2", "paged-p16-tokens48-c4"}
+    assert [word for note in found.notes for word in ("within 900 s", "cannot be 64") if word in note]
+
+
+def test_processes_that_memory_does_not_hold_take_part_in_rounds(own, monkeypatch):
+    monkeypatch.setattr(sitting, "free_memory", lambda: 3 << 29)  # beside the baseline's process: one more
+    found = own(20, launches=1, max_num_batched_tokens=[48], max_num_seqs=[5, 6]).execute()
+    assert found.configurations == 4 and len(OwnProcess.started) == 6
+    assert len({effect.cell for effect in found.effects}) == 6
+
+
+def test_on_a_gpu_an_engine_that_does_not_open_beside_others_is_tried_alone(own, monkeypatch):
+    monkeypatch.setattr(sitting, "runs_on_cpu", lambda device: False)
+    monkeypatch.setitem(DATA["engine"], "kv_budget", "1MiB")
+    found = own(20, launches=1, page_size=[64], max_num_batched_tokens=[48]).execute()
+    assert found.configurations == 2 and len(OwnProcess.started) == 5  # the refused one, and its baseline, once more
+
+
+def test_requests_that_an_engine_does_not_take_are_said(own, monkeypatch):
+    monkeypatch.setattr(OwnProcess, "greet", lambda process: setattr(process, "greedy_only", True))
+    monkeypatch.setitem(DATA["load"], "temperature", 0.5)
+    with pytest.raises(MeasurementError, match=r"load\.temperature=0"):
+        own(20, max_num_batched_tokens=[48]).execute()

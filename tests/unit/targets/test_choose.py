@@ -238,18 +238,19 @@ def test_the_kv_budget_reaches_servers_in_their_own_units(workload):
     assert given("vllm", "--kv-cache-memory-bytes") == tokens * 16384
 
 
-def test_an_adapter_gets_the_words_of_the_server_and_other_targets_have_none(workload):
+def test_an_adapter_gets_the_words_of_the_server_and_some_targets_have_none(workload):
     choice = chosen(workload(), **VLLM_HERE, target_args="--enforce-eager")
     with contextlib.closing(choice):
         launch = choice.stepped({**workload().engine, "page_size": 64})
     command, environment = launch.command, launch.env
-    assert launch.start_limit_s == 900 and launch.scratch
+    assert launch.start_limit_s == 900 and launch.scratch and not launch.shared
     assert command[:3] == (sys.executable, str(LOOP), str(PRESETS["vllm"].adapter))
     words = dict(itertools.pairwise(command[3:]))
     assert words["--block-size"] == "64" and Path(words["--model"]).name and "--enforce-eager" in command
     assert "vllm.entrypoints.openai.api_server" not in command and environment["HF_HUB_OFFLINE"] == "1"
-    for other in ({"target": "sglang", "target_python": sys.executable}, {}):
+    for other in ({"serve_cmd": "python server.py"}, {"serve_cmd": "python server.py --port {port}"}):
         assert chosen(workload(), **other).stepped is None
+    assert chosen(workload()).stepped({}).shared  # the built-in engine's process
 
 
 LLAMA_HERE = {"target": "llamacpp"}
