@@ -21,10 +21,11 @@ def compare(options: CompareOptions) -> int:
 
     Each side is a git ref (built in a worktree and environment of its own, kept in ~/.cache/kvbench/builds; `.` is the
     working tree), a launch command with {port}, a URL, settings (page_size=16,enable_prefix_caching=true), or the
-    folder of a stored run.
+    folder of a stored run. With --target NAME it is settings of that engine, or a git ref of --repo.
 
-    A pair is a fresh launch of each side under the same requests: of the built-in engine both at once, in turns step by
-    step and in engine time, with a short check over HTTP at the end; else servers one after the other, in random order.
+    A pair is a fresh launch of each side under the same requests: of engines with an adapter (kvbench's own, vLLM,
+    transformers) both at once, in turns step by step and in engine time, with a short check over HTTP at the end; else
+    servers one after the other, in random order.
     After 8, 12 and 16 pairs p95 TTFT, p95 ITL and throughput are judged per cell, class and overall by sign-flip max-T,
     held against floors and margins; the first look that decides ends the comparison, and so does --max-minutes, with a
     look at what there is.
@@ -34,6 +35,9 @@ def compare(options: CompareOptions) -> int:
       kvbench compare main HEAD --workload workloads/ci_timing.yaml
       kvbench compare v1.2 . --workload workloads/mixed.yaml --max-minutes 60 --policy ci/gates.yaml
       kvbench compare page_size=16 page_size=32 --workload workloads/mixed.yaml -o 'sweep={}'
+      kvbench compare block_size=16 block_size=128 --target vllm --workload workloads/mixed.yaml -o 'sweep={}'
+      kvbench compare --target vllm --target-python old/bin/python --candidate-python new/bin/python
+          --workload workloads/mixed.yaml -o 'sweep={}'
       kvbench compare 'vllm serve {model} --port {port}' 'vllm serve {model} --port {port} --block-size 32'
           --preset vllm --workload workloads/mixed.yaml -o 'sweep={}'
       kvbench compare results/mixed/<run> results/mixed/<other run>
@@ -62,7 +66,11 @@ def compare(options: CompareOptions) -> int:
     """
     from kvbench.gate.compare.run import compare_command
 
-    return compare_command(_request(options, options.base, options.candidate))
+    base, candidate = options.base, options.candidate
+    if options.candidate_python:
+        base = base or "set:"
+        candidate = candidate or base
+    return compare_command(_request(options, base, candidate))
 
 
 @takes(CalibrateOptions)

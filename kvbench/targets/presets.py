@@ -192,6 +192,7 @@ SGLANG = Preset(
     module="sglang",
     command="{program} -m sglang.launch_server --model-path {model} --host 127.0.0.1 --port {port} --enable-metrics"
     " --enable-cache-report",
+    adapter=ADAPTERS / "sglang_engine.py",
     settings={
         **COMMON,
         "page_size": flag("--page-size {}"),

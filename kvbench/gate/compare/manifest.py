@@ -25,7 +25,7 @@ from kvbench.gate.compare.folder import (
     LockstepFacts,
 )
 from kvbench.gate.compare.request import CompareRequest
-from kvbench.gate.compare.sides import RUN, OpenSide, PairedWorkload
+from kvbench.gate.compare.sides import REF, RUN, OpenSide, PairedWorkload
 from kvbench.gate.policy import Policy
 from kvbench.gate.sentences import say
 from kvbench.gate.timing.plan import BASE, SIDES, Match, PairedCell
@@ -35,6 +35,7 @@ from kvbench.runs.results import Environment, GitState, Resumed
 from kvbench.runs.server_info import ServerInfo
 from kvbench.workload.file import Workload
 
+VERSIONS = "versions"  # in place of a setting: packages differ on purpose
 _OF_A_BUILD = ("sha", "changes", "build", "environment")
 # What must be equal: section and key of /server_info, and the engine setting that may make it differ on purpose.
 _FACTS = (
@@ -175,7 +176,7 @@ def server_differences(left: ServerInfo, right: ServerInfo, varied: frozenset[st
     if not all(fingerprints) and "model" not in varied:
         paths = [server.fact("model", "name") or server.fact("served_model", "name") for server in (left, right)]
         compared.append(("model", *(path and PurePosixPath(str(path)).name for path in paths)))
-    names = sorted(left.versions)
+    names = () if VERSIONS in varied else sorted(left.versions)
     compared += [
         (say("equal.version", name=n), *(server.fact("versions", n) for server in (left, right))) for n in names
     ]
@@ -207,8 +208,21 @@ def with_server(
         state = _with_differences(state, [what], say("equal.serve_same"), force=force)
     if None in servers.values():
         return state
-    differences = server_differences(*(servers[s] for s in SIDES), varied_settings(match))
+    varied = varied_settings(match)
+    if state.options.candidate_python or (state.options.target and state.base.kind == REF):
+        varied |= {VERSIONS}
+        state = _with_versions(state, servers)
+    differences = server_differences(*(servers[s] for s in SIDES), varied)
     return _with_differences(state, differences, say("equal.make_same"), force=force)
+
+
+def _with_versions(state: CompareState, servers: Mapping[str, ServerInfo | None]) -> CompareState:
+    """Notes which packages of the two sides have other versions, which is what is compared."""
+    base, candidate = (servers[side].versions for side in SIDES)
+    different = [name for name in sorted({*base, *candidate}) if base.get(name) != candidate.get(name)]
+    texts = [f"{name} {base.get(name)} → {candidate.get(name)}" for name in different]
+    note = say("equal.versions", versions=", ".join(texts) or say("equal.same_versions"))
+    return state.with_notes([note])
 
 
 def request_differences(folder: CompareFolder, cells: Sequence[PairedCell], pair: int) -> list[str]:

@@ -72,6 +72,11 @@ class CompareOptions(PairOptions, heading="The comparison"):
 
     base: str | None = argument("BASE", None)
     candidate: str | None = argument("CANDIDATE", None)
+    candidate_python: str | None = option(
+        "The Python of the candidate, where --target-python is that of the base: two versions of an engine. Sides that "
+        "are left out have the workload's settings.",
+        metavar="PATH",
+    )
     noise: ExistingFile | None = option(
         "The file that `kvbench dev calibrate` wrote for this runner class (default: ci/noise/<class>.json, if there).",
         metavar="FILE", rare=True,

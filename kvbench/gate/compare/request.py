@@ -36,6 +36,7 @@ class CompareRequest(Record):
     target: str | None = None
     exact: bool = False
     target_python: str | None = None
+    candidate_python: str | None = None
     target_args: str | None = None
     serve_cmd: str | None = None
     preset: str | None = None

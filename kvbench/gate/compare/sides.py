@@ -51,6 +51,7 @@ from kvbench.targets.builtin import (
 from kvbench.targets.choose import (
     BUILTIN,
     KINDS_OF,
+    PRESET,
     RUNNING,
     STORED,
     TEMPLATE,
@@ -69,10 +70,11 @@ from kvbench.workload.settings import Settings
 
 REF, CMD, URL, SET, RUN = "ref", "cmd", "url", "set", "run"
 # option -> the kinds of side that it means something for
-_KINDS_OF = {"target": (SET,), "serve_cmd": (REF, SET), "repo": (REF,), "build_cmd": (REF,), "rebuild": (REF,)}
+_KINDS_OF = {"target": (SET, REF), "serve_cmd": (REF, SET), "repo": (REF,), "build_cmd": (REF,), "rebuild": (REF,)}
 _KINDS = (REF, CMD, URL, SET, RUN)
 _SETTING = r"(?:engine\.)?[A-Za-z_]\w*\s*="
 _NEXT_SETTING = re.compile(rf",\s*(?={_SETTING})")  # a comma inside a value is part of it
+_NAMES = {"block_size": "page_size"}  # of other engines' settings: ours
 _LONGEST_NAME = 60
 _START_S = 180.0
 _SERVER = ("-m", "engine.server")
@@ -95,6 +97,8 @@ class PairSide:
             return "working tree"
         if self.kind == RUN:
             return "/".join(Path(self.text).parts[-2:])
+        if not self.text:
+            return say("side.workload")
         return shortened(self.text, _LONGEST_NAME)  # with both ends: two commands may differ in their last word
 
     @property
@@ -140,7 +144,7 @@ def _choices() -> str:
 def _checked(side: PairSide, repo: Path) -> PairSide:
     """The side, checked to be what its kind says. Raises UsageError."""
     text = side.text
-    if not text:
+    if not text and side.kind != SET:
         raise UsageError(say("side.nothing_behind", kind=side.kind, title=_title(side.kind)))
     if side.kind == REF and not _is_ref(text, repo):
         find_commit(repo, text)  # says why
@@ -189,9 +193,10 @@ def _why_no_side(text: str, repo: Path) -> str:
 def parse_settings(text: str) -> Settings:
     """Reads ``page_size=16,engine.swap_space=1GiB`` with values as in YAML, as ``-o`` does. Raises UsageError."""
     settings: dict[str, object] = {}
-    for part in _NEXT_SETTING.split(text.strip()):
+    for part in filter(None, _NEXT_SETTING.split(text.strip())):
         key, sign, value = part.partition("=")
         name = key.strip().removeprefix("engine.")
+        name = _NAMES.get(name, name)
         if not sign or not re.fullmatch(r"[A-Za-z_]\w*", name):
             raise UsageError(say("side.no_setting", part=part))
         if name in settings:
@@ -206,13 +211,17 @@ def parse_settings(text: str) -> Settings:
 
 @dataclass(frozen=True)
 class OpenSide:
-    """A side with what is launched for it; ``build``: of a ref; ``stored``: the folder of a stored run."""
+    """A side with what is launched for it.
+
+    ``build``: of a ref; ``stored``: the folder of a stored run; ``python``: of the engine, where the sides' differ
+    """
 
     side: PairSide
     choice: ChosenTarget
     facts: SideFacts
     build: Build | None = None
     stored: Path | None = None
+    python: str | None = None
 
     @property
     def is_commit(self) -> bool:
@@ -222,7 +231,7 @@ class OpenSide:
     def name(self) -> str:
         """A short name for a table; of a ref with its commit."""
         if self.build is None:
-            return self.side.name
+            return f"{self.side.name} ({shortened(self.python, _LONGEST_NAME)})" if self.python else self.side.name
         commit = self.build.commit
         return f"{self.side.name} ({commit.sha[:7]}{' with changes' if commit.changes else ''})"
 
@@ -251,7 +260,8 @@ def open_side(side: PairSide, workload: Workload, request: CompareRequest, build
         more |= build.facts()
     elif _is_builtin(choice):
         more |= {"git": git_state(REPOSITORY), "versions": versions()}
-    return OpenSide(side, choice, side.facts(**more), build)
+    python = request.target_python if request.candidate_python else None
+    return OpenSide(side, choice, side.facts(**more), build, python=python)
 
 
 def require_used(sides: Sequence[PairSide], request: CompareRequest) -> None:
@@ -264,6 +274,10 @@ def require_used(sides: Sequence[PairSide], request: CompareRequest) -> None:
     if bare and any(map(is_template, commands)):
         raise UsageError(say("side.port_missing", text=bare[0], no_port=say("side.no_port")))
     targets = [_target_kind(side, request) for side in sides]
+    if request.candidate_python and (set(targets) != {PRESET} or kinds != {SET}):
+        raise UsageError(say("side.candidate_python"))
+    if request.target and REF in kinds and PRESET not in targets:
+        raise UsageError(say("side.running_ref", target=request.target))
     check_target_options(targets, [name for name in KINDS_OF if getattr(request, name, None)])
     for name, used_by in _KINDS_OF.items():
         if getattr(request, name) and not kinds.intersection(used_by):
@@ -279,7 +293,7 @@ def _target_kind(side: PairSide, request: CompareRequest) -> str:
     if side.kind == CMD:
         return TEMPLATE if is_template(side.text) else BUILTIN
     command = fill(request.serve_cmd, Path("python"), Path("source")) if request.serve_cmd else None
-    return kind_of(request.target if side.kind == SET else None, command)
+    return kind_of(request.target, command)
 
 
 def _with_settings(side: PairSide, workload: Workload, options: TargetOptions) -> ChosenTarget:
@@ -309,6 +323,8 @@ def _of_build(build: Build, workload: Workload, options: TargetOptions) -> Chose
     if options.serve_cmd:
         command = built_command(options.serve_cmd, build)
         return choose_target(workload, dataclasses.replace(options, serve_cmd=command))
+    if options.target:
+        return choose_target(workload, dataclasses.replace(options, target_python=str(build.python)))
     if not is_kvbench(build.source):
         raise UsageError(say("side.not_ours", repo=build.commit.repo))
     launched, limit_s = (str(build.python), *_SERVER), options.start_timeout or _START_S
@@ -441,7 +457,7 @@ def same_sides(base: OpenSide, candidate: OpenSide) -> str | None:
         what = say("side.same_commit", base=base.name, candidate=candidate.name)
     else:
         kinds, texts = {base.side.kind, candidate.side.kind}, {base.side.text, candidate.side.text}
-        same = kinds == {SET} or len(kinds) == len(texts) == 1
+        same = (kinds == {SET} or len(kinds) == len(texts) == 1) and base.python == candidate.python
         what = say("side.same", name=base.name)
     return say("side.a_a", what=what) if same else None
 
@@ -463,7 +479,10 @@ def open_workloads(
         for name in SIDES:
             # Its own copy: what one side's target settles must not reach the other's.
             own = dataclasses.replace(workload, resolved=copy.deepcopy(dict(workload.resolved)))
-            opened[name] = open_side(sides[name], own, request, builds)
+            asked = request
+            if name == CANDIDATE and request.candidate_python:
+                asked = request.model_copy(update={"target_python": request.candidate_python})
+            opened[name] = open_side(sides[name], own, asked, builds)
             held.callback(opened[name].choice.close)
         simulated = [side.name for side in opened.values() if side.facts.simulated]
         if len(simulated) == 1:  # a prediction is no baseline

@@ -11,7 +11,7 @@ _NAMES = {"page_size": "kvcache_block_size", "max_num_seqs": "max_num_seqs", "ma
 _ONLY = {"layout": ["paged"], "device": ["auto", "cuda"], "kv_cache_dtype": ["auto"], "kernel_backend": ["auto"],
          "enable_prefix_caching": [True], "enable_chunked_prefill": [True], "scheduling_policy": ["fcfs"],
          "preemption_mode": ["recompute"]}  # fmt: skip
-_ELSEWHERE = ("kv_budget", "dtype", "model", "tokenizer", "load_format")
+_ELSEWHERE = ("kv_budget", "dtype", "model", "tokenizer", "load_format", "seed", "num_threads")
 _GREEDY = 1e-6  # the temperature in place of 0, which it refuses
 
 

@@ -54,17 +54,19 @@ class SGLangEngine:
         }
 
     def add(self, name, prompt, max_tokens, temperature, ignore_eos, priority=0):
-        longest, prioritised = self.scheduler.max_req_len - 1, self.scheduler.enable_priority_scheduling
-        if len(prompt) + max_tokens > longest or len(prompt) >= self.scheduler.max_req_input_len:
-            raise ValueError(f"{len(prompt)} + {max_tokens} tokens: {longest} are possible")
+        scheduler, prioritised = self.scheduler, self.scheduler.enable_priority_scheduling
+        if len(prompt) + max_tokens > scheduler.max_req_len - 1:
+            raise ValueError(f"{len(prompt)} + {max_tokens} tokens: {scheduler.max_req_len - 1} are possible")
+        if len(prompt) >= scheduler.max_req_input_len:
+            raise ValueError(f"a prompt of {len(prompt)} tokens: {scheduler.max_req_input_len - 1} are possible")
         if priority and not prioritised:
             raise ValueError("SGLang takes priorities with --enable-priority-scheduling only")
         sampling = self._sampling(max_new_tokens=max_tokens, temperature=temperature, ignore_eos=ignore_eos)
         sampling.normalize(None)
-        sampling.verify(self.scheduler.model_config.vocab_size)
+        sampling.verify(scheduler.model_config.vocab_size)
         self.sent.append(
             self._request(
-                rid=name, input_text=None, input_ids=list(prompt), input_embeds=None, mm_inputs=None,
+                rid=name, input_text=None, input_ids=array.array("q", prompt), input_embeds=None, mm_inputs=None,
                 token_type_ids=None, sampling_params=sampling, return_logprob=False, logprob_start_len=-1,
                 top_logprobs_num=0, token_ids_logprob=None, stream=True, priority=priority if prioritised else None,
             )

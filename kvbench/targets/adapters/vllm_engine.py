@@ -4,6 +4,7 @@ The scheduler and the model run in this process, without the HTTP server and its
 """
 
 import os
+from importlib.metadata import version
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine's core in this process, where ``step`` computes
 
@@ -54,7 +55,7 @@ class VLLMEngine:
                 "max_model_len": model.max_model_len,
             },
             "capacity": {"page_size": size, "num_pages": pages, "capacity_tokens": size * pages if pages else None},
-            "versions": {"vllm": self._vllm.__version__},
+            "versions": {"vllm": self._vllm.__version__, "torch": version("torch")},
         }
 
     def add(self, name, prompt, max_tokens, temperature, ignore_eos, n=1, priority=0):

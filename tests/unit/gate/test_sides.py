@@ -91,6 +91,8 @@ def test_settings_are_yaml_and_long_commands_that_end_differently_have_two_names
     assert parse_settings("page_size=16,enable_prefix_caching=true,engine.swap_space=64MiB, dtype=null,model=a,b") == {
         "page_size": 16, "enable_prefix_caching": True, "swap_space": "64MiB", "dtype": None, "model": "a,b",
     }  # fmt: skip
+    assert parse_settings("block_size=16") == {"page_size": 16}  # as vLLM calls it
+    assert parse_side("set:").settings == {}
     names = {parse_side(f"cmd:{PYTHON} {'-m some.long.module ' * 5} --itl-ms {ms}").name for ms in (20, 21)}
     assert len(names) == 2 and all(len(name) <= 60 for name in names)
 
@@ -258,7 +260,11 @@ def test_a_stored_run(tiny, workload, tmp_path, monkeypatch):
         ((f"{sys.executable} -m engine.server", f"{sys.executable} --port {{port}}"), {}, None),
         (("main", "v1.2"), {"vocab_size": 9}, "--vocab-size"),
         (("page_size=8", "page_size=16"), {"target": "vllm"}, None),
-        (("main", "v1.2"), {"target": "vllm"}, "--target"),
+        (("main", "v1.2"), {"target": "vllm"}, None),  # built, and launched as that
+        (("main", "v1.2"), {"target": "http://h:1"}, "name of an engine"),
+        (("page_size=8", "page_size=8"), {"target": "vllm", "candidate_python": "/p"}, None),
+        (("page_size=8", "page_size=8"), {"candidate_python": "/p"}, "--candidate-python"),
+        (("page_size=8", "main"), {"target": "vllm", "candidate_python": "/p"}, "--candidate-python"),
         (("page_size=8", "page_size=16"), {"build_cmd": "make"}, "--build-cmd"),
         (("main", "."), {"repo": REPOSITORY, "build_cmd": "x", "serve_cmd": "{python} {port}", "preset": "vllm"}, None),
     ],
