@@ -70,7 +70,7 @@ from kvbench.metrics.rows import request_gaps
 from kvbench.runs.engine_time import EFFECTS, FOLDER, EngineEffect, EngineTime
 from kvbench.runs.folder import DONE, RunFolder
 from kvbench.runs.results import Capacity, LoadResult
-from kvbench.runs.server_info import ServerInfo
+from kvbench.runs.server_info import ASYNCHRONOUS, ServerInfo
 from kvbench.targets.base import SteppedLaunch
 from kvbench.targets.builtin import ENGINES, imports_as_usual, stepped_builtin
 from kvbench.workload.design import Cell, Configuration, Design, LoadPoint
@@ -126,6 +126,7 @@ class Sitting:
     elapsed_s: float = field(default=0.0, init=False)
     _preloaded: Preloaded | None = None  # forks processes
     _shared: bool = True  # whether one process has the engines of all configurations
+    _asynchronous: bool = False  # whether an engine says that it schedules while the device computes
     _loads: Sequence[LoadPoint] = ()  # that launches compute
     _questions: list[Comparison] = field(default_factory=list)  # effects on throughput, so far
 
@@ -290,6 +291,7 @@ class Sitting:
             if not self._shared and wave == [self.baseline]:
                 room = free_memory() - self._budget(self.baseline)
                 self._make_room(beside, room, engines[0].process.memory(), is_first)
+        self._asynchronous |= any(info.fact("engine", ASYNCHRONOUS) for info in infos)
         if not self._shared:
             settings = {c.config_id: c.settings for c in configurations}
             stay_on_same_cores({engine.process: settings[engine.name] for engine in engines}, infos, order)
@@ -454,6 +456,8 @@ class Sitting:
             order_seed=self._order_seed,
             configurations=1 + len(self._others),
             at_once=self.at_once,
+            own_processes=not self._shared,
+            asynchronous=self._asynchronous,
             baseline=self.baseline.config_id if self.baseline else None,
             turns=self._turns,
             notes=tuple(self.notes),

@@ -65,10 +65,12 @@ def engine_time_note(measured: EngineTime) -> str:
     ends = dict.fromkeys(f"{100 * end:.1f}" for end in (min(visible), max(visible))) if visible else ()
     times = say("engine_time.launches", n=launches)
     beside = say("engine_time.side_by_side", measured.at_once > 1, n=measured.at_once)
+    own = say("engine_time.own_processes", measured.own_processes)
     longer = say("engine_time.first_turns", first not in ("", lengths), steps=first)
     sentences = {
         say("engine_time.unfinished", launches=times): not measured.finished,
-        say("engine_time.turns", launches=times + beside, steps=lengths, first=longer): True,
+        say("engine_time.turns", launches=times + beside, steps=lengths, first=longer, own=own): True,
+        say("engine_time.left_out", measured.asynchronous): measured.own_processes,
         say("engine_time.one_launch"): launches == 1,
         say("engine_time.cost", percent=100 * max(0.0, *costs, 0.0)): costs,
         say("engine_time.smallest", sizes=" to ".join(ends)): ends,

@@ -78,6 +78,7 @@ class EngineTime(Record):
 
     finished: False where it was interrupted, so that its effects are of the launches before
     at_once: launches that computed side by side, each on cores of its own
+    own_processes: whether each engine had one; asynchronous: whether their servers schedule while the device computes
     """
 
     FORMAT: ClassVar[int] = 2
@@ -90,6 +91,8 @@ class EngineTime(Record):
     order_seed: int | None = None
     configurations: int | None = None
     at_once: int = 1
+    own_processes: bool = False
+    asynchronous: bool = False
     baseline: str | None = None
     turns: Mapping[str, TurnSteps] = {}
     notes: tuple[str, ...] = ()

@@ -14,6 +14,7 @@ from kvbench.common.records import Record
 from kvbench.common.text import shorten
 
 MOST_TOKENS = 2**31 - 1
+ASYNCHRONOUS = "async_scheduling"  # a fact of an engine: it schedules while the device computes
 
 
 def is_size(value: Any) -> bool:

@@ -8,10 +8,12 @@ kvbench is killed, the watchdog of the server removes it.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -26,6 +28,7 @@ from kvbench.workload.settings import Settings
 
 _EXPORT_S = 1800.0  # tens of gigabytes on a slow disk
 _WEIGHT_SETTINGS = ("model", "load_format", "seed", "dtype", "device")
+_WRITTEN: dict[str, Path] = {}  # by what was asked: the folders that this process has made
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -126,9 +129,23 @@ class ModelFolders:
     def _export(self, job: Settings, tokenizer: Path | None, model_format: str, drop_eos: bool) -> ServedModel:
         """Random weights or a GGUF file, written by a process of its own."""
         folder, log = self._new_folder(), self.scratch / "export.log"
-        task = folder.with_suffix(".json")
-        where = {"folder": str(folder), "tokenizer": str(tokenizer) if tokenizer else None}
-        write_json(task, where | {"settings": dict(job), "ignore_eos": drop_eos, "format": model_format})
+        task, asked = folder.with_suffix(".json"), {"tokenizer": str(tokenizer) if tokenizer else None}
+        asked |= {"settings": dict(job), "ignore_eos": drop_eos, "format": model_format}
+        key = json.dumps(asked, sort_keys=True)
+        if (earlier := _WRITTEN.get(key)) and earlier.is_dir():  # the other side of a comparison has it
+            shutil.copytree(earlier, folder, copy_function=os.link)
+        else:
+            self._write(task, asked | {"folder": str(folder)}, log)
+            _WRITTEN[key] = folder
+        described = _described(folder, tokenizer)
+        if model_format != "gguf":
+            return described
+        from engine.model.export import GGUF
+
+        return replace(described, path=folder / GGUF)
+
+    def _write(self, task: Path, asked: Mapping[str, Any], log: Path) -> None:
+        write_json(task, asked)
         command = [sys.executable, "-m", "engine.model.export", str(task)]
         with log.open("wb") as file:
             process = processes.launch(command, stdout=file, stderr=subprocess.STDOUT)
@@ -144,12 +161,6 @@ class ModelFolders:
         if code:
             why = processes.last_lines(log) or "it took too long"
             raise MeasurementError(f"the model could not be written for the server: {why}")
-        described = _described(folder, tokenizer)
-        if model_format != "gguf":
-            return described
-        from engine.model.export import GGUF
-
-        return replace(described, path=folder / GGUF)
 
     def _link(self, source: _WeightSource, drop_eos: bool) -> ServedModel:
         """Returns the folder itself, or links to its files if the tokenizer or the end of sequence must differ."""

@@ -25,11 +25,12 @@ from kvbench.gate.policy import Policy
 from kvbench.gate.sentences import say
 from kvbench.gate.timing.explain import moved_between, where_it_went
 from kvbench.gate.timing.judge import Judgement, judge, sentence
+from kvbench.gate.timing.modes import two_speeds
 from kvbench.gate.timing.pairs import PairTable, hypotheses
 from kvbench.gate.timing.plan import BASE, CANDIDATE, SIDES, PairedCell
 from kvbench.gate.timing.rules import CELL, OVERALL, MetricRule, TimingRules
 from kvbench.gate.verdict.verdict import FAIL, INCONCLUSIVE, INVALID, PASS, Finding, Verdict, worst
-from kvbench.metrics.definitions import figure
+from kvbench.metrics.definitions import THROUGHPUT, figure
 from kvbench.runs.folder import DONE
 from kvbench.runs.metric_names import window_of
 
@@ -121,7 +122,8 @@ def conclude(folder: CompareFolder, state: CompareState, policy: Policy, *, pair
         text = next((f.sentence for f in extra if f.outcome == outcome), "") or _why_nothing(folder, cells)
         return replace(common, outcome=outcome, sentence=text, findings=extra, notes=(*common.notes, *notes))
     try:
-        judgement = look_at(read_table(folder, cells, rules, range(1, measured + 1)), rules, state.early_looks)
+        table = read_table(folder, cells, rules, range(1, measured + 1))
+        judgement = look_at(table, rules, state.early_looks)
     except ValueError as error:
         raise UsageError(f"{folder.path}: {error}") from None
     look = {"pairs": judgement.pairs, "look": judgement.look.pairs, "alpha": judgement.look.alpha}
@@ -129,7 +131,8 @@ def conclude(folder: CompareFolder, state: CompareState, policy: Policy, *, pair
     served = ()
     if pairs is None:  # a look is at pairs alone
         served = served_findings(folder, tested)
-    extra, notes, moved = (*extra, *served), [*common.notes, *served_notes(served)], ()
+    two_speeds = two_speed_notes(table.first(judgement.pairs))
+    extra, notes, moved = (*extra, *served), [*common.notes, *two_speeds, *served_notes(served)], ()
     if judgement.outcome == FAIL:
         judged = range(1, judgement.pairs + 1)
         counters = {c.name: {s: [folder.counters(c, s, pair) for pair in judged] for s in SIDES} for c in cells}
@@ -155,6 +158,28 @@ def conclude(folder: CompareFolder, state: CompareState, policy: Policy, *, pair
         notes=(*notes, *judgement.notes),
         facts=common.facts | look,
     )
+
+
+def two_speed_notes(table: PairTable) -> list[str]:
+    """Names the cells in which one side's launches have one of two speeds."""
+    notes = []
+    if table.base is None or table.candidate is None:
+        return notes
+    sides = {BASE: table.base, CANDIDATE: table.candidate}
+    for i, k in np.ndindex(table.log_ratio.shape[1:]):
+        if table.metrics[k].name != THROUGHPUT or (split := two_speeds(table.log_ratio[:, i, k])) is None:
+            continue
+        # the side whose own throughput differs more between the two groups of pairs
+        values = {side: [v[group, i, k] for group in (split.slower, ~split.slower)] for side, v in sides.items()}
+        side = max(values, key=lambda side: abs(np.log(values[side][0].mean() / values[side][1].mean())))
+        low, high = sorted(values[side], key=np.mean)
+        notes.append(
+            say(
+                "conclude.two_speeds", cell=table.cells[i], side=side, low=low.mean(), high=high.mean(),
+                unit=table.metrics[k].unit, at_low=len(low), at_high=len(high),
+            )
+        )  # fmt: skip
+    return notes
 
 
 def _without_findings(state: CompareState, policy: Policy, measured: int) -> Verdict:

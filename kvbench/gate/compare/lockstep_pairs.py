@@ -50,6 +50,7 @@ from kvbench.workload.load_section import LoadPoint
 
 PAIR_S = 8.0  # engine time of both sides of a pair, over all cells
 _WARM_UP_LIMIT_S = 600.0  # a few hundred decode steps
+_WARM_UP_TURNS = 2  # of each engine, once the length of turns is known
 _LEAST_S = 3.0  # of one side in one cell
 _PREFILL_SHARE = 1.3  # a load's time over that of its decode steps, for the guess of its length
 
@@ -182,9 +183,11 @@ class LockstepPairs:
         users = max(loads.users_of(cell.load) for cell in match.cells(sides[0]))
         capacities = (workload.capacity[side][match.of(side).config_id] for side in sides)
         max_model_len = min(capacity.max_model_len for capacity in capacities)
-        cost = warm_up(list(seats.values()), users, max_model_len, time.monotonic() + _WARM_UP_LIMIT_S)
+        is_first = match.key not in self.facts.turn_lengths
+        turns = None if is_first else _WARM_UP_TURNS
+        cost = warm_up(list(seats.values()), users, max_model_len, time.monotonic() + _WARM_UP_LIMIT_S, turns)
         decode_step_s = mean_step(list(seats.values()), decodes_only=True)
-        if match.key not in self.facts.turn_lengths:
+        if is_first:
             self._choose("turn_lengths", match.key, self.facts.turn_steps or choose_turn(cost))
         length = self.facts.turn_lengths[match.key]
         for index in turn.order:

@@ -58,7 +58,7 @@ from kvbench.measure.http import HttpInstrument
 from kvbench.measure.instrument import Job, Listener
 from kvbench.runs.folder import RunFolder, create_run
 from kvbench.runs.manifest import stored_workload
-from kvbench.runs.server_info import ModelAnswer, ServerInfo
+from kvbench.runs.server_info import ASYNCHRONOUS, ModelAnswer, ServerInfo
 from kvbench.runs.work import kept, orderly_end
 from kvbench.sweep.block import BlockRunner
 from kvbench.targets.base import Target
@@ -539,3 +539,5 @@ class ComparisonRun:
         served = ModelAnswer(**{name: engine.fact("model", name) for name in ("name", "vocab_size", "max_model_len")})
         engine = engine.model_copy(update={"served_model": served})
         self.state = with_server(self.state, match, side, engine, alone=False, force=self.request.force)
+        if engine.fact("engine", ASYNCHRONOUS):
+            self.state = self.state.with_notes([say("compare.synchronous", side=side)])

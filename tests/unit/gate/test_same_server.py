@@ -8,6 +8,7 @@ from kvbench.common.errors import UsageError
 from kvbench.common.files import read_json, write_json
 from kvbench.gate.compare.folder import CompareState, SideFacts
 from kvbench.gate.compare.manifest import server_differences, with_compared_requests, with_server
+from kvbench.gate.compare.request import StoredRequest
 from kvbench.gate.timing.plan import match_designs
 from kvbench.runs.server_info import ServerInfo
 from kvbench.workload.design import make_design
@@ -71,6 +72,20 @@ def record():
 def test_what_two_servers_differ_in(left, right, found):
     for expected, said in zip(found, server_differences(*map(ServerInfo.parse, (left, right))), strict=True):
         assert said.startswith(expected)
+
+
+def test_versions_that_are_compared_are_noted_and_refuse_nothing(record):
+    newer, changed = other("versions", torch="3"), {"options": StoredRequest(candidate_python="/new/bin/python")}
+    record("base")
+    with pytest.raises(UsageError, match="version of torch"):
+        record("candidate", newer)
+    for compared in (changed, {"options": StoredRequest(target="vllm"), "base": SideFacts(kind="ref")}):
+        servers = {"base": record.state.servers["base"], "candidate": {}}
+        record.state = record.state.but(notes=(), servers=servers, **compared)
+        record("candidate", newer)
+        assert any("torch 2 → 3" in note for note in record.state.notes) and not record.state.differences
+        with pytest.raises(UsageError, match="dtype"):  # all else must be equal
+            record("candidate", newer | other("resolved", dtype="bfloat16"))
 
 
 def test_the_other_side_is_held_to_the_first_and_its_own_settings_may_differ(record):

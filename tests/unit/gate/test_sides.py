@@ -6,6 +6,7 @@ import dataclasses
 import json
 import shlex
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -25,6 +26,7 @@ from kvbench.gate.compare.sides import (
     PairSide,
     measured_design,
     open_side,
+    open_workloads,
     parse_settings,
     parse_side,
     require_used,
@@ -147,6 +149,21 @@ def test_settings_that_cannot_be_are_refused(tiny, workload, tmp_path, monkeypat
         open_side(parse_side(text, tiny), dataclasses.replace(workload, sweep=sweep), CompareRequest(**options))
 
 
+def test_two_pythons_are_two_sides_with_the_same_settings(tiny, workload, tmp_path, monkeypatch):
+    (tmp_path / "vllm.py").write_text("")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (newer := tmp_path / "newer").symlink_to(sys.executable)
+    asked, sides = {"target": "vllm", "target_python": sys.executable}, dict.fromkeys(SIDES, parse_side("set:", tiny))
+    request = CompareRequest(**asked, candidate_python=str(newer))
+    with ExitStack() as held:
+        (paired,) = open_workloads(sides, [workload], request, Builds(), held)
+        base, candidate = (paired.sides[side] for side in SIDES)
+        assert [side.choice.manifest.target_python for side in (base, candidate)] == [sys.executable, str(newer)]
+        assert base.name != candidate.name and "/newer" in candidate.name and same_sides(base, candidate) is None
+        (paired,) = open_workloads(sides, [workload], CompareRequest(**asked), Builds(), held)
+        assert "A/A" in same_sides(*(paired.sides[side] for side in SIDES))
+
+
 def test_a_command_and_a_url_become_targets(tiny, workload):
     for text, options, kind, command in (
         (f"{PYTHON} serve.py {{model}} --port {{port}}", {"preset": "vllm"}, LaunchedTarget, "--port {port}"),
@@ -220,6 +237,11 @@ def test_a_side_is_kept_in_a_way_that_means_one_thing_and_repeated_as_it_was_giv
     with Builds(tmp_path / "b", build_cmd="true") as builds:
         with pytest.raises(UsageError, match="--serve-cmd"):
             open_side(parse_side("main", repo), workload, CompareRequest(repo=repo), builds)
+        (repo / "vllm.py").write_text("")
+        monkeypatch.setenv("PYTHONPATH", str(repo))
+        engine = open_side(parse_side("main", repo), workload, CompareRequest(repo=repo, target="vllm"), builds)
+        assert engine.choice.manifest.target_python == str(engine.build.python) and engine.choice.stepped
+        (repo / "vllm.py").unlink()
         options = {"repo": repo, "serve_cmd": "{python} serve.py {port}"}
         clean = open_side(parse_side("main", repo), workload, CompareRequest(**options), builds)
         assert pinned(clean) == clean.build.commit.sha[:12]

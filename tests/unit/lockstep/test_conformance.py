@@ -12,6 +12,7 @@ from kvbench.cli.main import cli
 from kvbench.common.errors import UsageError
 from kvbench.lockstep import process
 from kvbench.lockstep.conformance import FAILED, NOT_OFFERED, PASSED, check_engine
+from kvbench.lockstep.process import EngineProcess
 from kvbench.targets.preset import LOOP
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "engines.md"
@@ -80,6 +81,23 @@ LIES = {  # what it does: where it must be found
 }
 
 
+WAITS = """
+
+class Engine(Engine):
+    steps, waits = 0, []
+
+    def step(self):
+        self.steps += 1
+        return super().step()
+
+    def wait(self):
+        self.waits.append(str(self.steps))
+
+    def metrics(self):
+        return " ".join(self.waits)
+"""
+
+
 @pytest.fixture
 def checked(tmp_path):
     """Checks an engine of the page with more code behind it; ``before`` and ``after``: lines of a loop that lies."""
@@ -105,6 +123,21 @@ def test_what_is_optional_is_checked_where_it_is_offered(checked):
     results = checked(ANSWERS_TWICE)
     assert {result.outcome for result in results.values()} == {PASSED}
     assert len(results) == 11
+
+
+def test_the_device_is_waited_for_at_the_end_of_a_turn(tmp_path):
+    (code,) = re.findall(r"```python\n# my_engine\.py\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    (tmp_path / "my_engine.py").write_text(code + WAITS)
+    with EngineProcess([sys.executable, str(LOOP), str(tmp_path / "my_engine.py")], tmp_path / "log") as process:
+        process.greet()
+        process.ask(do="open", name="a", settings={})
+        process.ask(
+            do="load", name="a", requests=[[[1], 12, None, 0]], concurrency=1, temperature=0.0, ignore_eos=True,
+            keep_cache=True,
+        )  # fmt: skip
+        for steps in (1, 4, 4):
+            process.ask(do="turn", name="a", steps=steps)
+        assert process.ask(do="result", name="a")["metrics"] == "1 5 9"
 
 
 @pytest.mark.parametrize("lie", LIES)

@@ -128,6 +128,22 @@ def test_an_export_that_fails_says_why(folders, monkeypatch, code, error):
         folders.get({"model": "llama-32m", "load_format": "dummy"}, drop_eos=False)
 
 
+def test_the_two_sides_of_a_comparison_write_random_weights_once(folders, tmp_path, monkeypatch):
+    (tmp_path / "small.json").write_text(json.dumps(MODEL))
+    settings = {"model": str(tmp_path / "small.json"), "load_format": "dummy", "device": "cpu"}
+    first = folders.get(settings, drop_eos=False)
+    monkeypatch.setattr(model_export.processes, "launch", None)  # nothing more is written
+    (tmp_path / "other").mkdir()
+    monkeypatch.setattr(model_export.tempfile, "mkdtemp", lambda prefix: str(tmp_path / "other"))
+    other = ModelFolders(ignore_eos=True, text_tokenizer=None)
+    second = other.get(settings, drop_eos=False)
+    assert second.path != first.path and second.facts == first.facts
+    folders.close()
+    assert (second.path / "model.safetensors").stat().st_nlink == 1
+    other.close()
+    assert not second.path.exists()
+
+
 KILLED = """
 import sys
 from kvbench.targets import model_export
