@@ -11,6 +11,7 @@ SERVER = (*MODEL, "fastapi", "uvicorn", "httptools", "uvloop", "pydantic", "prom
 CLIENT = ("locust", "gevent", "httpx", "psutil", "yaml", "click", "rich")
 REPORT = ("pandas", "pyarrow", "plotly", "scipy")
 HARNESS = (*SERVER, *CLIENT, *REPORT)
+STEPPED = (*MODEL, "pydantic", "httpx", "psutil", "yaml", "click", "rich", "pandas", "pyarrow", "scipy")  # no client
 
 GRACE_S = 15.0  # time for a part to finish a measurement past its limit; then it is stopped
 LEAST_S = 20.0  # with less left a part is not begun
@@ -113,6 +114,10 @@ PARTS = (
         for method in ("launched", "lockstep")
     ),
     Part(
+        "vllm-pairs", "sharpness", "pairs of two equal vLLM engines in turns: how far they scatter", needs=STEPPED,
+        arguments=("lockstep", "--vllm"), result="engine.json", isolated=False,
+    ),
+    Part(
         "long-decode", "time_kernels", "decode of long and skewed batches", arguments=("--decode-from", "32768"),
         result="kernels.json",
     ),
@@ -166,6 +171,7 @@ ENTRIES = {
         QueueEntry("settings", {"facts": 20.0, "settings": 490.0}),
         QueueEntry("before-after", {"facts": 25.0, "before-after": 220.0}),
         QueueEntry("sharpness", {"facts": 20.0, "launched-pairs": 360.0, "lockstep-pairs": 130.0}),
+        QueueEntry("vllm-pairs", {"facts": 20.0, "vllm-pairs": 400.0}),
         QueueEntry(
             "long",
             {"facts": 20.0, "engine-qwen3-14b": 180.0, "long-decode": 40.0, "paging-cost": 45.0, "quality": 230.0},

@@ -1,7 +1,8 @@
-"""Parts ``launched-pairs`` and ``lockstep-pairs``: how far pairs of equal sides scatter on this device.
+"""Parts ``launched-pairs``, ``lockstep-pairs`` and ``vllm-pairs``: how far pairs of equal sides scatter on this device.
 
 `kvbench dev calibrate` measures them (see tests/benchmarks/method_runs.py); a launched pair starts two servers, so its
-load is short. The part keeps every pair, the scatter by metric, and whether throughputs of launches have two modes.
+load is short. The part keeps every pair, the scatter by metric, and whether throughputs of launches have two modes. Two
+engines of vLLM have 8 GiB of KV each and keep their CUDA graphs; in a tiny run transformers stands for vLLM.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ FULL = (
     "-o", "load.num_requests=[128]", "-o", "load.processes=4",  # one client process would be too busy with such a model
 )  # fmt: skip
 TINY = ("page_size=16", *WORKLOAD, "--profile", "cpu", "-o", "load.num_requests=[6]")
+_ENGINE = ("--target-python", sys.executable, "--target")
+VLLM = (*FULL, "-o", "engine.kv_budget=8GiB", *_ENGINE, "vllm")
+TINY_VLLM = (*TINY, *_ENGINE, "transformers")
 
 
 def keep_pairs(report: PartReport, pairs: pd.DataFrame) -> None:
@@ -56,13 +60,15 @@ def main() -> int:
     """Runs the part; 1 if something failed."""
     parser = part_parser(__doc__)
     parser.add_argument("method", choices=METHODS)
+    parser.add_argument("--vllm", action="store_true", help="of vLLM, and not of kvbench's engine")
     args = parser.parse_args()
     report = PartReport(args.out, args.seconds)
     folder = args.scratch / f"{args.method}-pairs"
     folder.mkdir(parents=True, exist_ok=True)
     seconds = min(report.time_left, TINY_SECONDS) if args.tiny else report.time_left
     try:
-        measure(folder, args.method, 1, (seconds - END_SECONDS) / 60, TINY if args.tiny else FULL, seconds)
+        words = (FULL, TINY, VLLM, TINY_VLLM)[2 * args.vllm + args.tiny]
+        measure(folder, args.method, 1, (seconds - END_SECONDS) / 60, words, seconds)
         pairs = read_pairs(folder)
         if pairs.empty:
             report.put(not_run="no pair was valid: the log says why, such as other programs' work beside it")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import shutil
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -58,9 +57,8 @@ def check_engine(request: CheckEngineRequest) -> int:
             raise UsageError(f"--log {log} cannot be written ({error.strerror}): name another file") from None
         with status_line(console, "starting the engine") as show:
             results = []
-            for result in check_engine(command, settings, log, check=interruption.check):
+            for result in check_engine(command, settings, log, check=interruption.check, show=show):
                 results.append(result)
-                show(f"{result.title}: {result.outcome}")
     rows = [(result.title, result.outcome, result.detail) for result in results]
     print_table(console, make_table(("point", "outcome", "seen"), rows, numbers_from=3))
     failed = sum(result.outcome == FAILED for result in results)
@@ -71,16 +69,13 @@ def check_engine(request: CheckEngineRequest) -> int:
 
 def words_of(text: str) -> tuple[str, ...]:
     """Returns the command of an engine's process. Raises UsageError where it cannot be run."""
+    from kvbench.targets.launch_plan import split_command
     from kvbench.targets.preset import LOOP
 
-    try:
-        words = shlex.split(text)
-    except ValueError as error:
-        raise UsageError(f"{text!r} is not a command line ({error}): mend the quotes") from None
-    if words and words[0].endswith(".py"):
-        if not Path(words[0]).is_file():
-            raise UsageError(f"there is no file {words[0]}: give the path of the adapter")
-        return (sys.executable, str(LOOP), *words)
-    if not words or shutil.which(words[0]) is None:
-        raise UsageError(f"{text!r}: there is no program {(words or ('',))[0]!r}; give its path")
-    return tuple(words)
+    if Path(text).suffix == ".py" and Path(text).is_file():  # its path may have blanks
+        return (sys.executable, str(LOOP), text)
+    if (first := (text.split() or [""])[0]).endswith(".py"):
+        if not Path(first).is_file():
+            raise UsageError(f"there is no file {first}: give the path of the adapter")
+        text = shlex.join([sys.executable, str(LOOP)]) + f" {text}"
+    return split_command(text, "CMD")

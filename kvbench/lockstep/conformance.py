@@ -298,8 +298,12 @@ def check_engine(
     log: Path,
     env: Mapping[str, str | None] | None = None,
     check: Callable[[], None] = lambda: None,
+    show: Callable[[str], None] = lambda text: None,
 ) -> Iterator[CheckResult]:
-    """Yields each point's result as soon as it is known. Those after a refusal or a failed process are left out."""
+    """Yields each point's result as soon as it is known. Those after a refusal or a failed process are left out.
+
+    show: gets the title of each point when it begins
+    """
     with EngineProcess(command, log, env=env, check=check) as process:
         title = f"It speaks protocol {PROTOCOLS[-1]}"
         try:
@@ -310,6 +314,7 @@ def check_engine(
         yield CheckResult(title, PASSED, f"options of a request: {', '.join(sorted(process.options)) or 'none'}")
         engine = EngineUnderCheck(process, settings)
         for title, point in CHECKS.items():
+            show(title)
             try:
                 yield CheckResult(title, PASSED, point(engine))
             except NotOfferedError as reason:

@@ -38,14 +38,14 @@ _NO_MODULE = 3
 _HAS_MODULE = f"import importlib.util, sys; sys.exit(0 if importlib.util.find_spec(sys.argv[1]) else {_NO_MODULE})"
 
 
-def split_command(text: str) -> tuple[str, ...]:
-    """The words of a --serve-cmd. Raises UsageError when they cannot be launched."""
+def split_command(text: str, option: str = "--serve-cmd") -> tuple[str, ...]:
+    """The words of the command that ``option`` gives. Raises UsageError when they cannot be launched."""
     try:
         words = tuple(shlex.split(text))
     except ValueError as error:
-        raise UsageError(f"--serve-cmd {text!r} is not a command line ({error}): mend the quotes") from None
+        raise UsageError(f"{option} {text!r} is not a command line ({error}): mend the quotes") from None
     if not words or shutil.which(words[0]) is None:
-        raise UsageError(f"--serve-cmd {text!r}: there is no program {(words or ('',))[0]!r}; give its path")
+        raise UsageError(f"{option} {text!r}: there is no program {(words or ('',))[0]!r}; give its path")
     return words
 
 

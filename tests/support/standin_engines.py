@@ -7,10 +7,12 @@ a model. ``install`` writes modules of the engines' names into a folder; a proce
 from __future__ import annotations
 
 import argparse
+import enum
 import inspect
 import itertools
 import time
 import typing
+from argparse import ArgumentParser as ArgumentParser
 from array import array
 from collections import deque
 from collections.abc import Callable, Collection
@@ -113,6 +115,7 @@ class StandinDistributed:
 class StandinCuda:
     total, used, peak, current = 150754820096, 60 << 30, 5 << 30, 3 << 30
     synchronize = staticmethod(lambda device=None: None)
+    is_available = staticmethod(lambda: True)
 
     @classmethod
     def mem_get_info(cls) -> tuple[int, int]:
@@ -658,6 +661,123 @@ class SGLScheduler:
         self.ipc_channels.send_to_detokenizer.send_output(payload)
 
 
+# vLLM: vllm/engine/arg_utils.py, sampling_params.py, v1/engine/llm_engine.py and v1/worker/utils.py (0.32).
+
+
+class VLLMOutputKind(enum.Enum):
+    CUMULATIVE, DELTA = 0, 1
+
+
+class VLLMUsageContext(enum.Enum):
+    LLM_CLASS, OPENAI_API_SERVER = "LLM_CLASS", "OPENAI_API_SERVER"
+
+
+class VLLMSamplingParams:
+    @strict
+    def __init__(
+        self, n: int = 1, temperature: float = 1.0, ignore_eos: bool = False, max_tokens: int = 16,
+        detokenize: bool = True, output_kind: VLLMOutputKind = VLLMOutputKind.CUMULATIVE,
+    ) -> None:  # fmt: skip
+        if output_kind is not VLLMOutputKind.DELTA or detokenize:
+            raise ValueError("the stand-in gives the new tokens of a step, and no text")
+        self.n, self.ignore_eos, self.max_tokens = n, ignore_eos, max_tokens
+
+
+def make_arg_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Adds the arguments of vLLM's server that a launch gives it."""
+    for name in ("model", "host", "dtype"):
+        parser.add_argument(f"--{name}")
+    for name in ("port", "seed", "block-size", "kv-cache-memory-bytes", "max-num-batched-tokens", "max-model-len",
+                 "max-num-seqs"):  # fmt: skip
+        parser.add_argument(f"--{name}", type=int)
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.92)
+    parser.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True)
+    for name in ("disable-uvicorn-access-log", "enable-prompt-tokens-details", "enforce-eager"):
+        parser.add_argument(f"--{name}", action="store_true")
+    return parser
+
+
+class VLLMEngineArgs(argparse.Namespace):
+    @classmethod
+    @strict
+    def from_cli_args(cls, args: argparse.Namespace) -> VLLMEngineArgs:
+        return cls(**vars(args))
+
+
+class VLLMStandin:
+    """Prompts in chunks, as nano-vllm's stand-in, and several sequences a request."""
+
+    @classmethod
+    @strict
+    def from_engine_args(cls, engine_args: VLLMEngineArgs, usage_context: VLLMUsageContext) -> VLLMStandin:
+        free, total = StandinCuda.mem_get_info()
+        if engine_args.gpu_memory_utilization * total > free:
+            raise ValueError("Free memory on device is less than desired GPU memory utilization")
+        if usage_context is not VLLMUsageContext.OPENAI_API_SERVER or not engine_args.disable_log_stats:
+            raise ValueError("limits are those of the server, and no statistics are logged")
+        return cls(engine_args)
+
+    def __init__(self, args: VLLMEngineArgs) -> None:
+        pages = args.kv_cache_memory_bytes // (BLOCK_BYTES * args.block_size // 256)
+        self.vllm_config = SimpleNamespace(
+            cache_config=SimpleNamespace(
+                block_size=args.block_size, num_gpu_blocks=pages, cache_dtype="auto",
+                enable_prefix_caching=args.enable_prefix_caching,
+            ),
+            scheduler_config=SimpleNamespace(
+                max_num_seqs=args.max_num_seqs, max_num_batched_tokens=args.max_num_batched_tokens,
+                async_scheduling=True,
+            ),
+            model_config=SimpleNamespace(
+                model=args.model, max_model_len=args.max_model_len, dtype="torch.bfloat16", get_vocab_size=lambda: VOCAB
+            ),
+            device_config=SimpleNamespace(device_type="cuda"),
+        )  # fmt: skip
+        self.args, self.requests, self.cached = args, dict[str, SimpleNamespace](), set[tuple[int, ...]]()
+
+    def add_request(self, request_id: str, prompt: dict, params: VLLMSamplingParams, *, priority: int = 0) -> None:
+        ids = prompt["prompt_token_ids"]
+        if len(ids) > self.args.max_model_len:
+            raise ValueError(f"The prompt has {len(ids)} tokens: {self.args.max_model_len} are possible")
+        hits = held(ids[:-1], self.args.block_size, self.cached) if self.args.enable_prefix_caching else 0
+        self.requests[request_id] = SimpleNamespace(
+            name=request_id, prompt=len(ids), params=params, priority=priority, computed=hits, hits=hits,
+            sequences={i: list(ids) for i in range(params.n)},
+        )  # fmt: skip
+
+    def step(self) -> list[SimpleNamespace]:
+        time.sleep(_STEP_S)
+        order = sorted(self.requests.values(), key=lambda request: (request.computed == request.hits, request.priority))
+        budget, made = self.args.max_num_batched_tokens, []
+        for request in order[: self.args.max_num_seqs]:
+            if request.computed < request.prompt:
+                chunk = min(budget, request.prompt - request.computed)
+                budget, request.computed = budget - chunk, request.computed + chunk
+            if request.computed >= request.prompt:
+                made.append(self._advance(request))
+        return made
+
+    def _advance(self, request: SimpleNamespace) -> SimpleNamespace:
+        outputs = []
+        for number, ids in list(request.sequences.items()):
+            ids.append(next_token(ids))
+            reason = "length" if len(ids) - request.prompt == request.params.max_tokens else None
+            reason = "stop" if ids[-1] == EOS and not request.params.ignore_eos else reason
+            outputs.append(SimpleNamespace(index=number, token_ids=[ids[-1]], finish_reason=reason))
+            if reason:
+                self.cached |= prefixes(ids[: request.prompt], self.args.block_size)
+                del request.sequences[number]
+        if not request.sequences:
+            del self.requests[request.name]
+        return SimpleNamespace(
+            request_id=request.name, outputs=outputs, finished=not request.sequences, num_cached_tokens=request.hits
+        )
+
+    def reset_prefix_cache(self) -> bool:
+        self.cached.clear()
+        return not self.requests
+
+
 MODULES = {  # the stand-ins of each engine: module, then the names in it and the names here
     "nano_vllm": {
         "nanovllm": {"LLM": "NanoLLM", "SamplingParams": "NanoSamplingParams"},
@@ -686,9 +806,27 @@ MODULES = {  # the stand-ins of each engine: module, then the names in it and th
         "sglang.srt.server_args": {"PortArgs": "SGLPortArgs", "prepare_server_args": "prepare_server_args"},
     },
 }
+_VLLM = {
+    "vllm": {"SamplingParams": "VLLMSamplingParams"},
+    "vllm.engine": {},
+    "vllm.engine.arg_utils": {"EngineArgs": "VLLMEngineArgs"},
+    "vllm.sampling_params": {"RequestOutputKind": "VLLMOutputKind"},
+    "vllm.usage": {},
+    "vllm.usage.usage_lib": {"UsageContext": "VLLMUsageContext"},
+    "vllm.utils": {},
+    "vllm.utils.argparse_utils": {"FlexibleArgumentParser": "ArgumentParser"},
+    "vllm.v1": {},
+    "vllm.v1.engine": {},
+    "vllm.v1.engine.llm_engine": {"LLMEngine": "VLLMStandin"},
+    "vllm.entrypoints": {},
+}
+for _name, _folder in (("vllm", "launchers"), ("vllm_031", "openai")):  # the parser lies elsewhere since 0.32
+    _module = f"vllm.entrypoints.{_folder}"
+    MODULES[_name] = _VLLM | {_module: {}, f"{_module}.cli_args": {"make_arg_parser": "make_arg_parser"}}
 TORCH = {"cuda": "StandinCuda", "distributed": "StandinDistributed", "inference_mode": "StandinInference",
          "tensor": "tensor"}  # fmt: skip
-VERSIONS = {"nano_vllm": ("nano-vllm", "0.2.0"), "mini_sglang": ("minisgl", "0.1.0"), "sglang": ("sglang", "0.5.23")}
+VERSIONS = {"nano_vllm": ("nano-vllm", "0.2.0"), "mini_sglang": ("minisgl", "0.1.0"), "sglang": ("sglang", "0.5.23"),
+            "vllm": ("vllm", "0.32.0"), "vllm_031": ("vllm", "0.31.0")}
 
 
 def install(engine: str, folder: Path) -> None:
@@ -700,5 +838,5 @@ def install(engine: str, folder: Path) -> None:
         path.write_text("\n".join([*lines, "__version__, int32 = 'stand-in', 'int32'\n"]))
     name, version = VERSIONS[engine]
     about = folder / f"{name.replace('-', '_')}-{version}.dist-info"
-    about.mkdir()
+    about.mkdir(exist_ok=True)
     (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")

@@ -26,6 +26,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from kvbench.common.errors import MeasurementError
+from kvbench.common.foreign_cpu import tree_cpu_s
 from kvbench.common.records import Record, read_record, write_record
 from kvbench.effects.comparison import contradicts
 from kvbench.gate.compare.folder import CompareFolder, FailedAttempt
@@ -40,7 +41,7 @@ from kvbench.gate.verdict.verdict import FAIL, PASS, Finding
 from kvbench.measure.single_request import SingleLatencies, send_single
 from kvbench.metrics.definitions import METRICS
 from kvbench.requests.request import RequestSpec
-from kvbench.targets.base import reason_of
+from kvbench.targets.base import Target, reason_of
 
 FILE = "served.json"
 SUITE = "served"
@@ -49,6 +50,7 @@ ROUNDS = 60  # of one launch
 SECONDS = 10.0  # that one launch's rounds may take; with slow requests there are fewer, but ``_FEWEST``
 _FEWEST = 20  # 2^-20 is far below any alpha, and the bounds are ranks 5 and 16
 _WARM_UP = 5
+_IDLE_WINDOW_S, _IDLE_CPU_S, _IDLE_LIMIT_S = 0.05, 0.011, 2.0  # the kernel counts CPU time in steps of 10 ms
 _PROMPT_TOKENS, _OUTPUT_TOKENS = 24, 8
 
 
@@ -139,7 +141,10 @@ class ServedCheck:
         def send(side: str, request: RequestSpec) -> SingleLatencies | None:
             self.check()
             try:
-                return send_single(targets[side], request, limits[side])
+                latencies = send_single(targets[side], request, limits[side])
+                if not workload.sides[side].choice.manifest.is_built_in:
+                    wait_until_idle(targets[side])
+                return latencies
             except MeasurementError as error:
                 reasons[side].append(reason_of(targets[side], error))
                 return None
@@ -175,6 +180,22 @@ class ServedCheck:
             finally:
                 gc.enable()
         return rounds, reasons
+
+
+def wait_until_idle(target: Target) -> None:
+    """Waits, 2 s at most, until a server that has answered computes no more: the other one would have to share.
+
+    A thread of vLLM goes on looking for work, and a request to the other server then took ten times as long.
+    """
+    if (pid := target.server().pid) is None:
+        return
+    until = time.monotonic() + _IDLE_LIMIT_S
+    before = tree_cpu_s(pid)
+    while before is not None and time.monotonic() < until:
+        time.sleep(_IDLE_WINDOW_S)
+        before, last = tree_cpu_s(pid), before
+        if before is None or before - last <= _IDLE_CPU_S:
+            return
 
 
 def _requests(rng: random.Random, vocabulary: int, count: int) -> list[RequestSpec]:

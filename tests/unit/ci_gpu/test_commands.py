@@ -137,5 +137,5 @@ def test_one_pair_has_no_scatter_and_none_is_said(run, monkeypatch):
 
 
 def test_calibrate_takes_the_words_of_both_shapes():
-    for words in (sharpness.FULL, sharpness.TINY):
+    for words in (sharpness.FULL, sharpness.TINY, sharpness.VLLM, sharpness.TINY_VLLM):
         assert cli.commands["dev"].commands["calibrate"].make_context("calibrate", [*words, "--method", "launched"])

@@ -28,7 +28,10 @@ ARGUMENTS = {
                     "--max-seq-len-override", "256", "--num-pages", "100"),
     "sglang": ("--page-size", "4", "--max-running-requests", "2", "--chunked-prefill-size", "8", "--port", "0",
                "--context-length", "256", "--max-total-tokens", "400", "--enable-metrics"),
+    "vllm": ("--block-size", "4", "--max-num-seqs", "2", "--max-num-batched-tokens", "8", "--max-model-len", "256",
+             "--kv-cache-memory-bytes", str(100 * 4 * BLOCK_BYTES // 256), "--port", "0", "--enforce-eager"),
 }  # fmt: skip
+ARGUMENTS["vllm_031"] = ARGUMENTS["vllm"]
 ENGINES = list(ARGUMENTS)
 
 
@@ -36,7 +39,8 @@ def launch(engine, folder, *more):
     """Returns the command and the environment of an adapter's process whose engine is the stand-in."""
     install(engine, folder / "modules")
     model = "--model-path" if engine == "sglang" else "--model"
-    command = [sys.executable, str(LOOP), str(ADAPTERS / f"{engine}_engine.py"), model, str(folder)]
+    adapter = ADAPTERS / f"{engine.removesuffix('_031')}_engine.py"
+    command = [sys.executable, str(LOOP), str(adapter), model, str(folder)]
     path = os.pathsep.join(map(str, (folder / "modules", ROOT)))
     return [*command, *ARGUMENTS[engine], *more], {"PYTHONPATH": path}
 
@@ -79,7 +83,8 @@ def test_every_point_that_the_adapter_offers_passes(engine, tmp_path):
     results = list(check_engine(command, SETTINGS.get(engine, {}), tmp_path / "log", env))
     assert not [result for result in results if result.outcome == FAILED]
     not_offered = [result.title for result in results if result.outcome == NOT_OFFERED]
-    assert not_offered == ["A request of two answers has two sequences"] and len(results) == 11
+    lacks = [] if engine.startswith("vllm") else ["A request of two answers has two sequences"]
+    assert not_offered == lacks and len(results) == 11
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -134,7 +139,7 @@ def test_cached_tokens_are_those_of_this_load_and_of_whole_pages(engine, opened)
     assert [row[4] for row in cold + warm + emptied] == [0, 2 * page, 2 * page, 0, 0]
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ["nano_vllm", "mini_sglang", "sglang"])
 def test_a_request_beyond_the_length_is_one_sentence_and_the_next_load_runs(engine, opened):
     length = 1100 if engine == "nano_vllm" else 256
     with opened(engine) as (_, compute):
@@ -188,6 +193,14 @@ def test_the_kv_budget_of_nano_vllm_is_held_beside_another_process(budget, opene
 def test_without_a_budget_nano_vllm_takes_its_share_of_the_memory(opened, tmp_path):
     with opened("nano_vllm", kv_budget=None) as (described, _):
         assert described["capacity"]["num_pages"] == int(StandinCuda.total * 0.9 - (62 << 30)) // BLOCK_BYTES
+
+
+def test_two_engines_of_vllm_with_bytes_of_kv_fit_one_gpu_and_a_share_that_is_given_is_kept(opened):
+    with opened("vllm") as (described, _):  # 42 GiB of 140 are free there
+        assert described["engine"]["async_scheduling"] is True
+    refused = pytest.raises(EngineRefusedError, match="less than desired GPU memory utilization")
+    with refused:
+        opened("vllm", "--gpu-memory-utilization", "0.9").__enter__()
 
 
 def test_the_prefix_cache_of_mini_sglang_and_of_sglang_can_be_off(opened, tmp_path):
