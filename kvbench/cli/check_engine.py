@@ -72,10 +72,12 @@ def words_of(text: str) -> tuple[str, ...]:
     from kvbench.targets.launch_plan import split_command
     from kvbench.targets.preset import LOOP
 
-    if Path(text).suffix == ".py" and Path(text).is_file():  # its path may have blanks
-        return (sys.executable, str(LOOP), text)
-    if (first := (text.split() or [""])[0]).endswith(".py"):
-        if not Path(first).is_file():
-            raise UsageError(f"there is no file {first}: give the path of the adapter")
-        text = shlex.join([sys.executable, str(LOOP)]) + f" {text}"
+    try:
+        words = [text] if Path(text).is_file() else shlex.split(text)  # its path may have blanks
+    except ValueError:
+        words = []  # split_command says what is wrong
+    if words and words[0].endswith(".py"):
+        if not Path(words[0]).is_file():
+            raise UsageError(f"there is no file {words[0]}: give the path of the adapter")
+        text = shlex.join([sys.executable, str(LOOP), *words])
     return split_command(text, "CMD")

@@ -170,9 +170,9 @@ def _clock_is_the_wall(engine: EngineUnderCheck) -> str:
     if (claimed > wall + _WALL_MARGIN_S).any():
         turn = int((claimed - wall).argmax())
         raise CheckFailedError(f"turn {turn + 1} claims {claimed[turn]:.4g} s and took {wall[turn]:.4g} s")
-    share = claimed.sum() / wall.sum()
+    share = float(np.median(claimed / wall))  # other programs lengthen a few turns
     if share < _LEAST_OF_WALL and wall.sum() - claimed.sum() > _WALL_MARGIN_S * len(wall):
-        raise CheckFailedError(f"its steps claim {share:.0%} of the {wall.sum():.3g} s that their turns took")
+        raise CheckFailedError(f"its steps claim {share:.0%} of the time of a turn (the median of {len(wall)})")
     return f"{share:.0%} of the turns' time is in steps"
 
 

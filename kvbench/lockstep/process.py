@@ -18,6 +18,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+import psutil
+
 from kvbench.common import processes
 from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.common.text import listing
@@ -66,7 +68,7 @@ class EngineProcess:
         preloaded: processes.Starter | None = None,
         scratch: Path | None = None,
     ) -> None:
-        self._log, self.check, self._buffer = log, check, b""
+        self._log, self.check, self._buffer, self._stopped = log, check, b"", False
         self.options: frozenset[str] = frozenset()  # that its engines let a request have, once it has greeted
         self.tells: frozenset[str] = frozenset()  # what results tell besides: cached_tokens, metrics
         self.protocol, self.greedy_only = 0, False  # whether it decodes greedily, and to the length
@@ -90,6 +92,9 @@ class EngineProcess:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        if self._stopped:
+            return
+        self._stopped = True
         for pipe in (self._process.stdin, self._process.stdout):
             with contextlib.suppress(BrokenPipeError):
                 if pipe is not None:
@@ -106,8 +111,12 @@ class EngineProcess:
 
     def memory(self) -> int:
         """Returns the bytes that its processes share with no other."""
-        members = self._process.remember()
-        return sum(member.memory_info().rss - member.memory_info().shared for member in members if member.is_running())
+        total = 0
+        for pid in (self._process.pid, *(member.pid for member in self._process.remember())):
+            with contextlib.suppress(psutil.Error):  # one that has ended meanwhile
+                memory = psutil.Process(pid).memory_info()
+                total += memory.rss - memory.shared
+        return total
 
     def fileno(self) -> int:
         """Returns the pipe of its answers, which ``select`` waits for."""

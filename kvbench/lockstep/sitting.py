@@ -150,6 +150,8 @@ class Sitting:
         alone = len(self.design.configurations) < 2 and self.is_enough is None
         if self.baseline is None or alone:
             return "there is no second configuration to compare the baseline with"
+        if None in (self._limit("vocab_size"), self._limit("max_model_len")):
+            return "the model's vocabulary or length is not known before a server tells it"
         for point in self.points:
             if reason := loads.SteppedInstrument.why_not(self.workload.load, self._requests(point)):
                 return reason
@@ -209,6 +211,11 @@ class Sitting:
         self._rounds = [[c for c in self.design.configurations if not c.is_baseline]]
         if self.forked and all(imports_as_usual(c.settings) for c in self.design.configurations):
             self._preloaded = ENGINES
+        for configuration in self.design.configurations:
+            on_gpu = not runs_on_cpu(configuration.settings.get("device", "auto"))
+            if on_gpu and "kv_budget" not in configuration.settings:
+                reason = "set kv_budget: on a GPU each engine would take most of the memory that is free"
+                self._leave_out(configuration, reason)
         if not self._shared:
             return
         self.at_once = launches_at_once(self.baseline.settings, self.most_at_once)
@@ -223,12 +230,12 @@ class Sitting:
         The first launch settles which loads the time holds.
         """
         order = random.Random(f"kvbench-sitting/{self._order_seed}/{numbers[0]}")
-        until, settles = began + self._end_s, numbers[0] == 1 and beside is self._rounds[0]
+        until, settles = began + self._end_s, not self._turns
         with contextlib.ExitStack() as stack:
             engines = self._open(stack, numbers, beside, order, until)
             if self._others and not beside:
                 return
-            if numbers[0] > 1:
+            if not settles:
                 users = loads.users_of(self._loads[0])
                 warm_up(engines, users, self._limit("max_model_len"), until, _WARM_UP_TURNS)
             took: list[float] = []
@@ -284,6 +291,8 @@ class Sitting:
                 try:
                     infos.append(self._info(configuration, processes[log], answer))
                 except UsageError as error:
+                    if not self._shared:
+                        processes[log].__exit__()  # it may compute or hold memory yet
                     if configuration in (self.baseline, *beside):  # another launch has not left it out yet
                         self._not_opened(configuration, beside, str(error), is_first)
                 else:
@@ -331,25 +340,20 @@ class Sitting:
     def _make_room(self, beside: list[Configuration], room: int, process_bytes: int, is_first: bool) -> None:
         """Keeps of a round what ``room`` bytes hold at once. The rest gets a round of its own, or is left out.
 
-        process_bytes: that an engine takes besides its KV cache
+        process_bytes: that an engine's process takes; where it has written to its KV cache, that counts twice
         """
         free, later = room, list[Configuration]()
         for configuration in list(beside):
             if not runs_on_cpu(configuration.settings.get("device", "auto")):
-                if "kv_budget" not in configuration.settings:
-                    reason = "set kv_budget: on a GPU each engine would take most of the memory that is free"
-                    self._leave_out(configuration, reason)
                 continue
             takes = self._budget(configuration) + process_bytes
             if takes <= free:
                 free -= takes
-            elif takes <= room and is_first:
+            elif takes <= room and is_first and self.is_enough is None:
                 later.append(configuration)
             else:
-                self._leave_out(
-                    configuration,
-                    f"its {takes / 2**30:.1f} GiB have no room beside the baseline: {room / 2**30:.1f} GiB are free",
-                )
+                reason = f"its {takes / 2**30:.1f} GiB have no room beside the others: {free / 2**30:.1f} GiB are free"
+                self._not_opened(configuration, beside, reason, is_first)
         if later:
             self.notes.append(
                 f"memory holds {1 + len(beside) - len(later)} engines at once: {plural(len(later), 'configuration')} "
@@ -365,9 +369,14 @@ class Sitting:
     def _not_opened(
         self, configuration: Configuration, beside: list[Configuration], reason: str, is_first: bool
     ) -> None:
-        """Leaves a configuration out. On a GPU, which may have no room for it, it first gets a round of its own."""
+        """Leaves a configuration out. On a GPU, which may have no room for it, it first gets a round of its own.
+
+        Raises MeasurementError after the first launch, which keeps what was measured.
+        """
+        if not is_first:
+            raise MeasurementError(f"{configuration.label}: {reason}")
         on_gpu = not runs_on_cpu(configuration.settings.get("device", "auto"))
-        if on_gpu and is_first and configuration in beside and len(beside) > 1:
+        if on_gpu and configuration in beside and len(beside) > 1:
             self._postpone([configuration], beside)
         else:
             self._leave_out(configuration, reason)
@@ -382,7 +391,8 @@ class Sitting:
 
     def _holds(self, point: LoadPoint, left: int, took: Sequence[float], began: float) -> bool:
         """Tests whether the time holds enough launches with this load too; ``left``: loads not measured yet."""
-        fewest, elapsed = fewest_launches(len(self._others)), time.monotonic() - began
+        smallest = min((len(beside) for beside in self._rounds if beside), default=0)  # a round has its own noise
+        fewest, elapsed = fewest_launches(smallest), time.monotonic() - began
         fewest = math.ceil(fewest / self.at_once) * len(self._rounds)
         if fewest * (elapsed + max(took)) <= self.limit_s:
             return True
@@ -392,8 +402,10 @@ class Sitting:
         )
         return False
 
-    def _limit(self, name: str) -> int:
-        return min(getattr(capacity, name) for capacity in self.capacity.values())
+    def _limit(self, name: str) -> Any:
+        """The smallest limit of all configurations; None where it is not known of one."""
+        limits = [getattr(capacity, name) for capacity in self.capacity.values()]
+        return None if None in limits else min(limits)
 
     def _requests(self, point: LoadPoint) -> Any:
         """The requests of the first repeat over HTTP, for the smallest limits that any configuration has."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -109,8 +110,17 @@ def choose(workload: Workload, options: TargetOptions, stored: Manifest | None =
     return choose_target(workload, options, forked=True)
 
 
-def choose_target(workload: Workload, asked: TargetOptions, *, forked: bool = False) -> ChosenTarget:
-    """Chooses the target that the options name. Raises UsageError. ``forked``: as BuiltinTarget takes it."""
+def choose_target(
+    workload: Workload,
+    asked: TargetOptions,
+    *,
+    forked: bool = False,
+    env: Mapping[str, str | None] = types.MappingProxyType({}),
+) -> ChosenTarget:
+    """Chooses the target that the options name. Raises UsageError. ``forked``: as BuiltinTarget takes it.
+
+    env: more variables of a launch of another engine
+    """
     kind = kind_of(asked.target, asked.serve_cmd)
     preset = PRESETS[asked.target or ""] if kind == PRESET else preset_named(asked.preset)
     check_target_options([kind], asked.stated)
@@ -125,7 +135,7 @@ def choose_target(workload: Workload, asked: TargetOptions, *, forked: bool = Fa
     if kind == BUILTIN:
         return _builtin(workload, asked, forked)
     template = CommandTemplate.parse(asked.serve_cmd or "") if kind == TEMPLATE else None
-    return _launched(workload, asked, preset, template)
+    return _launched(workload, asked, preset, template, env)
 
 
 def kind_of(target: str | None, serve_cmd: str | None) -> str:
@@ -212,7 +222,11 @@ def running_server(
 
 
 def _launched(
-    workload: Workload, options: TargetOptions, preset: Preset, template: CommandTemplate | None
+    workload: Workload,
+    options: TargetOptions,
+    preset: Preset,
+    template: CommandTemplate | None,
+    env: Mapping[str, str | None],
 ) -> ChosenTarget:
     load, notes = workload.load, []
     preset.require_endpoint(load.endpoint)
@@ -243,7 +257,7 @@ def _launched(
 
     def make() -> Target:
         limit = options.start_timeout or _FOREIGN_START_S
-        return LaunchedTarget(launcher, folders, port=options.port or 0, start_timeout_s=limit, form=load.form)
+        return LaunchedTarget(launcher, folders, port=options.port or 0, start_timeout_s=limit, form=load.form, env=env)
 
     def stepped(settings: Settings) -> SteppedLaunch:
         no_eos = not preset.dialect.ignore_eos  # the server's own folder
@@ -251,7 +265,7 @@ def _launched(
         words = launcher.command(settings, model=str(model.path), port=0, scratch=str(folders.scratch))
         program, _, _, *arguments = words  # PYTHON -m MODULE of the server
         command = (program, str(LOOP), str(preset.adapter), *arguments)
-        environment = preset.launch_environment(launcher.context(settings))
+        environment = preset.launch_environment(launcher.context(settings)) | dict(env)
         limit_s = options.start_timeout or _FOREIGN_START_S
         return SteppedLaunch(command, environment, folders.scratch, limit_s, shared=False)
 

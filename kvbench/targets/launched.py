@@ -147,9 +147,10 @@ class LaunchedTarget(ProcessTarget):
         port: int = 0,
         start_timeout_s: float = 180.0,
         form: RequestForm = DEFAULT_FORM,
+        env: Mapping[str, str | None] | None = None,
     ) -> None:
         super().__init__(port=port, start_timeout_s=start_timeout_s, form=form)
-        self.launcher, self.folders = launcher, folders
+        self.launcher, self.folders, self.env = launcher, folders, dict(env or {})
         self.preset, self.grace_s = launcher.preset, launcher.preset.grace_s
         self._settings: Settings = {}
         self._served: ServedModel | None = None
@@ -160,7 +161,7 @@ class LaunchedTarget(ProcessTarget):
         self._settings, self._served = settings, self._model_of(settings)
         port, scratch = free_port(self.port), self.folders.scratch
         command = self.launcher.command(settings, model=str(self._served.path), port=port, scratch=str(scratch))
-        self._environment = self.preset.launch_environment(self.launcher.context(settings))
+        self._environment = self.preset.launch_environment(self.launcher.context(settings)) | self.env
         with self._launched(command, log, env=self._environment, scratch=scratch):
             self.exact_texts = self.launcher.passes_model
             folder = self._served.tokenizer if self.exact_texts else shipped_tokenizer()

@@ -133,7 +133,7 @@ class ModelFolders:
         asked |= {"settings": dict(job), "ignore_eos": drop_eos, "format": model_format}
         key = json.dumps(asked, sort_keys=True)
         if (earlier := _WRITTEN.get(key)) and earlier.is_dir():  # the other side of a comparison has it
-            shutil.copytree(earlier, folder, copy_function=os.link)
+            shutil.copytree(earlier, folder, copy_function=_link_or_copy)
         else:
             self._write(task, asked | {"folder": str(folder)}, log)
             _WRITTEN[key] = folder
@@ -183,6 +183,13 @@ class ModelFolders:
 
     def _new_folder(self) -> Path:
         return self.scratch / f"model-{len(self._made)}"
+
+
+def _link_or_copy(source: str, to: str) -> None:
+    try:
+        os.link(source, to)
+    except OSError:  # a file system without hard links
+        shutil.copy2(source, to)
 
 
 def text_tokenizer(prompts: Any) -> Path | None:

@@ -701,7 +701,7 @@ class VLLMEngineArgs(argparse.Namespace):
     @classmethod
     @strict
     def from_cli_args(cls, args: argparse.Namespace) -> VLLMEngineArgs:
-        return cls(**vars(args))
+        return cls(async_scheduling=None, **vars(args))  # None: on a GPU it does
 
 
 class VLLMStandin:
@@ -715,6 +715,8 @@ class VLLMStandin:
             raise ValueError("Free memory on device is less than desired GPU memory utilization")
         if usage_context is not VLLMUsageContext.OPENAI_API_SERVER or not engine_args.disable_log_stats:
             raise ValueError("limits are those of the server, and no statistics are logged")
+        if engine_args.async_scheduling is not False:
+            raise NotImplementedError("a step would return what the step before has made")
         return cls(engine_args)
 
     def __init__(self, args: VLLMEngineArgs) -> None:
@@ -725,8 +727,7 @@ class VLLMStandin:
                 enable_prefix_caching=args.enable_prefix_caching,
             ),
             scheduler_config=SimpleNamespace(
-                max_num_seqs=args.max_num_seqs, max_num_batched_tokens=args.max_num_batched_tokens,
-                async_scheduling=True,
+                max_num_seqs=args.max_num_seqs, max_num_batched_tokens=args.max_num_batched_tokens
             ),
             model_config=SimpleNamespace(
                 model=args.model, max_model_len=args.max_model_len, dtype="torch.bfloat16", get_vocab_size=lambda: VOCAB

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -67,6 +68,8 @@ class CompareRequest(Record):
     def for_any_folder(self, base: str, candidate: str) -> StoredRequest:
         """The request with these sides and absolute paths: it may be resumed from another folder."""
         paths = {name: path.resolve() for name in _PATHS if (path := getattr(self, name))}
+        pythons = {name: getattr(self, name) for name in ("target_python", "candidate_python")}
+        paths |= {name: os.path.abspath(path) for name, path in pythons.items() if path and os.sep in path}
         workloads = tuple(str(Path(workload).resolve()) for workload in self.workloads)
         return StoredRequest(**self.fields() | paths | {"workloads": workloads, "base": base, "candidate": candidate})
 

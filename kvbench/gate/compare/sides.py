@@ -276,6 +276,8 @@ def require_used(sides: Sequence[PairSide], request: CompareRequest) -> None:
     targets = [_target_kind(side, request) for side in sides]
     if request.candidate_python and (set(targets) != {PRESET} or kinds != {SET}):
         raise UsageError(say("side.candidate_python"))
+    if request.target and request.target_python and kinds == {REF}:
+        raise UsageError(say("side.python_of_build"))
     if request.target and REF in kinds and PRESET not in targets:
         raise UsageError(say("side.running_ref", target=request.target))
     check_target_options(targets, [name for name in KINDS_OF if getattr(request, name, None)])
@@ -324,7 +326,7 @@ def _of_build(build: Build, workload: Workload, options: TargetOptions) -> Chose
         command = built_command(options.serve_cmd, build)
         return choose_target(workload, dataclasses.replace(options, serve_cmd=command))
     if options.target:
-        return choose_target(workload, dataclasses.replace(options, target_python=str(build.python)))
+        return choose_target(workload, dataclasses.replace(options, target_python=str(build.python)), env=build.env)
     if not is_kvbench(build.source):
         raise UsageError(say("side.not_ours", repo=build.commit.repo))
     launched, limit_s = (str(build.python), *_SERVER), options.start_timeout or _START_S
@@ -365,7 +367,7 @@ def _command(choice: ChosenTarget, build: Build | None) -> str | None:
     """The launch command without the engine's flags, for the manifest."""
     if command := choice.manifest.serve_cmd:
         return str(command)
-    if build is not None:
+    if build is not None and _is_builtin(choice):
         return f"{_env_words(build)} {shlex.join([str(build.python), *_SERVER])}"
     if _is_builtin(choice):
         return shlex.join(BUILTIN_COMMAND)

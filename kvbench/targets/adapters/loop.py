@@ -11,7 +11,7 @@ library only. The adapter's file has a class ``Engine``:
     GREEDY_ONLY                          whether it decodes greedily and to the length only (default: no)
     cached_tokens(self, name)            of a request that has ended (default: not told)
     reset_cache(self)                    empties the prefix cache (default: there is none)
-    wait(self)                           at the end of a turn, until the device is done (default: ``step`` waits)
+    wait(self)                           until the device has done a step's work (default: ``step`` waits)
     metrics(self)                        Prometheus text (default: empty)
 """
 
@@ -60,7 +60,7 @@ class Load:
             started = time.perf_counter()
             self._send_due()
             outputs = self.engine.step()
-            if len(steps) + 1 == most and hasattr(self.engine, "wait"):
+            if hasattr(self.engine, "wait"):
                 self.engine.wait()
             seconds = time.perf_counter() - started
             self.clock += seconds

@@ -39,7 +39,7 @@ class MiniSGLangEngine:
         return {
             "engine": {"page_size": size, "max_num_seqs": args.max_running_req, "max_model_len": engine.max_seq_len,
                        "max_num_batched_tokens": args.max_extend_tokens,
-                       "enable_prefix_caching": args.cache_type != "naive"},
+                       "enable_prefix_caching": args.cache_type != "naive", "async_scheduling": True},
             "resolved": {"device": engine.device.type, "dtype": str(engine.dtype).removeprefix("torch.")},
             "model": {"name": args.model_path, "vocab_size": args.model_config.vocab_size,
                       "max_model_len": engine.max_seq_len},

@@ -19,6 +19,7 @@ class SGLangEngine:
         from sglang.srt.server_args import PortArgs, prepare_server_args
 
         self._sampling, self._request = SamplingParams, TokenizedGenerateReqInput
+        self._overlaps = "--disable-overlap-schedule" not in arguments
         try:
             args = prepare_server_args([*arguments, "--disable-overlap-schedule", "--skip-tokenizer-init"])
         except SystemExit:
@@ -44,7 +45,7 @@ class SGLangEngine:
         engine = {"page_size": size, "max_num_seqs": scheduler.max_running_requests,
                   "max_num_batched_tokens": scheduler.chunked_prefill_size, "max_model_len": model.context_len,
                   "enable_prefix_caching": not scheduler.disable_radix_cache,
-                  "kv_cache_dtype": args.kv_cache_dtype}  # fmt: skip
+                  "kv_cache_dtype": args.kv_cache_dtype, "async_scheduling": self._overlaps}  # fmt: skip
         return {
             "engine": {name: value for name, value in engine.items() if value is not None},
             "resolved": {"device": scheduler.device, "dtype": str(model.dtype).removeprefix("torch.")},

@@ -32,7 +32,11 @@ class VLLMEngine:
             raise ValueError(f"vLLM does not take these arguments: {' '.join(arguments)}") from None
         args = EngineArgs.from_cli_args(given)
         args.disable_log_stats = True
-        if torch.cuda.is_available() and args.kv_cache_memory_bytes and "--gpu-memory-utilization" not in arguments:
+        # Its server schedules while the device computes; a step then returns what the step before has made.
+        self._overlaps = torch.cuda.is_available() and args.async_scheduling is not False
+        args.async_scheduling = False
+        has_share = any(word.split("=")[0] == "--gpu-memory-utilization" for word in arguments)
+        if torch.cuda.is_available() and args.kv_cache_memory_bytes and not has_share:
             args.gpu_memory_utilization = 0.1  # asked of what is free at the start, where the other side's engine is
         # Limits of a batch that are left open depend on the usage: those of the server.
         self._engine = LLMEngine.from_engine_args(args, usage_context=UsageContext.OPENAI_API_SERVER)
@@ -48,7 +52,7 @@ class VLLMEngine:
                 "max_model_len": model.max_model_len,
                 "max_num_seqs": scheduler.max_num_seqs,
                 "max_num_batched_tokens": scheduler.max_num_batched_tokens,
-                "async_scheduling": bool(getattr(scheduler, "async_scheduling", False)),
+                "async_scheduling": self._overlaps,
                 "enable_prefix_caching": cache.enable_prefix_caching,
                 "kv_cache_dtype": str(cache.cache_dtype),
             },

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -10,10 +11,12 @@ import pytest
 
 from kvbench.common.errors import EXIT_INCONCLUSIVE, EXIT_INVALID, EXIT_OK, EXIT_REGRESSION, Interrupted, UsageError
 from kvbench.common.files import read_json, write_json
+from kvbench.common.foreign_cpu import ServerProcess
+from kvbench.gate.compare import served_check
 from kvbench.gate.compare.conclude import conclude, judge_again
 from kvbench.gate.compare.folder import GivenUp
 from kvbench.gate.compare.pair_runner import ATTEMPTS, ATTEMPTS_TO_BLAME
-from kvbench.gate.compare.served_check import FILE, ServedCheck
+from kvbench.gate.compare.served_check import FILE, ServedCheck, wait_until_idle
 from kvbench.gate.policy import load_policy
 from kvbench.gate.timing.plan import SIDES, match_designs
 from kvbench.gate.verdict.outputs import write_outputs
@@ -37,7 +40,8 @@ class Check:
         self.env, self.started, self.failed = {side: env.get(side, {}) for side in SIDES}, [], []
         design = make_design({"layout": "paged"}, {}, POINTS, "one_at_a_time")
         load = SimpleNamespace(load=SimpleNamespace(timeout_s=timeout_s))
-        choices = {side: SimpleNamespace(new_target=lambda s=side: self._target(s), workload=load) for side in SIDES}
+        about = {"workload": load, "manifest": SimpleNamespace(is_built_in=True)}
+        choices = {side: SimpleNamespace(new_target=lambda s=side: self._target(s), **about) for side in SIDES}
         sides = {side: SimpleNamespace(choice=choices[side]) for side in SIDES}
         self.workload = SimpleNamespace(name="mixed", matches=match_designs("mixed", design, design), sides=sides)
         on_failed = lambda attempt, most: self.failed.append(attempt)  # noqa: E731
@@ -54,6 +58,25 @@ class Check:
 
     def verdict(self, **manifest):
         return conclude(self.folder, self.folder.state().model_copy(update=manifest), POLICY)
+
+
+SPINS = "import sys, time\nuntil = time.monotonic() + {s}\nprint('on', flush=True)\n"
+SPINS += "while time.monotonic() < until: pass\nopen(sys.argv[1], 'w').close()\ntime.sleep(60)"
+
+
+@pytest.mark.parametrize(("seconds", "limit_s"), [(0.6, 20.0), (60, 0.3)])
+def test_a_server_that_still_computes_after_its_answer_is_waited_for(tmp_path, monkeypatch, seconds, limit_s):
+    monkeypatch.setattr(served_check, "_IDLE_LIMIT_S", limit_s)
+    words = [sys.executable, "-c", SPINS.format(s=seconds), str(tmp_path / "idle")]
+    with subprocess.Popen(words, stdout=subprocess.PIPE) as process:
+        try:
+            process.stdout.readline()
+            wait_until_idle(SimpleNamespace(server=lambda: ServerProcess(process.pid)))
+            assert (tmp_path / "idle").exists() == (seconds < limit_s)
+        finally:
+            process.kill()
+    wait_until_idle(SimpleNamespace(server=lambda: ServerProcess(process.pid)))  # one that is gone
+    wait_until_idle(SimpleNamespace(server=lambda: ServerProcess(None)))
 
 
 @pytest.mark.full

@@ -34,6 +34,7 @@ from kvbench.gate.compare.sides import (
 )
 from kvbench.gate.timing.plan import SIDES, match_designs
 from kvbench.runs.folder import RunFolder
+from kvbench.targets import model_export
 from kvbench.targets.builtin import BuiltinTarget, ServerRefusedError
 from kvbench.targets.launched import LaunchedTarget
 from kvbench.targets.running import OpenAITarget
@@ -237,16 +238,27 @@ def test_a_side_is_kept_in_a_way_that_means_one_thing_and_repeated_as_it_was_giv
     with Builds(tmp_path / "b", build_cmd="true") as builds:
         with pytest.raises(UsageError, match="--serve-cmd"):
             open_side(parse_side("main", repo), workload, CompareRequest(repo=repo), builds)
-        (repo / "vllm.py").write_text("")
-        monkeypatch.setenv("PYTHONPATH", str(repo))
-        engine = open_side(parse_side("main", repo), workload, CompareRequest(repo=repo, target="vllm"), builds)
-        assert engine.choice.manifest.target_python == str(engine.build.python) and engine.choice.stepped
-        (repo / "vllm.py").unlink()
         options = {"repo": repo, "serve_cmd": "{python} serve.py {port}"}
         clean = open_side(parse_side("main", repo), workload, CompareRequest(**options), builds)
         assert pinned(clean) == clean.build.commit.sha[:12]
         (repo / "serve.py").write_text("changed")
         assert pinned(open_side(parse_side(".", repo), workload, CompareRequest(**options), builds)) == "ref:."
+
+
+def test_a_ref_of_another_engine_is_launched_by_its_build_and_imports_nothing_else(workload, tmp_path, monkeypatch):
+    make = builds_module._make_venv
+    monkeypatch.setattr(builds_module, "_make_venv", lambda env, log, pip: make(env, log, pip=False))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    repo = make_repo(tmp_path / "engine", {"vllm.py": "", "setup.py": ""})
+    install = "{python} -c \"import shutil, site; shutil.copy('vllm.py', site.getsitepackages()[0])\""
+    with Builds(tmp_path / "b", build_cmd=install) as builds:
+        opened = open_side(parse_side("main", repo), workload, CompareRequest(repo=repo, target="vllm"), builds)
+        assert opened.choice.manifest.target_python == str(opened.build.python) and opened.facts.command == "vllm"
+        monkeypatch.setattr(model_export.ModelFolders, "get", lambda *args, **how: SimpleNamespace(path=tmp_path))
+        launch, target = opened.choice.stepped(opened.choice.workload.engine), opened.choice.new_target()
+        opened.choice.close()
+        for env in (launch.env, target.env):
+            assert env["PYTHONPATH"] is None and env["PYTHONSAFEPATH"] == "1"
 
 
 def test_a_stored_run(tiny, workload, tmp_path, monkeypatch):
@@ -284,6 +296,8 @@ def test_a_stored_run(tiny, workload, tmp_path, monkeypatch):
         (("page_size=8", "page_size=16"), {"target": "vllm"}, None),
         (("main", "v1.2"), {"target": "vllm"}, None),  # built, and launched as that
         (("main", "v1.2"), {"target": "http://h:1"}, "name of an engine"),
+        (("main", "v1.2"), {"target": "vllm", "target_python": "/p"}, "--target-python"),
+        (("main", "page_size=8"), {"target": "vllm", "target_python": "/p"}, None),
         (("page_size=8", "page_size=8"), {"target": "vllm", "candidate_python": "/p"}, None),
         (("page_size=8", "page_size=8"), {"candidate_python": "/p"}, "--candidate-python"),
         (("page_size=8", "main"), {"target": "vllm", "candidate_python": "/p"}, "--candidate-python"),

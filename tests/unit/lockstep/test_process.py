@@ -115,3 +115,13 @@ def test_a_process_stays_on_its_cores_with_all_its_threads(tmp_path):
         process.stay_on([core])
         threads = psutil.Process(process._process.pid).threads()
         assert len(threads) == 4 and all(os.sched_getaffinity(thread.id) == {core} for thread in threads)
+
+
+def test_the_memory_of_a_process_counts_what_it_has_written(tmp_path):
+    body = "data = bytearray(200 << 20); data[::4096] = b'x' * len(data[::4096]); say(protocol=3); time.sleep(60)"
+    with scripted(tmp_path, "say(protocol=3); time.sleep(60)") as small, scripted(tmp_path, body) as large:
+        for process in (small, large):
+            process.greet()
+        assert 190 << 20 < large.memory() - small.memory() < 210 << 20
+        small.__exit__()
+        assert small.memory() == 0

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import time
+from collections import Counter
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -238,11 +239,20 @@ def test_only_what_fits_beside_the_others_takes_part(sit, tmp_path, monkeypatch)
     assert "2.5 GiB" in note
     assert {effect.cell.split("-c")[0] for effect in read_engine_time(tmp_path).effects} == {"paged-p8"}
     monkeypatch.setattr(sitting, "free_memory", lambda: 7 << 29)  # 3.5 GiB: of the baseline and one more
-    others = LIMITS.model_copy(update={"kv_budget_bytes": 3 << 29})
+    others, warmed, real = LIMITS.model_copy(update={"kv_budget_bytes": 3 << 29}), Counter(), sitting.warm_up
+
+    def warm_up(engines, *args):
+        warmed.update({id(engine.process) for engine in engines})
+        alive.extend(engines)  # so that no id is used twice
+        return real(engines, *args)
+
+    alive = []
+    monkeypatch.setattr(sitting, "warm_up", warm_up)
     made = sit(60, launches=3, page_size=[8], max_num_batched_tokens=[48])
     made.capacity = {each.config_id: BUDGETED if each.is_baseline else others for each in made.design.configurations}
     found = made.execute()
     assert found.configurations == 3 and found.launches > 1 and "memory holds 2 engines at once" in found.notes[0]
+    assert len(warmed) == 2 * found.launches  # each process, of either round
     throughput = {effect.cell: effect for effect in found.effects if effect.metric == "output_throughput"}
     slower = throughput["paged-p16-tokens48-c4"]
     assert slower.ratio == pytest.approx(1 / 1.2, abs=0.01) and slower.launches == found.launches
@@ -291,10 +301,16 @@ class OwnProcess(FakeProcess):
     """An engine of another project: one a process, which takes 1 GiB. ``started``: the cores that each was kept on."""
 
     started: ClassVar[dict[OwnProcess, list[int]]] = {}
+    fails: ClassVar[list[int]] = []  # max_num_batched_tokens
+    exits, stopped_early = 0, False
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.started[self] = []
+
+    def __exit__(self, *exc):
+        self.stopped_early |= not exc
+        self.exits = 1
 
     def memory(self):
         return 1 << 30
@@ -306,7 +322,8 @@ class OwnProcess(FakeProcess):
         opens = self._answers[0]["do"] == "open"
         if opens and self._commands.engines:
             raise AssertionError("one engine a process")
-        if opens and self._answers[0]["settings"]["page_size"] == 8:
+        settings = self._answers[0].get("settings", {})
+        if opens and (settings["page_size"] == 8 or settings["max_num_batched_tokens"] in self.fails):
             raise EngineFailedError("the engine did not answer within 900 s", self)
         return super().receive(limit_s)
 
@@ -316,6 +333,7 @@ def own(sit, monkeypatch):
     """Makes a sitting of engines that have a process each."""
     monkeypatch.setattr(sitting, "EngineProcess", OwnProcess)
     monkeypatch.setattr(OwnProcess, "started", {})
+    monkeypatch.setattr(OwnProcess, "fails", [])
 
     def make(*args, **sweep):
         made = sit(*args, **sweep)
@@ -337,14 +355,34 @@ def test_engines_of_other_projects_have_a_process_each_on_the_same_cores(own, mo
 
 
 def test_an_engine_of_its_own_process_that_hangs_or_refuses_leaves_the_others(own):
-    found = own(20, launches=1, page_size=[8, 64], max_num_batched_tokens=[48]).execute()
+    found = own(300, launches=1, page_size=[8, 64], max_num_batched_tokens=[48]).execute()
     assert {effect.cell for effect in found.effects} == {"paged-p16-tokens48-c2", "paged-p16-tokens48-c4"}
     assert [word for note in found.notes for word in ("within 900 s", "cannot be 64") if word in note]
 
 
+def test_an_engine_that_does_not_open_in_a_later_launch_leaves_what_was_measured_before(own, tmp_path):
+    made = own(300, launches=4, max_num_batched_tokens=[48])
+    made.on_effects = lambda measured: OwnProcess.fails.append(48) if measured.launches == 2 else None
+    found = made.execute()
+    assert found.launches == 2 and "within 900 s" in found.notes[-1]
+    assert {effect.launches for effect in read_engine_time(tmp_path).effects} == {2}
+
+
+def test_a_process_that_does_not_open_is_stopped(own):
+    own(300, launches=1, page_size=[8], max_num_batched_tokens=[48]).execute()
+    assert [process.exits for process in OwnProcess.started] == [1, 1, 1]  # the exit stack's is one of them
+    assert sum(process.stopped_early for process in OwnProcess.started) == 1
+
+
+def test_sizes_that_only_a_server_tells_are_said(own):
+    made = own(300, page_size=[4])
+    made.capacity = {name: Capacity(max_model_len=128) for name in made.capacity}
+    assert "not known" in made.why_not()
+
+
 def test_processes_that_memory_does_not_hold_take_part_in_rounds(own, monkeypatch):
     monkeypatch.setattr(sitting, "free_memory", lambda: 3 << 29)  # beside the baseline's process: one more
-    found = own(20, launches=1, max_num_batched_tokens=[48], max_num_seqs=[5, 6]).execute()
+    found = own(300, launches=1, max_num_batched_tokens=[48], max_num_seqs=[5, 6]).execute()
     assert found.configurations == 4 and len(OwnProcess.started) == 6
     assert len({effect.cell for effect in found.effects}) == 6
 
@@ -352,7 +390,7 @@ def test_processes_that_memory_does_not_hold_take_part_in_rounds(own, monkeypatc
 def test_on_a_gpu_an_engine_that_does_not_open_beside_others_is_tried_alone(own, monkeypatch):
     monkeypatch.setattr(sitting, "runs_on_cpu", lambda device: False)
     monkeypatch.setitem(DATA["engine"], "kv_budget", "1MiB")
-    found = own(20, launches=1, page_size=[64], max_num_batched_tokens=[48]).execute()
+    found = own(300, launches=1, page_size=[64], max_num_batched_tokens=[48]).execute()
     assert found.configurations == 2 and len(OwnProcess.started) == 5  # the refused one, and its baseline, once more
 
 
@@ -360,4 +398,4 @@ def test_requests_that_an_engine_does_not_take_are_said(own, monkeypatch):
     monkeypatch.setattr(OwnProcess, "greet", lambda process: setattr(process, "greedy_only", True))
     monkeypatch.setitem(DATA["load"], "temperature", 0.5)
     with pytest.raises(MeasurementError, match=r"load\.temperature=0"):
-        own(20, max_num_batched_tokens=[48]).execute()
+        own(300, max_num_batched_tokens=[48]).execute()

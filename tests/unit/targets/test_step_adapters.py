@@ -200,7 +200,7 @@ def test_two_engines_of_vllm_with_bytes_of_kv_fit_one_gpu_and_a_share_that_is_gi
         assert described["engine"]["async_scheduling"] is True
     refused = pytest.raises(EngineRefusedError, match="less than desired GPU memory utilization")
     with refused:
-        opened("vllm", "--gpu-memory-utilization", "0.9").__enter__()
+        opened("vllm", "--gpu-memory-utilization=0.9").__enter__()
 
 
 def test_the_prefix_cache_of_mini_sglang_and_of_sglang_can_be_off(opened, tmp_path):
@@ -258,6 +258,6 @@ def test_the_launch_command_of_the_sglang_preset_is_taken(opened, tmp_path):
         assert [len(row[6]) for row in compute(([30] * 20, 3))[1]] == [3]
     assert described["engine"] == {
         "page_size": 16, "max_num_seqs": 3, "max_model_len": 128, "enable_prefix_caching": False,
-        "kv_cache_dtype": "fp8_e5m2",
+        "kv_cache_dtype": "fp8_e5m2", "async_scheduling": True,
     }  # fmt: skip
     assert described["capacity"]["num_pages"] == 10 and described["resolved"]["device"] == "cpu"
