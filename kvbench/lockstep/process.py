@@ -212,10 +212,8 @@ def open_all(
     Raises UsageError for settings that an engine refuses, EngineFailedError where one fails.
     """
     answers = []
-    for (_, name, _), answer in zip(engines, open_each(engines, limit_s), strict=True):
-        if isinstance(answer, EngineRefusedError):
-            raise UsageError(f"the engine of {name} refused its settings: {answer}") from answer
-        if isinstance(answer, EngineFailedError):
+    for answer in open_each(engines, limit_s):
+        if isinstance(answer, Exception):
             raise answer
         answers.append(answer)
     return answers
@@ -223,14 +221,17 @@ def open_all(
 
 def open_each(
     engines: Sequence[tuple[EngineProcess, str, Settings]], limit_s: float
-) -> list[dict[str, Any] | EngineFailedError]:
+) -> list[dict[str, Any] | UsageError | EngineFailedError]:
     """Builds each (process, name, settings), all processes at once; returns what each says of itself, or why not."""
     for process, name, settings in engines:
         process.send(do="open", name=name, settings=dict(settings))
-    answers: list[dict[str, Any] | EngineFailedError] = []
-    for process, _, _ in engines:  # every answer is read: the next one of its process is that of another command
+    answers: list[dict[str, Any] | UsageError | EngineFailedError] = []
+    for process, name, _ in engines:  # every answer is read: the next one of its process is that of another command
         try:
             answers.append(process.receive(limit_s))
+        except EngineRefusedError as error:
+            answers.append(UsageError(f"the engine of {name} refused its settings: {error}"))
+            answers[-1].__cause__ = error
         except EngineFailedError as error:
             answers.append(error)
     return answers

@@ -22,7 +22,7 @@ import math
 import random
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -55,7 +55,6 @@ from kvbench.lockstep.intervals import (
 from kvbench.lockstep.process import (
     EngineFailedError,
     EngineProcess,
-    EngineRefusedError,
     open_each,
     options_of,
     read_info,
@@ -125,6 +124,7 @@ class Sitting:
     at_once: int = field(default=1, init=False)
     elapsed_s: float = field(default=0.0, init=False)
     _preloaded: Preloaded | None = None  # forks processes
+    _options: Collection[str] = ()  # that requests have
     _shared: bool = True  # whether one process has the engines of all configurations
     _asynchronous: bool = False  # whether an engine says that it schedules while the device computes
     _loads: Sequence[LoadPoint] = ()  # that launches compute
@@ -207,13 +207,13 @@ class Sitting:
         assert self.baseline is not None
         launch = self.stepped(self.baseline.settings)
         self._loads, self._shared = self.points, launch.shared
+        self._options = options_of(itertools.chain(*map(self._requests, self._loads)))
         self.open_limit_s = max(self.open_limit_s, launch.start_limit_s)
         self._rounds = [[c for c in self.design.configurations if not c.is_baseline]]
         if self.forked and all(imports_as_usual(c.settings) for c in self.design.configurations):
             self._preloaded = ENGINES
         for configuration in self.design.configurations:
-            on_gpu = not runs_on_cpu(configuration.settings.get("device", "auto"))
-            if on_gpu and "kv_budget" not in configuration.settings:
+            if _is_on_gpu(configuration) and "kv_budget" not in configuration.settings:
                 reason = "set kv_budget: on a GPU each engine would take most of the memory that is free"
                 self._leave_out(configuration, reason)
         if not self._shared:
@@ -314,20 +314,20 @@ class Sitting:
         for log, settings in logs.items():
             path, how = self.folder.server_log(log), {"check": self.check, "preloaded": self._preloaded}
             processes[log] = stack.enter_context(EngineProcess.of(self.stepped(settings), path, **how))
-        options = options_of(itertools.chain(*map(self._requests, self._loads)))
         for log in logs:
-            if why := why_not_stepped(processes[log], self.workload.load, options):
+            if why := why_not_stepped(processes[log], self.workload.load, self._options):
                 raise MeasurementError(why)
 
     def _info(
-        self, configuration: Configuration, process: EngineProcess, answer: Mapping[str, Any] | EngineFailedError
+        self,
+        configuration: Configuration,
+        process: EngineProcess,
+        answer: Mapping[str, Any] | UsageError | EngineFailedError,
     ) -> ServerInfo:
         """Reads what an opened engine says of itself. Raises UsageError for one that is not to be measured."""
-        if isinstance(answer, EngineRefusedError):
-            raise UsageError(f"the engine of {configuration.config_id} refused its settings: {answer}")
+        if isinstance(answer, UsageError) or (isinstance(answer, EngineFailedError) and self._shared):
+            raise answer  # the other engines of a shared process are gone with one that failed
         if isinstance(answer, EngineFailedError):
-            if self._shared:  # the other engines are gone with it
-                raise answer
             raise UsageError(str(answer))
         try:
             return read_info(process, configuration.settings, self.capacity[configuration.config_id], answer)
@@ -344,7 +344,7 @@ class Sitting:
         """
         free, later = room, list[Configuration]()
         for configuration in list(beside):
-            if not runs_on_cpu(configuration.settings.get("device", "auto")):
+            if _is_on_gpu(configuration):  # it says itself whether there is room
                 continue
             takes = self._budget(configuration) + process_bytes
             if takes <= free:
@@ -375,8 +375,7 @@ class Sitting:
         """
         if not is_first:
             raise MeasurementError(f"{configuration.label}: {reason}")
-        on_gpu = not runs_on_cpu(configuration.settings.get("device", "auto"))
-        if on_gpu and configuration in beside and len(beside) > 1:
+        if _is_on_gpu(configuration) and configuration in beside and len(beside) > 1:
             self._postpone([configuration], beside)
         else:
             self._leave_out(configuration, reason)
@@ -542,6 +541,10 @@ def launches_at_once(settings: Settings, most: int = MOST_AT_ONCE) -> int:
     if not threads or not runs_on_cpu(settings.get("device", "auto")):
         return 1
     return max(1, min(most, usable_cores() // threads))
+
+
+def _is_on_gpu(configuration: Configuration) -> bool:
+    return not runs_on_cpu(configuration.settings.get("device", "auto"))
 
 
 def _loads_in(folder: RunFolder, cell: str, launches: int) -> list[Path]:

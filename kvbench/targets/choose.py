@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -115,7 +114,7 @@ def choose_target(
     asked: TargetOptions,
     *,
     forked: bool = False,
-    env: Mapping[str, str | None] = types.MappingProxyType({}),
+    env: Mapping[str, str | None] | None = None,
 ) -> ChosenTarget:
     """Chooses the target that the options name. Raises UsageError. ``forked``: as BuiltinTarget takes it.
 
@@ -226,7 +225,7 @@ def _launched(
     options: TargetOptions,
     preset: Preset,
     template: CommandTemplate | None,
-    env: Mapping[str, str | None],
+    env: Mapping[str, str | None] | None,
 ) -> ChosenTarget:
     load, notes = workload.load, []
     preset.require_endpoint(load.endpoint)
@@ -265,7 +264,7 @@ def _launched(
         words = launcher.command(settings, model=str(model.path), port=0, scratch=str(folders.scratch))
         program, _, _, *arguments = words  # PYTHON -m MODULE of the server
         command = (program, str(LOOP), str(preset.adapter), *arguments)
-        environment = preset.launch_environment(launcher.context(settings)) | dict(env)
+        environment = preset.launch_environment(launcher.context(settings)) | dict(env or {})
         limit_s = options.start_timeout or _FOREIGN_START_S
         return SteppedLaunch(command, environment, folders.scratch, limit_s, shared=False)
 

@@ -131,8 +131,8 @@ def conclude(folder: CompareFolder, state: CompareState, policy: Policy, *, pair
     served = ()
     if pairs is None:  # a look is at pairs alone
         served = served_findings(folder, tested)
-    two_speeds = two_speed_notes(table.first(judgement.pairs))
-    extra, notes, moved = (*extra, *served), [*common.notes, *two_speeds, *served_notes(served)], ()
+    extra, moved = (*extra, *served), ()
+    notes = [*common.notes, *two_speed_notes(table.first(judgement.pairs)), *served_notes(served)]
     if judgement.outcome == FAIL:
         judged = range(1, judgement.pairs + 1)
         counters = {c.name: {s: [folder.counters(c, s, pair) for pair in judged] for s in SIDES} for c in cells}
