@@ -1,8 +1,8 @@
 """Parts ``launched-pairs``, ``lockstep-pairs`` and ``vllm-pairs``: how far pairs of equal sides scatter on this device.
 
 `kvbench dev calibrate` measures them (see tests/benchmarks/method_runs.py); a launched pair starts two servers, so its
-load is short. The part keeps every pair, the scatter by metric, and whether throughputs of launches have two modes. Two
-engines of vLLM have 8 GiB of KV each and keep their CUDA graphs; in a tiny run transformers stands for vLLM.
+load is short. The part keeps every pair, the scatter by metric, and whether launches have two speeds. Two engines of vLLM have
+8 GiB of KV each and keep their CUDA graphs; in a tiny run transformers stands for vLLM.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from ci.gpu.part import PartReport, part_parser
-from tests.benchmarks.method_runs import TWO_MODES, bimodality, launch_throughputs, measure, precision, read_pairs
+from tests.benchmarks.method_runs import launch_throughputs, measure, precision, read_pairs, speeds
 
 METHODS = ("launched", "lockstep")
 TINY_SECONDS = 100.0
@@ -36,9 +36,7 @@ def keep_pairs(report: PartReport, pairs: pd.DataFrame) -> None:
     report.data["rows"] = pairs.to_dict("records")
     scatter = precision(pairs, EQUAL_MINUTES)
     launches = np.sort(launch_throughputs(pairs))
-    coefficient, chance = bimodality(launches)
-    report.put(precision=scatter.to_dict("records"), launches_tokens_per_s=launches.tolist(), bimodality=coefficient,
-               bimodality_of_normal_samples=chance)  # fmt: skip
+    report.put(precision=scatter.to_dict("records"), launches_tokens_per_s=launches.tolist())
     shown = [
         [row.metric, row.method, str(row.pairs), f"{row.pair_s:.0f}",
          f"{row.sd:.2%} ({row.sd_low:.2%} to {row.sd_high:.2%})" if row.pairs > 1 else "–",
@@ -49,11 +47,10 @@ def keep_pairs(report: PartReport, pairs: pd.DataFrame) -> None:
                                           f"standard error after {EQUAL_MINUTES:g} min"], shown)  # fmt: skip
     report.put(headline=f"{pairs['pair'].nunique()} pairs")
     if len(launches):
-        shape = ["–", "–"] if np.isnan(coefficient) else [f"{coefficient:.2f}", f"{chance:.0%}"]
-        columns = ["launches", "output tokens/s", f"bimodality coefficient (two modes: above {TWO_MODES:.2f})",
-                   "normal samples with as much"]  # fmt: skip
         values = " ".join(f"{value:,.0f}" for value in launches)
-        report.table("Launched servers", columns, [[str(len(launches)), values, *shape]])
+        report.put(launches_have=speeds(launches))
+        row = [str(len(launches)), values, speeds(launches)]
+        report.table("Launched servers", ["launches", "output tokens/s", "they have"], [row])
 
 
 def main() -> int:

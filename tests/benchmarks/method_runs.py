@@ -6,14 +6,13 @@
 Measures one side against itself by several methods in turn (``kvbench dev calibrate``, in rounds, so that all meet the
 same weather), each for its share of the minutes, and writes OUT/pairs.csv (every pair) and OUT/README.md: by method and
 metric how far one pair scatters, and the standard error that equal minutes leave; and whether the throughputs of
-launches have one mode. What was begun is gone on with: rounds that OUT holds are not measured again.
+launches have one speed or two. What was begun is gone on with: rounds that OUT holds are not measured again.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -24,10 +23,10 @@ import pandas as pd
 from scipy import stats
 
 from kvbench.common.machine import environment
+from kvbench.gate.timing.modes import two_speeds
 
 METHODS = {"lockstep": 1.0, "launched": 1.0}  # shares of the minutes
 MOST_PAIRS = 20  # of one round: what `kvbench dev calibrate` allows
-TWO_MODES = 5 / 9  # the bimodality coefficient of a uniform distribution: above it, two modes are likely
 _LIMIT_S = 7200
 
 
@@ -87,22 +86,12 @@ def launch_throughputs(pairs: pd.DataFrame) -> np.ndarray:
     return of.groupby(["round", "pair"])[["base", "candidate"]].mean().to_numpy(float).ravel()
 
 
-def bimodality(values: np.ndarray, draws: int = 4000) -> tuple[float, float]:
-    """Compute Sarle's bimodality coefficient, and the share of normal samples of this size that have as much.
-
-    With the correction for small samples (SAS/STAT; Pfister et al., Frontiers in Psychology 4:700, 2013). It cannot
-    tell two modes from a skewed distribution. NaN of fewer than 4 values, or of equal ones.
-    """
-    n = len(values)
-    if n < 4 or not np.ptp(values):
-        return math.nan, math.nan
-
-    def coefficient(samples: np.ndarray) -> np.ndarray:
-        skew, kurtosis = (f(samples, axis=-1, bias=False) for f in (stats.skew, stats.kurtosis))
-        return (skew**2 + 1) / (kurtosis + 3 * (n - 1) ** 2 / ((n - 2) * (n - 3)))
-
-    measured = float(coefficient(values))
-    return measured, float(np.mean(coefficient(np.random.default_rng(0).normal(size=(draws, n))) >= measured))
+def speeds(launches: np.ndarray) -> str:
+    """Says whether launches, tokens/s, have two speeds (kvbench/gate/timing/modes.py)."""
+    split = two_speeds(np.log(launches))
+    if split is None:
+        return "one speed"
+    return f"two speeds, {np.expm1(split.gap):.0%} apart: {split.slower.sum()} of {len(launches)} launches are slower"
 
 
 def report(pairs: pd.DataFrame, minutes: float, words: Sequence[str]) -> str:
@@ -130,14 +119,9 @@ def report(pairs: pd.DataFrame, minutes: float, words: Sequence[str]) -> str:
             low, high = sharper / np.sqrt(stats.f.ppf((0.975, 0.025), launched.pairs - 1, other.pairs - 1))
             lines += ["", f"{metric}: {method} are {sharper:.2f} times as sharp (95 %: {low:.2f} to {high:.2f})."]
     launches = np.sort(launch_throughputs(pairs))
-    coefficient, chance = bimodality(launches)
-    if not math.isnan(coefficient):
+    if len(launches):
         values = ", ".join(f"{x:,.0f}" for x in launches)
-        lines += [
-            "",
-            f"Output tokens/s of {len(launches)} launches: {values}. Bimodality coefficient {coefficient:.2f} (above "
-            f"{TWO_MODES:.2f} two modes are likely; of normal samples {chance:.0%} have as much).",
-        ]
+        lines += ["", f"Output tokens/s of {len(launches)} launches: {values} ({speeds(launches)})."]
     return "\n".join(lines) + "\n"
 
 

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from tests.benchmarks import method_runs
-from tests.benchmarks.method_runs import TWO_MODES, bimodality, precision, read_pairs
+from tests.benchmarks.method_runs import precision, read_pairs
 
 
 def test_equal_minutes_are_compared_whatever_a_pair_takes(tmp_path):
@@ -30,19 +30,6 @@ def test_equal_minutes_are_compared_whatever_a_pair_takes(tmp_path):
     assert (table["sd_low"] < table["sd"]).all() and (table["sd"] < table["sd_high"]).all()
     expected = {"launched": 0.03 / 40**0.5, "lockstep": 0.01 / 20**0.5}  # so many pairs fit into 20 minutes
     assert table["standard_error"].to_dict() == pytest.approx(expected, rel=0.1)
-
-
-def test_bimodality_is_sarles_coefficient_beside_that_of_normal_samples():
-    coefficient, _ = bimodality(np.array([1.0, 1, 1, 5, 5, 5]))
-    assert coefficient == pytest.approx(12 / 35)  # skewness 0, kurtosis -10 / 3, correction 25 / 4
-    assert all(np.isnan(bimodality(np.array(values))).all() for values in ([1.0, 2, 3], [4.0] * 9))
-    rng = np.random.default_rng(3)
-    two = np.concatenate([rng.normal(0, 0.1, 10), rng.normal(1, 0.1, 10)])
-    coefficient, chance = bimodality(two)
-    assert coefficient > TWO_MODES and chance < 0.01
-    assert bimodality(rng.uniform(size=200_000), draws=2)[0] == pytest.approx(TWO_MODES, abs=0.01)
-    chances = [bimodality(rng.normal(size=20), draws=500)[1] for _ in range(200)]
-    assert np.mean(np.array(chances) <= 0.05) < 0.1 and np.mean(chances) == pytest.approx(0.5, abs=0.1)
 
 
 @pytest.mark.parametrize(
