@@ -1,8 +1,8 @@
 """Parts ``launched-pairs``, ``lockstep-pairs`` and ``vllm-pairs``: how far pairs of equal sides scatter on this device.
 
 `kvbench dev calibrate` measures them (see tests/benchmarks/method_runs.py); a launched pair starts two servers, so its
-load is short. The part keeps every pair, the scatter by metric, and whether launches have two speeds. Two engines of vLLM have
-8 GiB of KV each and keep their CUDA graphs; in a tiny run transformers stands for vLLM.
+load is short. The part keeps every pair, the scatter by metric, and whether launches have two speeds. Two engines of
+vLLM have 8 GiB of KV each and keep their CUDA graphs; in a tiny run transformers stands for vLLM.
 """
 
 from __future__ import annotations
