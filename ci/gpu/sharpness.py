@@ -48,9 +48,10 @@ def keep_pairs(report: PartReport, pairs: pd.DataFrame) -> None:
     report.put(headline=f"{pairs['pair'].nunique()} pairs")
     if len(launches):
         values = " ".join(f"{value:,.0f}" for value in launches)
-        report.put(launches_have=speeds(launches))
-        row = [str(len(launches)), values, speeds(launches)]
-        report.table("Launched servers", ["launches", "output tokens/s", "they have"], [row])
+        shape = speeds(launches)
+        report.put(speeds_of_launches=shape)
+        columns = ["launches", "output tokens/s", "speeds"]
+        report.table("Launched servers", columns, [[str(len(launches)), values, shape]])
 
 
 def main() -> int:

@@ -219,13 +219,14 @@ def open_all(
     return answers
 
 
-def open_each(
-    engines: Sequence[tuple[EngineProcess, str, Settings]], limit_s: float
-) -> list[dict[str, Any] | UsageError | EngineFailedError]:
+Opened = dict[str, Any] | UsageError | EngineFailedError  # what an engine says of itself, or why it is not open
+
+
+def open_each(engines: Sequence[tuple[EngineProcess, str, Settings]], limit_s: float) -> list[Opened]:
     """Builds each (process, name, settings), all processes at once; returns what each says of itself, or why not."""
     for process, name, settings in engines:
         process.send(do="open", name=name, settings=dict(settings))
-    answers: list[dict[str, Any] | UsageError | EngineFailedError] = []
+    answers: list[Opened] = []
     for process, name, _ in engines:  # every answer is read: the next one of its process is that of another command
         try:
             answers.append(process.receive(limit_s))

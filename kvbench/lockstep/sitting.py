@@ -55,6 +55,7 @@ from kvbench.lockstep.intervals import (
 from kvbench.lockstep.process import (
     EngineFailedError,
     EngineProcess,
+    Opened,
     open_each,
     options_of,
     read_info,
@@ -318,12 +319,7 @@ class Sitting:
             if why := why_not_stepped(processes[log], self.workload.load, self._options):
                 raise MeasurementError(why)
 
-    def _info(
-        self,
-        configuration: Configuration,
-        process: EngineProcess,
-        answer: Mapping[str, Any] | UsageError | EngineFailedError,
-    ) -> ServerInfo:
+    def _info(self, configuration: Configuration, process: EngineProcess, answer: Opened) -> ServerInfo:
         """Reads what an opened engine says of itself. Raises UsageError for one that is not to be measured."""
         if isinstance(answer, UsageError) or (isinstance(answer, EngineFailedError) and self._shared):
             raise answer  # the other engines of a shared process are gone with one that failed

@@ -90,7 +90,7 @@ def speeds(launches: np.ndarray) -> str:
     """Says whether launches, tokens/s, have two speeds (kvbench/gate/timing/modes.py)."""
     split = two_speeds(np.log(launches))
     if split is None:
-        return "one speed"
+        return "no two speeds found"
     return f"two speeds, {np.expm1(split.gap):.0%} apart: {split.slower.sum()} of {len(launches)} launches are slower"
 
 

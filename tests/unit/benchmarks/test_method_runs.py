@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from tests.benchmarks import method_runs
-from tests.benchmarks.method_runs import precision, read_pairs
+from tests.benchmarks.method_runs import precision, read_pairs, speeds
 
 
 def test_equal_minutes_are_compared_whatever_a_pair_takes(tmp_path):
@@ -30,6 +30,12 @@ def test_equal_minutes_are_compared_whatever_a_pair_takes(tmp_path):
     assert (table["sd_low"] < table["sd"]).all() and (table["sd"] < table["sd_high"]).all()
     expected = {"launched": 0.03 / 40**0.5, "lockstep": 0.01 / 20**0.5}  # so many pairs fit into 20 minutes
     assert table["standard_error"].to_dict() == pytest.approx(expected, rel=0.1)
+
+
+def test_launches_have_two_speeds_or_none_that_are_found():
+    assert speeds(np.array([33.0, 26.1, 33.2, 25.9, 33.1, 26.0])) == "two speeds, 27% apart: 3 of 6 launches are slower"
+    for values in ([33.0, 32.4, 32.7, 33.2, 32.1, 32.8], [33.0, 26.0, 33.1]):  # three launches cannot tell
+        assert speeds(np.array(values)) == "no two speeds found"
 
 
 @pytest.mark.parametrize(

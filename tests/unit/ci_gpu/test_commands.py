@@ -116,7 +116,7 @@ def test_sharpness_keeps_every_pair_their_scatter_and_the_speeds_of_launches(run
     assert code == 0 and len(data["rows"]) == 4 and data["headline"] == "4 pairs"
     assert given == [pytest.approx(440 - sharpness.END_SECONDS, abs=2)]
     assert data["launches_tokens_per_s"] == [100.0, 100.0, 101.0, 101.0, *[200.0] * 4]
-    assert data["launches_have"] == "two speeds, 99% apart: 4 of 8 launches are slower"
+    assert data["speeds_of_launches"] == "two speeds, 99% apart: 4 of 8 launches are slower"
     assert data["tables"][1]["rows"][0][:2] == ["8", "100 100 101 101 200 200 200 200"]
 
 
@@ -125,7 +125,7 @@ def test_lockstep_pairs_have_a_scatter_and_no_launches(run, monkeypatch):
     (scatter,) = data["precision"]
     assert code == 0 and scatter["sd"] == pytest.approx(0.01) and scatter["pair_s"] == 20.0
     assert scatter["standard_error"] == pytest.approx(0.01 / 15**0.5)  # 15 pairs in 5 minutes
-    assert "launches_have" not in data and len(data["tables"]) == 1
+    assert "speeds_of_launches" not in data and len(data["tables"]) == 1
 
 
 def test_one_pair_has_no_scatter_and_none_is_said(run, monkeypatch):
