@@ -39,6 +39,7 @@ class Claim:
     judge: str | Callable[..., ClaimVerdict] = ""
     published: Sequence[float] = ()
     counted: bool = False
+    any_engine: bool = False
     workloads: Mapping[str, Path] = field(default_factory=dict)
 
     @property
@@ -68,11 +69,18 @@ MEASUREMENTS = {name: {"workload": name, "overrides": [], **_FILE["measurements"
 _OTHER_FILES = {name: file for claim in CLAIMS.values() for name, file in claim.workloads.items()}
 
 
-def chosen(names: Sequence[str]) -> tuple[Claim, ...]:
-    """The claims of these names, all without any. Raises UsageError for a name that is not known."""
+def chosen(names: Sequence[str], target: str | None = None) -> tuple[Claim, ...]:
+    """The claims of these names, all without any, that ``target`` (None: the built-in engine) can tell.
+
+    Raises UsageError for a name that is not known, or a claim that this engine cannot tell.
+    """
     if unknown := [name for name in names if name not in CLAIMS]:
         raise UsageError(f"no claim is called {unknown[0]!r}: there are {', '.join(CLAIMS)}")
-    return tuple(claim for claim in CLAIMS.values() if not names or claim.name in names)
+    possible = [claim for claim in CLAIMS.values() if target is None or claim.any_engine]
+    if impossible := [name for name in names if CLAIMS[name] not in possible]:
+        others = ", ".join(claim.name for claim in possible)
+        raise UsageError(f"{impossible[0]} is measured on the built-in engine only; {target} can tell {others}")
+    return tuple(claim for claim in possible if not names or claim.name in names)
 
 
 def workload_of(measurement: str, profile: str | None) -> Workload:

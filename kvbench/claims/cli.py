@@ -21,6 +21,12 @@ class ClaimsRequest(Options):
         default=15.0,
     )
     profile: str | None = option("cpu or gpu: which profile of the claims' workloads (default: gpu if there is one).")
+    target: str | None = option(
+        "Measure vllm, sglang or transformers instead, by those claims that need nothing of the built-in engine's own.",
+        metavar="NAME",
+    )
+    target_python: str | None = option("The Python that has the package of --target.", metavar="PATH")
+    target_args: str | None = option("More words for the command line of --target's server.", metavar="WORDS")
     output_dir: Path = option("The folder for results.", default=Path("results"))
 
 
@@ -39,6 +45,7 @@ def claims(request: ClaimsRequest) -> int:
       kvbench claims
       kvbench claims --list
       kvbench claims --only page-16 --only small-pages
+      kvbench claims --target vllm --target-python ~/vllm/bin/python --minutes 30
     \b
     Files written, in results/claims/<UTC time>-<git sha>/:
       claims.json                 the verdicts and what they were measured on
@@ -58,18 +65,27 @@ def claims(request: ClaimsRequest) -> int:
     from kvbench.common.files import write_text
     from kvbench.common.git import git_state
     from kvbench.runs.folder import create_run
+    from kvbench.targets.choose import engine_with_adapter
+    from kvbench.targets.options import TargetOptions
     from kvbench.workload.file import default_profile
 
-    console, selected = Console(), chosen(request.only)
+    if request.target is not None:
+        engine_with_adapter(request.target, request.target_python)
+    console, selected = Console(), chosen(request.only, request.target)
     if request.list_only:
         print_table(console, make_table(("claim", "what it says"), [(claim.name, claim.says) for claim in selected]))
         return 0
-    workloads, profile = workloads_of(selected, request.profile), request.profile or default_profile()
+    names = {name: getattr(request, name) for name in ("target", "target_python", "target_args")}
+    workloads = workloads_of(selected, request.profile)
+    profile = request.profile or default_profile()
     folder = create_run(request.output_dir, "claims", git_state()["short_sha"]).path
     print_plain(console, f"results: {folder}")
     with Interruption() as interruption, status_line(console, "starting") as show:
         say, check = partial(print_plain, console), interruption.check
-        run = ClaimsRun(folder, selected, workloads, request.minutes, profile, show=show, say=say, check=check)
+        run = ClaimsRun(
+            folder, selected, workloads, request.minutes, profile, show=show, say=say, check=check,
+            engine=TargetOptions(**names),
+        )  # fmt: skip
         try:
             result = run.execute()
         finally:

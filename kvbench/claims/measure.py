@@ -32,9 +32,8 @@ from kvbench.lockstep.sitting import Sitting, throughput_ratios, values_of_reque
 from kvbench.metrics.latency import QUANTILES, request_latencies
 from kvbench.runs.folder import DONE, RunFolder
 from kvbench.runs.results import Capacity
-from kvbench.targets.builtin import check_configuration
-from kvbench.workload.design import Configuration, Design, capacities, normalise, plan_sweep
-from kvbench.workload.file import Workload
+from kvbench.targets.choose import ChosenTarget
+from kvbench.workload.design import Configuration, Design, capacities, normalise
 from kvbench.workload.settings import Settings, effective
 
 NARROW = 0.08  # half width of an interval beyond which more launches are not worth their time
@@ -167,7 +166,7 @@ class WorkloadFacts:
 
 def measure(
     name: str,
-    workload: Workload,
+    target: ChosenTarget,
     folder: Path,
     *,
     limit_s: float,
@@ -183,12 +182,13 @@ def measure(
     group-sequential test with strict early looks, after Haybittle 1971 and Peto et al. 1976).
     Raises MeasurementError, UsageError.
     """
-    design, _ = plan_sweep(workload, check=check_configuration)
-    capacity = capacities(design, check_configuration)
+    assert target.stepped is not None  # the command line has checked it
+    design, _ = target.plan()
+    capacity = capacities(design, target.check)
     sitting = Sitting(
-        RunFolder(folder), workload, design, capacity, limit_s, _OPEN_LIMIT_S, show, check, option="--minutes"
-    )
-    sitting.forked = True
+        RunFolder(folder), target.workload, design, capacity, limit_s, _OPEN_LIMIT_S, show, check, option="--minutes",
+        forked=target.manifest.is_built_in, stepped=target.stepped,
+    )  # fmt: skip
     if exact:
         sitting.most_at_once = 1
     measured = WorkloadFacts(design, capacity, sitting)

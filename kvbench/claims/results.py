@@ -46,6 +46,8 @@ class ClaimsResult(Record):
     seconds: float
     finished: bool
     profile: str
+    target: str | None = None
+    notes: tuple[str, ...] = ()
     engines: Engines
     claims: tuple[ClaimResult, ...]
     cpu: Processor = Processor()
@@ -64,14 +66,16 @@ def about(result: ClaimsResult) -> list[str]:
     engines = result.engines
     weights = "random weights" if engines.load_format == ("dummy",) else "its own weights"
     threads = f", {listing(engines.num_threads)} thread an engine" if engines.num_threads else ""
+    engine = f"Engine: {result.target}. " if result.target else ""
     model, dtype = listing(engines.model) or "unknown", listing(engines.dtype) or "its own dtype"
     return [
         f"{result.summary} on {result.cpu.model or 'an unknown processor'}, {result.profile} profile, commit "
         f"{result.git.short_sha or 'unknown'}, {result.started}.",
-        f"Model {model} with {weights}, in {dtype}{threads}.",
+        f"{engine}Model {model} with {weights}, in {dtype}{threads}.",
         "Speeds are in engine time: engines take turns step by step, without HTTP. In brackets 95 % intervals. A "
         "verdict rests on an interval on one side of its rule's limit, or on exact counts. Loads are short, from "
         "an empty engine to an empty engine. The verdicts are of this machine, this model and these loads.",
+        *result.notes,
     ]
 
 

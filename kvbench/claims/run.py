@@ -10,6 +10,7 @@ A claim that cannot be measured is undecided, and says why; the others go on.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,6 +29,8 @@ from kvbench.common.files import utc_now
 from kvbench.common.machine import environment
 from kvbench.common.records import write_record
 from kvbench.lockstep.sitting import MOST_LAUNCHES
+from kvbench.targets.choose import ChosenTarget, choose_target
+from kvbench.targets.options import TargetOptions
 from kvbench.workload.file import Workload
 
 _LEAST_S = 15.0  # of each measurement, however little time is left
@@ -39,8 +42,8 @@ class ClaimsRun:
 
     ``folder``: of the results; ``workloads``: as ``workloads_of`` returns them; ``minutes``: for all claims.
     ``show``: replaces the status line, by a text or by what a function returns whenever it is shown; ``say``: prints a
-    line; ``check``: called twice a second, may raise. ``result``: the content of claims.json, which is there after each
-    claim.
+    line; ``check``: called twice a second, may raise. ``engine``: what is measured, the built-in
+    engine without a target. ``result``: the content of claims.json, which is there after each claim.
     """
 
     folder: Path
@@ -51,16 +54,23 @@ class ClaimsRun:
     show: Callable[[Any], None]
     say: Callable[[str], None]
     check: Callable[[], None]
+    engine: TargetOptions = field(default_factory=TargetOptions)
     result: ClaimsResult | None = None
     _measured: dict[str, ClaimFacts] = field(default_factory=dict)  # measurement -> what judges look at
     _failed: dict[str, str] = field(default_factory=dict)  # measurement -> why
     _seconds: dict[str, float] = field(default_factory=dict)  # measurement that is no sitting -> how long it took
     _ended: set[str] = field(default_factory=set)  # measurements that cannot go on
+    _targets: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # closes them
+    _notes: list[str] = field(default_factory=list)  # on what an engine cannot have
     _title: str = ""  # of the status line
     _verdicts: dict[str, ClaimVerdict] = field(default_factory=dict)
 
     def execute(self) -> ClaimsResult:
         """Measures and judges all claims; claims.json is there from the beginning and after each measurement."""
+        with self._targets:
+            return self._execute()
+
+    def _execute(self) -> ClaimsResult:
         began, started = time.monotonic(), utc_now()
         shares = Counter(name for claim in self.claims for name in claim.measured)  # a claim more, a share more
         names = sorted(shares, key=lambda name: name not in OTHERS and not self._is_counted(name))
@@ -72,6 +82,7 @@ class ClaimsRun:
             finished=False,
             started=started,
             profile=self.profile,
+            target=self.engine.target,
             seconds=0.0,
             ended=started,
             **environment(),
@@ -81,6 +92,7 @@ class ClaimsRun:
         def judge(name: str, finished: bool) -> None:
             self._judge(name)
             judged = {"claims": tuple(self._results()), "finished": finished, "ended": utc_now()}
+            judged["notes"] = tuple(self._notes)
             self._store(begun.model_copy(update=judged | {"seconds": time.monotonic() - began}))
 
         for number, name in enumerate(names, 1):
@@ -151,9 +163,10 @@ class ClaimsRun:
                 self._measured[name] = OTHERS[name](folder, self.profile == "cpu", self._show, self.check)
                 self._seconds[name] = time.monotonic() - began
                 return
+            target = self._chosen_for(name)
             self._measured[name] = measure(
                 name,
-                self.workloads[name],
+                target,
                 folder,
                 limit_s=limit_s,
                 exact=self._is_counted(name),
@@ -163,6 +176,18 @@ class ClaimsRun:
             )
         except (MeasurementError, UsageError) as error:
             self._failed[name] = str(error)
+
+    def _chosen_for(self, name: str) -> ChosenTarget:
+        """Returns the engine of a measurement. Raises MeasurementError where it cannot have what the claim is about."""
+        workload = self.workloads[name]
+        target = choose_target(workload, self.engine)
+        self._targets.callback(target.close)
+        if any(target.workload.engine.get(setting) != workload.engine.get(setting) for setting in workload.sweep):
+            raise MeasurementError(target.notes[-1])
+        for note in (f"{name}: {note}" for note in target.notes):
+            self._notes.append(note)
+            self.say(note)
+        return target
 
     def _is_enough(self, name: str, measured: WorkloadFacts) -> bool:
         """Tests whether each claim is decided that needs nothing else, and all intervals are narrow for the others."""

@@ -177,6 +177,14 @@ def preset_named(name: str | None) -> Preset:
     return PRESETS[name]
 
 
+def engine_with_adapter(name: str, python: str | None) -> None:
+    """Raises UsageError unless ``name`` is an engine that can be stepped, and ``python`` a program that runs it."""
+    if name not in PRESETS or PRESETS[name].adapter is None:
+        able = ", ".join(preset.name for preset in PRESETS.values() if preset.adapter)
+        raise UsageError(f"--target {name} has no engine time: {able} have an adapter (docs/engines.md)")
+    program_of(PRESETS[name], python)
+
+
 def _builtin(workload: Workload, options: TargetOptions, forked: bool) -> ChosenTarget:
     command = split_command(options.serve_cmd) if options.serve_cmd else BUILTIN_COMMAND
     if not options.serve_cmd:
@@ -299,7 +307,7 @@ def _baseline(workload: Workload, launcher: Launcher, *, exact: bool) -> tuple[W
     settings, changes = launcher.nearest(workload.engine)
     if left := launcher.refusal(settings):
         raise UsageError(f"the baseline cannot be run, nor anything near it: {left}. {way}")
-    note = f"THE BASELINE IS NOT THE WORKLOAD'S: {', '.join(changes)} ({reason}); --exact refuses instead"
+    note = f"THE BASELINE IS NOT THE WORKLOAD'S: {', '.join(changes)} ({reason})"
     return replace(workload, engine=settings), [note]
 
 

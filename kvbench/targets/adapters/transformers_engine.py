@@ -36,7 +36,7 @@ class TransformersEngine:
     def describe(self):
         config, cache = self.model.config.get_text_config(), self.processor.cache
         dtype = str(self.model.dtype).removeprefix("torch.")
-        size = self.manager.continuous_batching_config.block_size
+        size = self.manager.continuous_batching_config.page_size
         return {
             "engine": {"page_size": size, "max_num_batched_tokens": cache.max_batch_tokens,
                        "enable_prefix_caching": bool(cache.use_prefix_sharing)},

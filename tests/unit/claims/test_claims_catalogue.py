@@ -13,6 +13,7 @@ from kvbench.common.packages import REPOSITORY
 from kvbench.common.records import read_record, write_record
 from kvbench.lockstep import instrument as loads
 from kvbench.targets.builtin import check_configuration
+from kvbench.targets.presets import PRESETS
 from kvbench.workload.design import capacities, plan_sweep
 
 COMMITTED = REPOSITORY / "results" / "reference" / "claims-cpu"
@@ -40,6 +41,16 @@ def test_claims_and_measurements_belong_together():
     assert [each.name for each in chosen(("page-16",))] == ["page-16"] and chosen(()) == tuple(CLAIMS.values())
     with pytest.raises(UsageError, match="page-17"):
         chosen(("page-16", "page-17"))
+
+
+def test_another_engine_can_tell_claims_of_settings_that_every_engine_has():
+    possible = chosen((), "vllm")
+    workloads = [workload_of(name, "cpu") for claim in possible for name in claim.measured]
+    settings = {name for workload in workloads for name in workload.sweep}
+    assert settings == {"page_size", "enable_prefix_caching", "max_num_batched_tokens"}
+    assert settings <= PRESETS["vllm"].settings.keys() and not any(claim.counted for claim in possible)
+    with pytest.raises(UsageError, match=r"swap-by-page .*built-in engine.*page-16"):
+        chosen(("page-16", "swap-by-page"), "vllm")
 
 
 def test_the_committed_results_are_those_in_docs_and_are_stored_and_shown_whole(tmp_path):

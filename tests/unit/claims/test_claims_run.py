@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,11 +12,13 @@ from kvbench.claims import run
 from kvbench.claims.catalogue import Claim, chosen, workloads_of
 from kvbench.claims.judges import DID_NOT_HOLD, HELD, UNDECIDED, ClaimVerdict
 from kvbench.claims.kernel_cost import IN_ORDER, MOST_TIMINGS, RESERVED, SCATTERED, KernelCost
-from kvbench.claims.results import ClaimsResult
+from kvbench.claims.results import ClaimsResult, markdown
 from kvbench.claims.run import ClaimsRun
 from kvbench.common.errors import Interrupted, MeasurementError
 from kvbench.common.records import read_record
 from kvbench.lockstep.sitting import Sitting
+from kvbench.targets.options import TargetOptions
+from kvbench.targets.presets import PRESETS
 
 
 def test_an_interrupted_run_has_claims_json_from_the_beginning(tmp_path, monkeypatch):
@@ -74,6 +77,32 @@ def test_what_is_counted_comes_first_and_then_what_has_the_fewest_launches(tmp_p
     ClaimsRun(tmp_path, claims, workloads, 5.0, "cpu", show=print, say=print, check=lambda: None).execute()
     assert order[:4] == ["reservation", "uniform-lengths", "single-user", "single-user"]
     assert order.count("uniform-lengths") == 2 and order.count("single-user") == 4
+
+
+def test_another_engine_is_judged_only_where_it_can_have_what_the_claim_is_about(tmp_path, monkeypatch):
+    """transformers always shares pages: nothing can be said of prefix caching, and other claims say what differs."""
+    launched = []
+
+    def execute(sitting):
+        launched.append(sitting.stepped(sitting.baseline.settings))
+        sitting.launches += 20
+        return SimpleNamespace(launches=sitting.launches)
+
+    monkeypatch.setattr(Sitting, "execute", execute)
+    claims = [
+        Claim(name, "", "", [name], lambda facts: ClaimVerdict(HELD, ""))
+        for name in ("prefix-unshared", "max-num-batched-tokens")
+    ]
+    engine = TargetOptions(target="transformers", target_python=sys.executable)
+    result = ClaimsRun(
+        tmp_path, claims, workloads_of(claims, "cpu"), 5.0, "cpu", print, print, lambda: None, engine
+    ).execute()
+    (unshared, budget), (launch,) = result.claims, launched
+    assert unshared.verdict == UNDECIDED and "enable_prefix_caching" in unshared.reason
+    assert budget.verdict == HELD and str(PRESETS["transformers"].adapter) in launch.command
+    assert [note.split(":")[0] for note in result.notes] == ["max-num-batched-tokens"]
+    assert launch.scratch is not None and not launch.scratch.exists()
+    assert "Engine: transformers." in markdown(result) and result.notes[0] in markdown(result)
 
 
 def test_a_launch_that_fails_ends_a_measurement_and_only_other_verdicts_are_printed(tmp_path, monkeypatch):
