@@ -20,7 +20,7 @@ SHIPPED = ("kvbench", "engine", "kernels")
 PACKAGES = (*SHIPPED, "ci", "tests")
 FULL = "pytest.mark.full"
 EVERY_TEST = ("constraints.txt", "pyproject.toml")  # each test depends on them
-MODULE = re.compile(rf"(?<![\w./-])(?:{'|'.join(PACKAGES)})(?:\.\w+)+")
+MODULE = re.compile(rf"(?<![\w./-])(?:kvbench_)?(?:{'|'.join(PACKAGES)})(?:\.\w+)+")
 LOADER = re.compile(r'"-m"|importlib')  # text of a file that loads modules by their names
 
 
@@ -83,7 +83,7 @@ class Tree:
 
     def module(self, dotted: str, folder: str = "", parts: int = 1) -> set[str]:
         """Finds the module, of that many parts or more, that a dotted name names or begins with."""
-        words = dotted.split(".")
+        words = dotted.removeprefix("kvbench_").split(".")  # engine/ and kernels/ are imported so
         for count in range(len(words), parts - 1, -1):
             path = folder + "/".join(words[:count])
             if modules := {f"{path}.py", f"{path}/__init__.py"} & self.files:

@@ -1,7 +1,7 @@
 """The server's client of the engine's loop, and the loop on a thread of this process.
 
 Each request has an ``OutputStream``. The client hands commands to the loop and gets one call for all outputs of a step
-(``engine.engine_loop``). Whatever ends the engine, each stream gets an end and each command a reply. While it hangs
+(``engine_loop``). Whatever ends the engine, each stream gets an end and each command a reply. While it hangs
 they wait, and ``failure`` says so.
 """
 
@@ -20,14 +20,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from engine.config import EngineConfig
-from engine.counters import EngineStats
-from engine.describe import describe_engine
-from engine.engine import Engine
-from engine.engine_loop import STOP, Command, Delivery, EngineLoop, EngineUnavailable, OpenSequences, Reply
-from engine.kv.budget import KVCapacity
-from engine.model.spec import ModelInfo
-from engine.sequence import Request, TokenOutput
+from kvbench_engine.config import EngineConfig
+from kvbench_engine.counters import EngineStats
+from kvbench_engine.describe import describe_engine
+from kvbench_engine.engine import Engine
+from kvbench_engine.engine_loop import STOP, Command, Delivery, EngineLoop, EngineUnavailable, OpenSequences, Reply
+from kvbench_engine.kv.budget import KVCapacity
+from kvbench_engine.model.spec import ModelInfo
+from kvbench_engine.sequence import Request, TokenOutput
 
 UNHEALTHY_AFTER = 3  # failed steps in a row after which /health is 503; the engine continues
 SHUTTING_DOWN = "the server is shutting down"
@@ -176,7 +176,7 @@ class EngineClient(ABC):
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
-        """Describe the engine for /server_info: see ``engine.describe``."""
+        """Describe the engine for /server_info: see ``kvbench_engine.describe``."""
 
     @abstractmethod
     def process_ids(self) -> tuple[int, ...]:

@@ -10,23 +10,23 @@ from dataclasses import asdict
 import torch
 from transformers import PreTrainedModel
 
-from engine.config import DEFAULT_CPU_BUDGET, EngineConfig
-from engine.engine import Engine
-from engine.execution.executor import TorchExecutor, available_cpus
-from engine.execution.graphs import GraphSizes, cuda_capture
-from engine.execution.warm_steps import run_padding_steps
-from engine.kv.budget import capacity_of, settle_length
-from engine.kv.layouts import make_kv_manager
-from engine.kv.manager import KVManager
-from engine.model.attention import FUSION
-from engine.model.compiler import cannot_compile
-from engine.model.cpu_layers import use_cpu_layers
-from engine.model.kv_outliers import balance_keys
-from engine.model.loader import LoadedModel, load_model, wants_fusion
-from engine.model.support_check import find_host_waits
-from engine.sequence import Request, SamplingParams
-from engine.sizes import format_bytes
-from kernels.cpu_memory import keep_freed_memory
+from kvbench_engine.config import DEFAULT_CPU_BUDGET, EngineConfig
+from kvbench_engine.engine import Engine
+from kvbench_engine.execution.executor import TorchExecutor, available_cpus
+from kvbench_engine.execution.graphs import GraphSizes, cuda_capture
+from kvbench_engine.execution.warm_steps import run_padding_steps
+from kvbench_engine.kv.budget import capacity_of, settle_length
+from kvbench_engine.kv.layouts import make_kv_manager
+from kvbench_engine.kv.manager import KVManager
+from kvbench_engine.model.attention import FUSION
+from kvbench_engine.model.compiler import cannot_compile
+from kvbench_engine.model.cpu_layers import use_cpu_layers
+from kvbench_engine.model.kv_outliers import balance_keys
+from kvbench_engine.model.loader import LoadedModel, load_model, wants_fusion
+from kvbench_engine.model.support_check import find_host_waits
+from kvbench_engine.sequence import Request, SamplingParams
+from kvbench_engine.sizes import format_bytes
+from kvbench_kernels.cpu_memory import keep_freed_memory
 
 Tell = Callable[[str], None]
 _log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ GPU_SHARE = 0.8  # share of the memory that is free beside the weights; the rest
 def build_engine(config: EngineConfig, tell: Tell = lambda phase: None) -> Engine:
     """Load the model, size the KV cache, warm up the kernels. ``tell`` is called as each phase begins.
 
-    A max_model_len that is not given is lowered to what the KV cache holds (``engine.kv.budget.settle_length``).
+    A max_model_len that is not given is lowered to what the KV cache holds (``kv.budget.settle_length``).
 
     Raises:
         ValueError: a setting, the model or their combination is impossible; one sentence says which and what to do.

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from engine.sizes import parse_bytes
+from kvbench_engine.sizes import parse_bytes
 
 LAYOUTS = ("paged", "contiguous")
 RESERVATIONS = ("max", "pow2", "oracle")
@@ -65,7 +65,7 @@ class EngineConfig:
     reservation: str = "max"  # contiguous: slots reserved per sequence, see engine/kv/contiguous.py
     page_size: int = 16  # tokens
     kv_budget: int | None = None  # bytes
-    kv_cache_dtype: str = "auto"  # auto: the model's dtype; else one of kernels.kv_formats
+    kv_cache_dtype: str = "auto"  # auto: the model's dtype; else one of kvbench_kernels.kv_formats
     enable_prefix_caching: bool = False
 
     max_model_len: int | None = None  # tokens of prompt + output; None: the model's limit

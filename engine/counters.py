@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from engine.kv.manager import LEDGER, KVCounters, KVManager, KVStats, MoveKind
-from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.step_plan import StepPlan
+from kvbench_engine.kv.manager import LEDGER, KVCounters, KVManager, KVStats, MoveKind
+from kvbench_engine.scheduling.scheduler import Scheduler
+from kvbench_engine.scheduling.step_plan import StepPlan
 
 PHASES = ("schedule", "prepare", "execute", "sample", "output")
 """The parts of a step's time on the engine's thread.

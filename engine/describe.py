@@ -9,7 +9,7 @@ import os
 import platform
 from typing import Any
 
-from engine.engine import Engine
+from kvbench_engine.engine import Engine
 
 _PACKAGES = ("torch", "transformers", "triton", "numba", "fastapi", "uvicorn")
 
@@ -38,10 +38,10 @@ def describe_engine(engine: Engine) -> dict[str, Any]:
 
 
 def _kv_outliers(executor: Any) -> dict[str, Any]:
-    """The outliers of the model's K and V (engine.model.kv_outliers.KVOutliers); empty without tensors."""
+    """The outliers of the model's K and V (kvbench_engine.model.kv_outliers.KVOutliers); empty without tensors."""
     if not hasattr(executor, "model"):
         return {}
-    from engine.model.kv_outliers import MEASURED
+    from kvbench_engine.model.kv_outliers import MEASURED
 
     return dataclasses.asdict(getattr(executor.model, MEASURED))
 
@@ -52,7 +52,7 @@ def _resolved(executor: Any) -> dict[str, Any]:
         return {}
     import torch  # not above: the server's start sets what torch reads when it is imported
 
-    from engine.build import cpu_threads
+    from kvbench_engine.build import cpu_threads
 
     device = executor.device
     return {
@@ -72,7 +72,7 @@ def _fusion(executor: Any) -> dict[str, Any]:
 
     ``fused_layers``: whether any module has fewer kernels. ``fused_layers_reason``: which, or why none has.
     """
-    from engine.model.attention import FUSION
+    from kvbench_engine.model.attention import FUSION
 
     config = executor.config
     if config.fused_layers:

@@ -21,15 +21,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.config import EngineConfig
-from engine.counters import EngineCounters, EngineStats, StepRecord, StepTokens
-from engine.kv.budget import KVCapacity
-from engine.kv.manager import KVManager
-from engine.model.spec import ModelInfo
-from engine.scheduling.groups import BeamGroup, Group
-from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.step_plan import StepHandle, StepPlan
-from engine.sequence import PENDING, Drawn, Request, Sequence, Status, TokenOutput
+from kvbench_engine.config import EngineConfig
+from kvbench_engine.counters import EngineCounters, EngineStats, StepRecord, StepTokens
+from kvbench_engine.kv.budget import KVCapacity
+from kvbench_engine.kv.manager import KVManager
+from kvbench_engine.model.spec import ModelInfo
+from kvbench_engine.scheduling.groups import BeamGroup, Group
+from kvbench_engine.scheduling.scheduler import Scheduler
+from kvbench_engine.scheduling.step_plan import StepHandle, StepPlan
+from kvbench_engine.sequence import PENDING, Drawn, Request, Sequence, Status, TokenOutput
 
 
 class Executor(Protocol):

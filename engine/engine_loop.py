@@ -4,7 +4,7 @@
     add / remove / stats / reset  -- port ->  run the commands, then one step, then again
     on_outputs, on_ended, ...     <- port --  one event a step, not one a token
 
-The port joins a loop to its client: ``engine.async_engine`` in one process, ``engine.engine_process`` in two. All that
+The port joins a loop to its client: ``async_engine`` in one process, ``engine_process`` in two. All that
 touches the engine is done here, between two steps, so neither the engine nor the statistics need a lock. An idle loop
 waits for a command. A step that fails ends its requests with an error; an engine that cannot continue ends all
 requests and refuses new ones.
@@ -17,9 +17,9 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-from engine.engine import Engine
-from engine.sequence import Request, TokenOutput
-from engine.sequence import Sequence as EngineSequence
+from kvbench_engine.engine import Engine
+from kvbench_engine.sequence import Request, TokenOutput
+from kvbench_engine.sequence import Sequence as EngineSequence
 
 _log = logging.getLogger(__name__)
 

@@ -29,16 +29,16 @@ from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from engine.async_engine import EngineClient
-from engine.config import EngineConfig
-from engine.counters import EngineStats
-from engine.describe import describe_engine
-from engine.engine import Engine
-from engine.engine_loop import STOP, Command, Delivery, EngineLoop
-from engine.kv.budget import KVCapacity
-from engine.model.spec import ModelInfo
-from engine.parent import die_with
-from engine.sequence import TokenOutput
+from kvbench_engine.async_engine import EngineClient
+from kvbench_engine.config import EngineConfig
+from kvbench_engine.counters import EngineStats
+from kvbench_engine.describe import describe_engine
+from kvbench_engine.engine import Engine
+from kvbench_engine.engine_loop import STOP, Command, Delivery, EngineLoop
+from kvbench_engine.kv.budget import KVCapacity
+from kvbench_engine.model.spec import ModelInfo
+from kvbench_engine.parent import die_with
+from kvbench_engine.sequence import TokenOutput
 
 _LENGTH = struct.Struct("=I")
 _CHUNK = 2**18  # bytes read at once
@@ -50,7 +50,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Loaded:
-    """A loaded engine's only message before its first step. ``description``: see ``engine.describe``."""
+    """A loaded engine's only message before its first step. ``description``: see ``kvbench_engine.describe``."""
 
     config: EngineConfig
     model_info: ModelInfo

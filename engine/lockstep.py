@@ -1,4 +1,4 @@
-"""Engines that compute steps on a controller's command: ``python -m engine.lockstep``.
+"""Engines that compute steps on a controller's command: ``python -m kvbench_engine.lockstep``.
 
 Commands come on stdin and answers go to stdout, one JSON object a line; the process ends with its stdin. Its first line
 is ``{"protocol": 2, "options": [...], "tells": [...]}``: the options that a request may have, and what results tell
@@ -41,14 +41,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TextIO
 
-from engine.config import EngineConfig
-from engine.startup import no_garbage_collection, only_what_serving_needs, set_spin_count
+from kvbench_engine.config import EngineConfig
+from kvbench_engine.startup import no_garbage_collection, only_what_serving_needs, set_spin_count
 
 if TYPE_CHECKING:
-    from engine.counters import StepRecord
-    from engine.engine import Engine
-    from engine.model.loader import LoadedModel
-    from engine.sequence import TokenOutput
+    from kvbench_engine.counters import StepRecord
+    from kvbench_engine.engine import Engine
+    from kvbench_engine.model.loader import LoadedModel
+    from kvbench_engine.sequence import TokenOutput
 
 PROTOCOL = 2
 OPTIONS = ("n", "best_of", "beam_width")
@@ -96,7 +96,7 @@ class SteppedEngine:
     """One engine with its clock [s] and the requests of its present load."""
 
     def __init__(self, engine: Engine):
-        from engine.server.metrics import ServerMetrics
+        from kvbench_engine.server.metrics import ServerMetrics
 
         self.engine = engine
         self.metrics = ServerMetrics(engine.config, engine.capacity, engine.stats(), (os.getpid(),))
@@ -155,7 +155,7 @@ class SteppedEngine:
         return {"steps": steps, "clock": self.clock, "ended": self.ended}
 
     def _add_due(self) -> None:
-        from engine.sequence import Request, SamplingParams
+        from kvbench_engine.sequence import Request, SamplingParams
 
         while self._next < len(self._requests):
             prompt, max_tokens, arrival, priority, *options = self._requests[self._next]
@@ -241,8 +241,8 @@ class Commands:
         with no_garbage_collection(), only_what_serving_needs(compiles=True):  # another engine's model may
             import torch
 
-            from engine.build import assemble_engine, cpu_threads
-            from engine.describe import describe_engine
+            from kvbench_engine.build import assemble_engine, cpu_threads
+            from kvbench_engine.describe import describe_engine
 
             if config.device != "cuda":
                 threads = cpu_threads(config)
@@ -260,7 +260,7 @@ class Commands:
         return describe_engine(self.engines[name].engine)
 
     def _loaded(self, config: EngineConfig) -> LoadedModel:
-        from engine.model.loader import load_model, serve_another
+        from kvbench_engine.model.loader import load_model, serve_another
 
         key = (*(getattr(config, setting) for setting in _OF_THE_WEIGHTS), config.fused_layers is not False)
         if key in self._weights and (shared := serve_another(self._weights[key], config)):

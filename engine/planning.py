@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.config import DEFAULT_CPU_BUDGET, EngineConfig
-from engine.kv.budget import KVCapacity, capacity_of, settle_length
-from engine.model.spec import ModelSpec, find_model
+from kvbench_engine.config import DEFAULT_CPU_BUDGET, EngineConfig
+from kvbench_engine.kv.budget import KVCapacity, capacity_of, settle_length
+from kvbench_engine.model.spec import ModelSpec, find_model
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,7 @@ def only_what_serving_needs(compiles: bool) -> Iterator[None]:
 def import_engine(*more: str, compiles: bool) -> None:
     """Import what builds engines, the model that ships (the base of many others) and ``more``, in half the time."""
     with no_garbage_collection(), only_what_serving_needs(compiles):
-        for module in ("engine.build", "transformers.models.llama.modeling_llama", *more):
+        for module in ("kvbench_engine.build", "transformers.models.llama.modeling_llama", *more):
             importlib.import_module(module)
 
 

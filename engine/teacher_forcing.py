@@ -13,14 +13,14 @@ from dataclasses import asdict
 import numpy as np
 import torch
 
-from engine.build import assemble_engine
-from engine.config import EngineConfig
-from engine.execution.step_inputs import InputBuffers
-from engine.kv.budget import PAGE_TABLE_ENTRY_BYTES
-from engine.model.loader import LoadedModel
-from engine.scheduling.step_plan import Scheduled
-from engine.sequence import Request
-from engine.sequence import Sequence as TokenSequence
+from kvbench_engine.build import assemble_engine
+from kvbench_engine.config import EngineConfig
+from kvbench_engine.execution.step_inputs import InputBuffers
+from kvbench_engine.kv.budget import PAGE_TABLE_ENTRY_BYTES
+from kvbench_engine.model.loader import LoadedModel
+from kvbench_engine.scheduling.step_plan import Scheduled
+from kvbench_engine.sequence import Request
+from kvbench_engine.sequence import Sequence as TokenSequence
 
 
 class TeacherForced:

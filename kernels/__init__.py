@@ -4,7 +4,7 @@ KV storage of one layer is slot-major: ``k_cache [num_slots, kv_heads, D]`` and
 ``v_cache [num_slots, kv_heads, Dv]``. Token ``t`` of sequence ``b`` lives in slot
 ``page_starts[b, t // page_size] + t % page_size``: ``page_starts`` holds the first SLOT of each
 logical page, so a contiguous reservation is one page of ``max_model_len`` tokens at any base.
-A quantised cache (``kernels.quantized.QuantizedKV``) has the same logical shape.
+A quantised cache (``kvbench_kernels.quantized.QuantizedKV``) has the same logical shape.
 
 Importing this package imports neither torch, Numba nor Triton; asking for a backend does.
 """
@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-    from kernels.api import AttentionBackend
+    from kvbench_kernels.api import AttentionBackend
 
 _BACKENDS = {
-    "torch": ("kernels.reference", "TorchBackend"),
-    "numba": ("kernels.numba_backend", "NumbaBackend"),
-    "triton": ("kernels.triton_backend", "TritonBackend"),
+    "torch": ("kvbench_kernels.reference", "TorchBackend"),
+    "numba": ("kvbench_kernels.numba_backend", "NumbaBackend"),
+    "triton": ("kvbench_kernels.triton_backend", "TritonBackend"),
 }
 
 
@@ -44,7 +44,7 @@ def default_backend(device: torch.device | str, dtype: torch.dtype, kv_cache_dty
     """
     import torch
 
-    from kernels.kv_formats import find_format
+    from kvbench_kernels.kv_formats import find_format
 
     find_format(kv_cache_dtype)
     device = torch.device(device)
@@ -56,3 +56,8 @@ def default_backend(device: torch.device | str, dtype: torch.dtype, kv_cache_dty
 
 
 __all__ = ["default_backend", "get_backend"]
+
+if __name__ == "kernels":
+    from kernels.checkout_names import share
+
+    share(__name__)

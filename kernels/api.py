@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from kernels.quantized import QuantizedKV
+from kvbench_kernels.quantized import QuantizedKV
 
 KVCache = torch.Tensor | QuantizedKV  # one side of one layer
 KVPair = tuple[torch.Tensor, torch.Tensor]
@@ -69,7 +69,7 @@ class AttentionBackend(Protocol):
         """Raise ValueError (one sentence with value, limit, next step) for a shape or dtype that it cannot serve.
 
         ``dtype``: what the model computes in; ``kv_cache_dtype``: "auto" (a cache in ``dtype``) or a name of
-        ``kernels.kv_formats.KV_FORMATS``.
+        ``kvbench_kernels.kv_formats.KV_FORMATS``.
         """
         ...
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from kernels.kv_formats import find_format
+from kvbench_kernels.kv_formats import find_format
 
 MIN_DOT = 16  # tl.dot takes no dimension under 16
 WORD_BITS = 16  # a quantised cache is read in words of this size: see kernels/triton_codes.py
@@ -72,7 +72,7 @@ class KernelShape:
 
     @property
     def tuning_key(self) -> tuple[int, str, int, int, int, int, int]:
-        """The key by which ``kernels.tuning`` chooses tiles."""
+        """The key by which ``kvbench_kernels.tuning`` chooses tiles."""
         return (
             self.arch, self.kind, self.group, self.head_dim, self.v_head_dim, self.itemsize, self.page_size
         )  # fmt: skip

@@ -13,13 +13,13 @@ from copy import copy
 import torch
 from torch import nn
 
-from kernels import numba_amx
-from kernels.api import KVCache, KVPair, dense_rows
-from kernels.cpu_memory import HugeArena
-from kernels.layer_parts import Heads, Norm, Rotation
-from kernels.numba_amx import build_amx, has_amx, pack_bf16, unpack_bf16
-from kernels.numba_gemm import HAS_BIAS, HAS_GATE, IS_GELU, NUM_GEMM_ARGS, PANEL, build_gemm, run_gemm
-from kernels.numba_layers import (
+from kvbench_kernels import numba_amx
+from kvbench_kernels.api import KVCache, KVPair, dense_rows
+from kvbench_kernels.cpu_memory import HugeArena
+from kvbench_kernels.layer_parts import Heads, Norm, Rotation
+from kvbench_kernels.numba_amx import build_amx, has_amx, pack_bf16, unpack_bf16
+from kvbench_kernels.numba_gemm import HAS_BIAS, HAS_GATE, IS_GELU, NUM_GEMM_ARGS, PANEL, build_gemm, run_gemm
+from kvbench_kernels.numba_layers import (
     NUM_NORM_ARGS,
     NUM_ROTATE_ARGS,
     build_add_norm,
@@ -27,10 +27,10 @@ from kernels.numba_layers import (
     run_add_norm,
     run_rotate_write,
 )
-from kernels.numba_quantised import KIND_OF_DTYPE, store_rows
-from kernels.numba_threads import thread_team
-from kernels.numba_vectors import LANES
-from kernels.quantized import QuantizedKV
+from kvbench_kernels.numba_quantised import KIND_OF_DTYPE, store_rows
+from kvbench_kernels.numba_threads import thread_team
+from kvbench_kernels.numba_vectors import LANES
+from kvbench_kernels.quantized import QuantizedKV
 
 ONE_THREAD = 1 << 15  # values of an elementwise pass; torch's own grain
 GATES = {"silu": HAS_GATE, "gelu_tanh": HAS_GATE | IS_GELU}  # activations of gated products

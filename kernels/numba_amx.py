@@ -25,7 +25,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from kernels.numba_gemm import (
+from kvbench_kernels.numba_gemm import (
     G_BIAS,
     G_GATE,
     G_GATE_BIAS,
@@ -45,7 +45,7 @@ from kernels.numba_gemm import (
     HAS_GATE,
     IS_GELU,
 )  # fmt: skip
-from kernels.numba_memory import (
+from kvbench_kernels.numba_memory import (
     I8,
     I16,
     I32,
@@ -57,8 +57,8 @@ from kernels.numba_memory import (
     load_i64,
     stack_bytes,
 )
-from kernels.numba_simd import gelu_argument
-from kernels.numba_vectors import LANES, call, constant, fma, ints, load, load_bf16, store_bf16, vec
+from kvbench_kernels.numba_simd import gelu_argument
+from kvbench_kernels.numba_vectors import LANES, call, constant, fma, ints, load, load_bf16, store_bf16, vec
 
 PANEL = 32
 ROW_BLOCK = 32

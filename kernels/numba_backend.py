@@ -8,16 +8,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kernels.api import AttentionOptions, KVCache, KVPair, PrefillBatch, check_heads, dense_rows
-from kernels.kv_formats import find_format
-from kernels.numba_codes import KIND_OF, UNIT
-from kernels.numba_cpu import NUM_ARGS, build_worker, run_decode, work_layout
-from kernels.numba_quantised import KIND_OF_DTYPE, store_rows
-from kernels.numba_threads import thread_team
-from kernels.numba_write import NUM_WRITE_ARGS, run_write
-from kernels.prefill_cpu import CpuPrefill, PrefillPlan
-from kernels.quantized import QuantizedKV
-from kernels.reference import TorchBackend
+from kvbench_kernels.api import AttentionOptions, KVCache, KVPair, PrefillBatch, check_heads, dense_rows
+from kvbench_kernels.kv_formats import find_format
+from kvbench_kernels.numba_codes import KIND_OF, UNIT
+from kvbench_kernels.numba_cpu import NUM_ARGS, build_worker, run_decode, work_layout
+from kvbench_kernels.numba_quantised import KIND_OF_DTYPE, store_rows
+from kvbench_kernels.numba_threads import thread_team
+from kvbench_kernels.numba_write import NUM_WRITE_ARGS, run_write
+from kvbench_kernels.prefill_cpu import CpuPrefill, PrefillPlan
+from kvbench_kernels.quantized import QuantizedKV
+from kvbench_kernels.reference import TorchBackend
 
 MAX_HEAD_DIM = 512
 _DECODE_ARGS = struct.Struct(f"{NUM_ARGS}q")
@@ -67,7 +67,7 @@ def _decode_rows(k_cache: KVCache, v_cache: KVCache) -> _DecodeRows:
 
 
 class NumbaBackend(TorchBackend):
-    """float32 and bfloat16 models on CPU, any KV format. See kernels.api.AttentionBackend for the contract."""
+    """float32 and bfloat16 models on CPU, any KV format. See kvbench_kernels.api.AttentionBackend for the contract."""
 
     name = "numba"
 

@@ -21,9 +21,21 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from kernels.kv_formats import FP8_E4M3, FP8_E5M2, INT4, INT8, KVFormat
-from kernels.numba_memory import F32, I8, I16, I32, I64, compiles_for, pointer
-from kernels.numba_vectors import LANES, call, chunks, constant, ints, load, load_bf16, splat, store, store_bf16, vec
+from kvbench_kernels.kv_formats import FP8_E4M3, FP8_E5M2, INT4, INT8, KVFormat
+from kvbench_kernels.numba_memory import F32, I8, I16, I32, I64, compiles_for, pointer
+from kvbench_kernels.numba_vectors import (
+    LANES,
+    call,
+    chunks,
+    constant,
+    ints,
+    load,
+    load_bf16,
+    splat,
+    store,
+    store_bf16,
+    vec,
+)
 
 # Kinds of rows, plain ints because kernels close over them; 0 is float32.
 KIND_FLOAT, KIND_INT8, KIND_INT4, KIND_E4M3, KIND_E5M2, KIND_BF16 = range(6)

@@ -20,8 +20,8 @@ from functools import cache
 import numba
 from numba import types
 
-from kernels.numba_codes import KIND_BF16, KIND_FLOAT, PER_HEAD_KINDS, decode_row, row_code_bytes
-from kernels.numba_memory import (
+from kvbench_kernels.numba_codes import KIND_BF16, KIND_FLOAT, PER_HEAD_KINDS, decode_row, row_code_bytes
+from kvbench_kernels.numba_memory import (
     JIT,
     call_get_int,
     call_parallel,
@@ -32,7 +32,7 @@ from kernels.numba_memory import (
     store_f32,
     store_i64,
 )
-from kernels.numba_simd import add_weighted_rows, exp_minus, max_of, scale_values, score_token, softcap_of
+from kvbench_kernels.numba_simd import add_weighted_rows, exp_minus, max_of, scale_values, score_token, softcap_of
 
 BLOCK = 32  # tokens; K and V of a block (Hkv * D * 4 bytes * 32 each) stay in the L1/L2 cache
 OFFSETS_BYTES = 3 * 8 * BLOCK  # where the K rows, then the V rows, then the scales of a block lie

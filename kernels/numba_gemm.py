@@ -25,7 +25,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from kernels.numba_memory import (
+from kvbench_kernels.numba_memory import (
     F32,
     I64,
     JIT,
@@ -36,8 +36,8 @@ from kernels.numba_memory import (
     load_i64,
     pointer,
 )
-from kernels.numba_simd import gelu_argument, times_sigmoid
-from kernels.numba_vectors import LANES, constant, fma, load, splat, store, vec
+from kvbench_kernels.numba_simd import gelu_argument, times_sigmoid
+from kvbench_kernels.numba_vectors import LANES, constant, fma, load, splat, store, vec
 
 PANEL = 64 if compiles_for("avx512f") else 16
 ROWS = 6  # 6 x 4 sums, 4 weights and a broadcast fit the 32 registers of AVX-512; 6 x 2, 2 and 1 the 16 of AVX2

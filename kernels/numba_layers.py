@@ -14,9 +14,9 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from kernels.numba_codes import load_values, row_code_bytes, store_values
-from kernels.numba_memory import F32, I64, JIT, call_get_int, call_parallel, copy_bytes, load_f32, load_i64
-from kernels.numba_vectors import LANES, call, constant, fma, splat, sum_of
+from kvbench_kernels.numba_codes import load_values, row_code_bytes, store_values
+from kvbench_kernels.numba_memory import F32, I64, JIT, call_get_int, call_parallel, copy_bytes, load_f32, load_i64
+from kvbench_kernels.numba_vectors import LANES, call, constant, fma, splat, sum_of
 
 SCALED, ADDED, BOTH = 1, 2, 3  # bits: times factor and weights; plus the residual
 

@@ -14,9 +14,9 @@ import math
 import numba
 from numba import types
 
-from kernels.numba_codes import KIND_FLOAT
-from kernels.numba_gemm import FIRST_SLICE, LAST_SLICE, PANEL, ROWS, multiply_tile
-from kernels.numba_memory import (
+from kvbench_kernels.numba_codes import KIND_FLOAT
+from kvbench_kernels.numba_gemm import FIRST_SLICE, LAST_SLICE, PANEL, ROWS, multiply_tile
+from kvbench_kernels.numba_memory import (
     JIT,
     call_get_int,
     call_parallel,
@@ -27,7 +27,7 @@ from kernels.numba_memory import (
     store_f32,
     store_i64,
 )
-from kernels.numba_simd import exp_minus, max_of, scale_values, softcap_of, transpose_tile
+from kvbench_kernels.numba_simd import exp_minus, max_of, scale_values, softcap_of, transpose_tile
 
 BLOCK = 48  # queries of an item: K, V, scores and sums of a panel together fit the L1 cache at D = 64
 NO_SCORE = -1e30  # finite, so that NO_SCORE - NO_SCORE is 0 and not NaN

@@ -15,9 +15,17 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from kernels.numba_amx import ROW_BLOCK, STEP_BYTES, TILE_BYTES, configure_tiles, has_amx, multiply_block, release_tiles
-from kernels.numba_codes import KIND_BF16, KIND_FLOAT
-from kernels.numba_memory import (
+from kvbench_kernels.numba_amx import (
+    ROW_BLOCK,
+    STEP_BYTES,
+    TILE_BYTES,
+    configure_tiles,
+    has_amx,
+    multiply_block,
+    release_tiles,
+)
+from kvbench_kernels.numba_codes import KIND_BF16, KIND_FLOAT
+from kvbench_kernels.numba_memory import (
     I16,
     I32,
     JIT,
@@ -30,7 +38,7 @@ from kernels.numba_memory import (
     store_f32,
     store_i64,
 )  # fmt: skip
-from kernels.numba_prefill import (
+from kvbench_kernels.numba_prefill import (
     NO_SCORE,
     P_DIM,
     P_FLOATS,
@@ -54,8 +62,8 @@ from kernels.numba_prefill import (
     finish_row,
     weigh,
 )  # fmt: skip
-from kernels.numba_simd import scale_values, transpose_tile
-from kernels.numba_vectors import LANES
+from kvbench_kernels.numba_simd import scale_values, transpose_tile
+from kvbench_kernels.numba_vectors import LANES
 
 PANEL = 64  # tokens; numba_gemm.PANEL of a CPU with AVX-512, which ``weigh`` goes by
 

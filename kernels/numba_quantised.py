@@ -11,8 +11,8 @@ import numba
 import torch
 from numba import types
 
-from kernels.api import dense_rows
-from kernels.numba_codes import (
+from kvbench_kernels.api import dense_rows
+from kvbench_kernels.numba_codes import (
     KIND_BF16,
     KIND_FLOAT,
     KIND_INT4,
@@ -24,8 +24,8 @@ from kernels.numba_codes import (
     largest_of,
     row_code_bytes,
 )
-from kernels.numba_memory import JIT, fill_bytes, load_f32, load_i64, store_f32
-from kernels.quantized import SMALLEST_SCALE, QuantizedKV
+from kvbench_kernels.numba_memory import JIT, fill_bytes, load_f32, load_i64, store_f32
+from kvbench_kernels.quantized import SMALLEST_SCALE, QuantizedKV
 
 (
     R_FLOATS, R_CODES, R_SCALES, R_SLOTS, R_TOKENS, R_HEADS, R_STRIDE, R_HEAD_STRIDE, R_FACTOR,

@@ -8,7 +8,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from kernels.numba_codes import (
+from kvbench_kernels.numba_codes import (
     KIND_BF16,
     KIND_FLOAT,
     PER_HEAD_KINDS,
@@ -17,8 +17,8 @@ from kernels.numba_codes import (
     row_code_bytes,
     store_values,
 )
-from kernels.numba_memory import F32, I32, I64, JIT, pointer
-from kernels.numba_vectors import FAST, LANES, call, constant, fma, load, splat, store, sum_of, vec
+from kvbench_kernels.numba_memory import F32, I32, I64, JIT, pointer
+from kvbench_kernels.numba_vectors import FAST, LANES, call, constant, fma, load, splat, store, sum_of, vec
 
 MAX_ACCUMULATORS = 16  # vectors held in registers at a time; 32 exist with AVX-512VL
 

@@ -30,7 +30,7 @@ import numba
 import torch
 from numba import types
 
-from kernels.numba_memory import JIT, call_work
+from kvbench_kernels.numba_memory import JIT, call_work
 
 
 class ThreadTeam(NamedTuple):

@@ -11,7 +11,7 @@ from __future__ import annotations
 from llvmlite import ir
 from numba.core import cgutils
 
-from kernels.numba_memory import F32, I16, I32, I64, compiles_for, pointer
+from kvbench_kernels.numba_memory import F32, I16, I32, I64, compiles_for, pointer
 
 LANES = 16
 # Sums may be reordered and fused; nnan/ninf are left out, so NaN and inf keep their meaning.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numba
 from numba import types
 
-from kernels.numba_memory import JIT, copy_bytes, load_i64
+from kvbench_kernels.numba_memory import JIT, copy_bytes, load_i64
 
 (
     W_K, W_V, W_K_CACHE, W_V_CACHE, W_SLOTS, W_TOKENS, W_HEADS, W_K_BYTES, W_V_BYTES,

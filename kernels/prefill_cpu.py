@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.api import AttentionOptions, KVCache, KVPair, PrefillBatch, dense_rows
-from kernels.numba_amx import DEPTH, has_amx
-from kernels.numba_prefill import (
+from kvbench_kernels.api import AttentionOptions, KVCache, KVPair, PrefillBatch, dense_rows
+from kvbench_kernels.numba_amx import DEPTH, has_amx
+from kvbench_kernels.numba_prefill import (
     C_KEYS,
     C_NEW,
     C_ROW,
@@ -29,11 +29,11 @@ from kernels.numba_prefill import (
     run_prefill,
     work_floats,
 )
-from kernels.numba_prefill_amx import build_workers
-from kernels.numba_quantised import KIND_OF_DTYPE, load_rows
-from kernels.numba_threads import thread_team
-from kernels.quantized import QuantizedKV
-from kernels.reference import token_slots
+from kvbench_kernels.numba_prefill_amx import build_workers
+from kvbench_kernels.numba_quantised import KIND_OF_DTYPE, load_rows
+from kvbench_kernels.numba_threads import thread_team
+from kvbench_kernels.quantized import QuantizedKV
+from kvbench_kernels.reference import token_slots
 
 _ARGS = struct.Struct(f"{NUM_PREFILL_ARGS}q")
 
@@ -113,7 +113,7 @@ class CpuPrefill:
         out: torch.Tensor | None,
         new_kv: KVPair | None,
     ) -> torch.Tensor:
-        """Attend: ``q [T, H, D]`` -> ``[T, H, Dv]``; see kernels.api.AttentionBackend.prefill_attention."""
+        """Attend: ``q [T, H, D]`` -> ``[T, H, Dv]``; see kvbench_kernels.api.AttentionBackend.prefill_attention."""
         if out is None:
             out = q.new_empty(q.shape[0], q.shape[1], v_cache.shape[2])
         q, chunks = dense_rows(q), plan.chunks(options.sliding_window)

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.cpu_memory import cache_zeros
-from kernels.kv_formats import FP8_E4M3, FP8_E5M2, INT4, INT8, KVFormat
+from kvbench_kernels.cpu_memory import cache_zeros
+from kvbench_kernels.kv_formats import FP8_E4M3, FP8_E5M2, INT4, INT8, KVFormat
 
 MAX_CODE = {INT8: 127, INT4: 7}
 FP8_DTYPE = {FP8_E4M3: torch.float8_e4m3fn, FP8_E5M2: torch.float8_e5m2}

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from kernels.api import AttentionOptions, KVCache, KVPair, PrefillBatch, check_heads
-from kernels.kv_formats import find_format
-from kernels.quantized import QuantizedKV
+from kvbench_kernels.api import AttentionOptions, KVCache, KVPair, PrefillBatch, check_heads
+from kvbench_kernels.kv_formats import find_format
+from kvbench_kernels.quantized import QuantizedKV
 
 
 def token_slots(page_starts: torch.Tensor, start: int, stop: int, page_size: int) -> torch.Tensor:
@@ -72,7 +72,7 @@ def attend_explicit(
 
 
 class TorchBackend:
-    """The reference backend for any device and floating dtype. See kernels.api.AttentionBackend."""
+    """The reference backend for any device and floating dtype. See kvbench_kernels.api.AttentionBackend."""
 
     name = "torch"
 

@@ -1,6 +1,6 @@
-"""The gate on the resources of compiled kernels: ``python -m kernels.resources [--write] [--show]``.
+"""The gate on the resources of compiled kernels: ``python -m kvbench_kernels.resources [--write] [--show]``.
 
-Compiles every kernel variant of ``kernels.variants`` for every architecture, without a GPU, and compares registers,
+Compiles every kernel variant of ``variants`` for every architecture, without a GPU, and compares registers,
 spills and shared memory with the committed table ``ci/kernel_resources.json``. A change that starts to spill, or that
 loses occupancy to registers, shows here on a machine that could not time it. ``--write`` accepts what is there now.
 
@@ -32,13 +32,13 @@ import triton.language as tl
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITCallable
 
-from kernels import compile_ahead
-from kernels.compile_ahead import Resources, compile_for, read_resources
-from kernels.launch import shared_bytes_limit
-from kernels.variants import ARCHITECTURES, Variant, variants
+from kvbench_kernels import compile_ahead
+from kvbench_kernels.compile_ahead import Resources, compile_for, read_resources
+from kvbench_kernels.launch import shared_bytes_limit
+from kvbench_kernels.variants import ARCHITECTURES, Variant, variants
 
 TABLE = Path(__file__).resolve().parent.parent / "ci" / "kernel_resources.json"
-COMMAND = "python -m kernels.resources --write"
+COMMAND = "python -m kvbench_kernels.resources --write"
 REGISTER_TOLERANCE = 8  # registers are given out to warps in steps of 8 a thread
 MAX_WORKERS = 8
 

@@ -1,4 +1,4 @@
-"""The gate on the machine code of attention's main loops: ``python -m kernels.sass [--write] [--show]``.
+"""The gate on the machine code of attention's main loops: ``python -m kvbench_kernels.sass [--write] [--show]``.
 
 Compiles the core decode and prefill variants for sm_90, without a GPU, finds the loop over whole tiles in each, and
 compares what it counts there with the committed table ``ci/kernel_sass.json``: instructions, reads of shared memory
@@ -7,7 +7,7 @@ the assumptions below hold. They are arithmetic, and **not measured on a GPU**. 
 
 What a loop looks like depends on the compiler, so the table has rows of each version of Triton that users have: the
 one here, and 3.6.0 of torch 2.11. To check or write that one's:
-``pip install --target DIR triton==3.6.0 && PYTHONPATH=DIR python -m kernels.sass [--write]``.
+``pip install --target DIR triton==3.6.0 && PYTHONPATH=DIR python -m kvbench_kernels.sass [--write]``.
 
 The tests ask for the hash of the sources under both, and compile a few variants with the compiler here.
 """
@@ -26,14 +26,14 @@ from pathlib import Path
 
 import triton
 
-from kernels import resources
-from kernels.compile_ahead import WARP_SIZE, Resources, read_resources, read_sass
-from kernels.kv_formats import find_format
-from kernels.launch import shared_bytes_limit
-from kernels.variants import COMMON, ITEMSIZE, Variant, core
+from kvbench_kernels import resources
+from kvbench_kernels.compile_ahead import WARP_SIZE, Resources, read_resources, read_sass
+from kvbench_kernels.kv_formats import find_format
+from kvbench_kernels.launch import shared_bytes_limit
+from kvbench_kernels.variants import COMMON, ITEMSIZE, Variant, core
 
 TABLE = resources.TABLE.with_name("kernel_sass.json")
-COMMAND = "python -m kernels.sass --write"
+COMMAND = "python -m kvbench_kernels.sass --write"
 COMPILERS = ("3.6.0", "3.9.0")  # of torch 2.11, and the newest
 ARCH = 90
 # An H100 SXM by its data sheet, and what of its peaks such loops are taken to reach.

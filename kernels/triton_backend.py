@@ -13,11 +13,11 @@ from functools import cache
 import torch
 from triton import knobs
 
-from kernels.api import AttentionOptions, KVCache, KVPair, PrefillBatch, check_heads, dense_rows
-from kernels.kv_formats import find_format
-from kernels.reference import TorchBackend
-from kernels.triton_launch import Attention, Chip, Splits, launch_write
-from kernels.triton_plan import DecodePlan
+from kvbench_kernels.api import AttentionOptions, KVCache, KVPair, PrefillBatch, check_heads, dense_rows
+from kvbench_kernels.kv_formats import find_format
+from kvbench_kernels.reference import TorchBackend
+from kvbench_kernels.triton_launch import Attention, Chip, Splits, launch_write
+from kvbench_kernels.triton_plan import DecodePlan
 
 MAX_HEAD_DIM = 256  # larger tiles leave too little shared memory for a pipeline
 MAX_GROUP = 64
@@ -53,7 +53,7 @@ def read_chip(device: torch.device) -> Chip:
 
 
 class TritonBackend(TorchBackend):
-    """The backend for float16, bfloat16 or float32 on CUDA, any KV format. See kernels.api.AttentionBackend.
+    """The backend for float16, bfloat16 or float32 on CUDA, any KV format. See kvbench_kernels.api.AttentionBackend.
 
     ``chip_of``: what a device is, read from the driver unless a test says otherwise.
     """

@@ -5,7 +5,7 @@ tokens at a time. Tiles start at multiples of BLOCK_N, so that where BLOCK_N div
 page. Scores are in units of log 2 (exp2 serves as exp); the launcher folds log2(e), the softcap and an fp8 cache's
 K scale into ``score_scale``, and its V scale is ``v_scale``, used once at the end.
 
-K and V of a quantised cache become 16-bit values before ``tl.dot`` (``kernels.triton_codes``), and the products are
+K and V of a quantised cache become 16-bit values before ``tl.dot`` (``triton_codes``), and the products are
 summed in float32. No dot takes fp8: Hopper's tensor cores add fp8 products with 14 bits and lose a needle in a long
 context unless the sum is taken out of them every few tokens, and 16-bit operands have no such limit.
 """
@@ -17,8 +17,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from kernels.launch import next_power_of_two
-from kernels.triton_codes import (
+from kvbench_kernels.launch import next_power_of_two
+from kvbench_kernels.triton_codes import (
     is_integer,
     query_parts,
     row_bytes,
@@ -73,7 +73,7 @@ def load_tile(
     base, stride, slots, in_range,
     MASKED: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """Loads [N, PAD] rows of K or V at ``slots``, of a quantised cache as words: see ``kernels.triton_codes``.
+    """Loads [N, PAD] rows of K or V at ``slots``, of a quantised cache as words: see ``kvbench_kernels.triton_codes``.
 
     Masked loads give 0 and not what lies there: 0 * NaN from an unused slot would be NaN.
     """
@@ -284,7 +284,7 @@ def reduce_kernel(
     lse_ptr,  # float32 [parts, H], log2 of each part's denominator
     sinks_ptr,  # [H], read if HAS_SINKS
     out_ptr,  # [T, H, Dv]
-    work_ptr,  # the table of kernels.triton_plan, read if LISTED
+    work_ptr,  # the table of kvbench_kernels.triton_plan, read if LISTED
     rows,  # LISTED: items that the table has room for; else parts of every token
     HEADS: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr,
     LISTED: tl.constexpr, HAS_SINKS: tl.constexpr,

@@ -1,6 +1,6 @@
 """Paged decode in Triton: long sequences in pieces, then a reduction; no second pass where nothing can be cut.
 
-One program serves one sequence, or a piece of it as ``kernels.triton_plan`` lists them, and one KV head. All query
+One program serves one sequence, or a piece of it as ``triton_plan`` lists them, and one KV head. All query
 heads of the KV head are rows of one tile, so each K and V row is read once and tl.dot has its 16 rows. The KV heads of
 a piece run side by side: their rows are neighbours in memory, and the scales of eight are one sector.
 """
@@ -13,10 +13,10 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from kernels.launch import KernelShape, Tiles, shape_constants
-from kernels.triton_codes import row_bytes
-from kernels.triton_common import attend, columns, finish
-from kernels.tuning import choose_decode
+from kvbench_kernels.launch import KernelShape, Tiles, shape_constants
+from kvbench_kernels.triton_codes import row_bytes
+from kvbench_kernels.triton_common import attend, columns, finish
+from kvbench_kernels.tuning import choose_decode
 
 
 @triton.jit(
@@ -31,7 +31,7 @@ def decode_kernel(
     lens_ptr,  # [B], read if not SPLIT
     sinks_ptr,  # [H], read if HAS_SINKS
     out_ptr,  # [B, H, Dv]: of whole sequences
-    work_ptr,  # the table of kernels.triton_plan, read if SPLIT
+    work_ptr,  # the table of kvbench_kernels.triton_plan, read if SPLIT
     parts_ptr,  # float32 [items, H, Dv]: of pieces, written if SPLIT
     lse_ptr,  # float32 [items, H], likewise
     score_scale, softcap, v_scale,

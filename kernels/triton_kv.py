@@ -1,6 +1,6 @@
 """KV write in Triton: one program stores some heads of one token, K and V, in the cache's format.
 
-The codes are those of ``kernels.quantized.QuantizedKV.store``, bit for bit, on every chip: division as IEEE has it,
+The codes are those of ``quantized.QuantizedKV.store``, bit for bit, on every chip: division as IEEE has it,
 ties to even, and fp8 made by integer arithmetic, because conversions in hardware differ in what they do with NaN.
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from kernels.launch import cdiv, next_power_of_two
+from kvbench_kernels.launch import cdiv, next_power_of_two
 
 MAX_TILE = 4096  # values of one side that a program holds
 

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from kernels.api import AttentionOptions, KVCache
-from kernels.launch import (
+from kvbench_kernels.api import AttentionOptions, KVCache
+from kvbench_kernels.launch import (
     SHORT_QUERIES,
     KernelShape,
     Tiles,
@@ -19,13 +19,13 @@ from kernels.launch import (
     prefill_blocks,
     programs_at_a_time,
 )
-from kernels.quantized import QuantizedKV
-from kernels.triton_codes import FP8_UNIT
-from kernels.triton_common import LOG2E, reduce_constants, reduce_kernel
-from kernels.triton_decode import decode_constants, decode_kernel, tiles_of_decode
-from kernels.triton_kv import write_constants, write_kv_kernel
-from kernels.triton_plan import DecodePlan
-from kernels.triton_prefill import prefill_constants, prefill_kernel
+from kvbench_kernels.quantized import QuantizedKV
+from kvbench_kernels.triton_codes import FP8_UNIT
+from kvbench_kernels.triton_common import LOG2E, reduce_constants, reduce_kernel
+from kvbench_kernels.triton_decode import decode_constants, decode_kernel, tiles_of_decode
+from kvbench_kernels.triton_kv import write_constants, write_kv_kernel
+from kvbench_kernels.triton_plan import DecodePlan
+from kvbench_kernels.triton_prefill import prefill_constants, prefill_kernel
 
 
 @dataclass(frozen=True)

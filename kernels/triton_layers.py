@@ -12,11 +12,11 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.api import KVCache, dense_rows
-from kernels.launch import cdiv, next_power_of_two
-from kernels.layer_parts import Heads, Norm, Rotation
-from kernels.triton_kv import store_halves, store_side
-from kernels.triton_launch import kind_of, side_of
+from kvbench_kernels.api import KVCache, dense_rows
+from kvbench_kernels.launch import cdiv, next_power_of_two
+from kvbench_kernels.layer_parts import Heads, Norm, Rotation
+from kvbench_kernels.triton_kv import store_halves, store_side
+from kvbench_kernels.triton_launch import kind_of, side_of
 
 MAX_NORM = 16384  # values of a row, which one program holds
 HEADS_TILE = 2048  # values of some heads of a token, which one program rotates

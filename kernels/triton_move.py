@@ -28,7 +28,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.launch import cdiv, next_power_of_two
+from kvbench_kernels.launch import cdiv, next_power_of_two
 
 WIDEST = 16  # bytes of the widest access of a thread
 TILE_WORDS = 1024  # of a program: 4 warps x 32 threads x 4 accesses of 16 bytes in flight

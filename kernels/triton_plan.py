@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.launch import MIN_SPLIT_TOKENS, PROGRAM_TOKENS, cdiv, most_decode_items
+from kvbench_kernels.launch import MIN_SPLIT_TOKENS, PROGRAM_TOKENS, cdiv, most_decode_items
 
 UNIT = 64  # tokens, in which the plan counts: the tile of the usual kernels
 ROWS = 16  # sequences that a program lists

@@ -14,10 +14,10 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from kernels.launch import KernelShape, shape_constants, short_tiles
-from kernels.triton_codes import row_bytes
-from kernels.triton_common import attend, columns, finish
-from kernels.tuning import choose_prefill
+from kvbench_kernels.launch import KernelShape, shape_constants, short_tiles
+from kvbench_kernels.triton_codes import row_bytes
+from kvbench_kernels.triton_common import attend, columns, finish
+from kvbench_kernels.tuning import choose_prefill
 
 
 @triton.jit

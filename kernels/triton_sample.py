@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-from kernels.launch import cdiv, next_power_of_two
+from kvbench_kernels.launch import cdiv, next_power_of_two
 
 NOISE_BLOCK, NOISE_WARPS = 4096, 8  # token ids of a program: 16 a thread, whose int64 noise stays in registers
 SETTLE_BLOCK, SETTLE_WARPS = 8192, 16  # token ids at a time: one program reads a row, two 16-byte loads a thread
@@ -43,7 +43,7 @@ def gumbel_bits(key, token):
     """Returns 63 random bits for each token id; ``key`` and ``token`` int64.
 
     SplitMix64's output function over a Weyl sequence, with shifts that copy the sign: integer for integer what
-    ``engine.execution.gumbel.random_bits`` gives.
+    ``kvbench_engine.execution.gumbel.random_bits`` gives.
     """
     bits = key + token * -7046029254386353131
     bits = (bits ^ (bits >> 32)) * -4658895280553007687
@@ -267,7 +267,7 @@ def draw_into(
     top_k: torch.Tensor,
     top_p: torch.Tensor,
 ) -> None:
-    """Write one token for each of S draws to ``out [M]`` int64 at ``at [S]`` int64: engine.execution.gumbel.draw_into.
+    """Write one token for each of S draws to ``out [M]`` int64 at ``at [S]`` int64: execution.gumbel.draw_into.
 
     ``logits [N, vocab]`` of any float dtype, read in place; ``rows [S]`` int64; ``largest [N]`` of any float dtype;
     ``temperature [S]`` float32; ``keys [S]`` int64; ``top_k [S]`` int64; ``top_p [S]`` float32.

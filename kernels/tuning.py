@@ -19,8 +19,8 @@ from dataclasses import asdict, dataclass, fields
 from functools import cache
 from pathlib import Path
 
-from kernels.kv_formats import find_format
-from kernels.launch import (
+from kvbench_kernels.kv_formats import find_format
+from kvbench_kernels.launch import (
     MIN_DOT,
     Tiles,
     decode_tiles,

@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kernels.kv_formats import KV_FORMATS, find_format
-from kernels.launch import ONE_PAGE, KernelShape
-from kernels.triton_common import reduce_constants, reduce_kernel
-from kernels.triton_decode import decode_constants, decode_kernel
-from kernels.triton_kv import write_constants, write_kv_kernel
-from kernels.triton_layers import (
+from kvbench_kernels.kv_formats import KV_FORMATS, find_format
+from kvbench_kernels.launch import ONE_PAGE, KernelShape
+from kvbench_kernels.triton_common import reduce_constants, reduce_kernel
+from kvbench_kernels.triton_decode import decode_constants, decode_kernel
+from kvbench_kernels.triton_kv import write_constants, write_kv_kernel
+from kvbench_kernels.triton_layers import (
     MAX_NORM,
     Heads,
     Rotation,
@@ -28,11 +28,11 @@ from kernels.triton_layers import (
     rotate_constants,
     rotate_write_kernel,
 )
-from kernels.triton_move import move_constants, move_kernel
-from kernels.triton_plan import CONSTANTS as PLAN_CONSTANTS
-from kernels.triton_plan import plan_kernel
-from kernels.triton_prefill import prefill_constants, prefill_kernel
-from kernels.triton_sample import noise_constants, noise_kernel, settle_constants, settle_kernel
+from kvbench_kernels.triton_move import move_constants, move_kernel
+from kvbench_kernels.triton_plan import CONSTANTS as PLAN_CONSTANTS
+from kvbench_kernels.triton_plan import plan_kernel
+from kvbench_kernels.triton_prefill import prefill_constants, prefill_kernel
+from kvbench_kernels.triton_sample import noise_constants, noise_kernel, settle_constants, settle_kernel
 
 ARCHITECTURES = (80, 89, 90, 100)
 THOROUGH = (80, 90)  # the others compile much like these: their limits and largest variants are enough

@@ -25,8 +25,8 @@ os.environ.pop("COLUMNS", None)  # pytest-xdist sets it for its workers, and a t
 # Of tests, and what some packages set when a test imports them.
 LATER = ("PYTEST_", "FAKE_", "FIRE", "GIT_DIR", "GOMP_", "TRANSFORMERS_", "RAY_")
 # All load clients and engine servers below this process are forked from two that have imported what they need.
-for module, imported in (("kvbench.load", "kvbench.load.__main__"), ("engine.server", "engine.server.preload")):
-    Preloaded((module,), imported, reads_later=LATER).share()
+for module, imported in (("kvbench.load", "__main__"), ("kvbench_engine.server", "preload")):
+    Preloaded((module,), f"{module}.{imported}", reads_later=LATER).share()
 
 
 @pytest.fixture(scope="module")

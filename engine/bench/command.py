@@ -16,15 +16,15 @@ from typing import Any
 import torch
 import transformers
 
-from engine.bench.case import PROMPT_TOKENS, PromptBatch, make_case
-from engine.bench.compare import SpeedBar, SpeedComparison, Turn, compare, parse_bars
-from engine.bench.sides import HF_SIDES, OURS, measure, save_model
-from engine.bench.turns import run_apart
-from engine.bench.vllm_peer import VLLM_SIDES, VllmPeer, speed_settings, vllm_version
-from engine.config import EngineConfig
-from engine.execution.executor import available_cpus
-from engine.model.spec import find_model
-from engine.sizes import parse_bytes
+from kvbench_engine.bench.case import PROMPT_TOKENS, PromptBatch, make_case
+from kvbench_engine.bench.compare import SpeedBar, SpeedComparison, Turn, compare, parse_bars
+from kvbench_engine.bench.sides import HF_SIDES, OURS, measure, save_model
+from kvbench_engine.bench.turns import run_apart
+from kvbench_engine.bench.vllm_peer import VLLM_SIDES, VllmPeer, speed_settings, vllm_version
+from kvbench_engine.config import EngineConfig
+from kvbench_engine.execution.executor import available_cpus
+from kvbench_engine.model.spec import find_model
+from kvbench_engine.sizes import parse_bytes
 
 SIDES = (OURS, *HF_SIDES, *VLLM_SIDES)
 VLLM_SKIPPED = (

@@ -7,8 +7,8 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from engine.bench.case import Outputs
-from engine.bench.sides import OURS
+from kvbench_engine.bench.case import Outputs
+from kvbench_engine.bench.sides import OURS
 
 SAME_TOKENS_LIMIT = 0.9  # rounding can break a near tie; more than that is not the same work
 # In half precision rounding changes about one choice in 70 (vLLM and transformers on llama-32m), and what follows

@@ -8,13 +8,13 @@ from collections.abc import Callable
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
-from engine.async_engine import EngineThread
-from engine.bench.case import Outputs, PromptBatch, speed_of
-from engine.build import assemble_engine
-from engine.config import EngineConfig
-from engine.engine import Engine
-from engine.model.loader import LoadedModel, load_model
-from engine.sequence import Request, SamplingParams
+from kvbench_engine.async_engine import EngineThread
+from kvbench_engine.bench.case import Outputs, PromptBatch, speed_of
+from kvbench_engine.build import assemble_engine
+from kvbench_engine.config import EngineConfig
+from kvbench_engine.engine import Engine
+from kvbench_engine.model.loader import LoadedModel, load_model
+from kvbench_engine.sequence import Request, SamplingParams
 
 OURS = "kvbench"
 HF_SIDES = ("hf-continuous", "hf-continuous-best", "hf-static")

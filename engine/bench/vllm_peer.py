@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.bench.case import Outputs, PromptBatch, speed_of
-from engine.bench.turns import TURN_LIMIT_S, run_command
+from kvbench_engine.bench.case import Outputs, PromptBatch, speed_of
+from kvbench_engine.bench.turns import TURN_LIMIT_S, run_command
 
 VLLM_SIDES = ("vllm", "vllm-eager")
 SCRIPT = Path(__file__).with_name("vllm_turn.py")

@@ -8,20 +8,20 @@ import time
 import numpy as np
 import torch
 
-from engine.config import EngineConfig
-from engine.execution.forward import ModelForward
-from engine.execution.sampler import Sampled, sample
-from engine.execution.step_inputs import InputBuffers
-from engine.kv.budget import KVCapacity
-from engine.kv.mover import KVMover
-from engine.model.attention import AttentionHost
-from engine.model.compiler import compile_model
-from engine.model.kv_scales import calibrate_kv_scales
-from engine.model.loader import LoadedModel
-from engine.scheduling.step_plan import Computed, Scheduled, StepHandle, StepPlan
-from engine.sequence import Drawn, Sequence
-from kernels.kv_formats import find_format
-from kernels.quantized import FP8_MAX
+from kvbench_engine.config import EngineConfig
+from kvbench_engine.execution.forward import ModelForward
+from kvbench_engine.execution.sampler import Sampled, sample
+from kvbench_engine.execution.step_inputs import InputBuffers
+from kvbench_engine.kv.budget import KVCapacity
+from kvbench_engine.kv.mover import KVMover
+from kvbench_engine.model.attention import AttentionHost
+from kvbench_engine.model.compiler import compile_model
+from kvbench_engine.model.kv_scales import calibrate_kv_scales
+from kvbench_engine.model.loader import LoadedModel
+from kvbench_engine.scheduling.step_plan import Computed, Scheduled, StepHandle, StepPlan
+from kvbench_engine.sequence import Drawn, Sequence
+from kvbench_kernels.kv_formats import find_format
+from kvbench_kernels.quantized import FP8_MAX
 
 SATURATION_EVERY = 64  # launches between two checks, which cost 0.2 % of a small model's decode steps
 _SATURATION_TOKENS = 256  # most tokens of a launch that are checked

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from engine.execution.graphs import Capture, GraphSizes, StepGraphs
-from engine.model.attention import AttentionHost, StepTensors, install
+from kvbench_engine.execution.graphs import Capture, GraphSizes, StepGraphs
+from kvbench_engine.model.attention import AttentionHost, StepTensors, install
 
 
 class ModelForward:

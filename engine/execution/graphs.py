@@ -35,7 +35,7 @@ from typing import NamedTuple
 
 import torch
 
-from engine.model.attention import StepTensors
+from kvbench_engine.model.attention import StepTensors
 
 Replay = Callable[[], None]
 Capture = Callable[[Callable[[], None]], Replay]  # runs the function at least once and returns its replay

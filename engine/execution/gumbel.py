@@ -87,7 +87,7 @@ def draw_into(
       vLLM and transformers; of equally probable ones at the edge, those with the lowest ids.
     """
     if logits.is_cuda:
-        from kernels import triton_sample
+        from kvbench_kernels import triton_sample
 
         triton_sample.draw_into(out, at, logits, rows, largest, temperature, keys, top_k, top_p)
         return

@@ -9,9 +9,9 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 
-from engine.model.spec import ModelInfo
-from engine.scheduling.step_plan import Computed, StepPlan
-from engine.sequence import Drawn, Sequence
+from kvbench_engine.model.spec import ModelInfo
+from kvbench_engine.scheduling.step_plan import Computed, StepPlan
+from kvbench_engine.sequence import Drawn, Sequence
 
 _WORD = 2**64 - 1
 

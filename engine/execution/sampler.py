@@ -17,8 +17,8 @@ from itertools import islice
 import numpy as np
 import torch
 
-from engine.execution.gumbel import draw_into, row_keys
-from engine.sequence import Drawn, Sequence
+from kvbench_engine.execution.gumbel import draw_into, row_keys
+from kvbench_engine.sequence import Drawn, Sequence
 
 _SMALLEST = 1e-30  # smallest temperature and top-p: less would leave float32
 

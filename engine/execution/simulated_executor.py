@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from engine.counters import PHASES
-from engine.execution.null_executor import ReplayExecutor
-from engine.kv.manager import MoveKind
-from engine.scheduling.step_plan import StepHandle, StepPlan
-from engine.sequence import Drawn, Sequence
+from kvbench_engine.counters import PHASES
+from kvbench_engine.execution.null_executor import ReplayExecutor
+from kvbench_engine.kv.manager import MoveKind
+from kvbench_engine.scheduling.step_plan import StepHandle, StepPlan
+from kvbench_engine.sequence import Drawn, Sequence
 
 
 class VirtualClock:
@@ -76,7 +76,7 @@ def work_of(plan: StepPlan) -> StepWork:
 
 
 class StepTime(NamedTuple):
-    """Seconds of a step in the phases of ``engine.counters.PHASES`` and in ``move``; ``total``: of the whole step.
+    """Seconds of a step in the phases of ``counters.PHASES`` and in ``move``; ``total``: of the whole step.
 
     ``total`` is less than their sum where they overlap.
     """

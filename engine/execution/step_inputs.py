@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.model.attention import StepTensors
-from engine.scheduling.step_plan import Scheduled
-from engine.sequence import Sequence
+from kvbench_engine.model.attention import StepTensors
+from kvbench_engine.scheduling.step_plan import Scheduled
+from kvbench_engine.sequence import Sequence
 
 _ALIGN = 8  # int64: 64 bytes. Triton compiles a kernel anew for a pointer that 16 bytes do not divide
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from engine.model.attention import StepTensors
-from kernels.launch import SHORT_QUERIES
+from kvbench_engine.model.attention import StepTensors
+from kvbench_kernels.launch import SHORT_QUERIES
 
 Forward = Callable[[torch.Tensor, torch.Tensor, StepTensors, torch.Tensor], torch.Tensor]
 

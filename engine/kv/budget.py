@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from engine.config import EngineConfig
-from engine.sizes import format_bytes
-from kernels.kv_formats import find_format
+from kvbench_engine.config import EngineConfig
+from kvbench_engine.sizes import format_bytes
+from kvbench_kernels.kv_formats import find_format
 
 PAGE_TABLE_ENTRY_BYTES = 8  # one int64 slot number
 SHORTEST_SEQUENCE = 2  # tokens: one of a prompt and one of its answer

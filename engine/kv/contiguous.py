@@ -13,9 +13,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from itertools import pairwise
 
-from engine.kv.budget import KVCapacity
-from engine.kv.manager import KVManager, KVStats, Move, MoveKind
-from engine.sequence import Sequence
+from kvbench_engine.kv.budget import KVCapacity
+from kvbench_engine.kv.manager import KVManager, KVStats, Move, MoveKind
+from kvbench_engine.sequence import Sequence
 
 
 class Slab:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from engine.config import EngineConfig
-from engine.kv.budget import KVCapacity
-from engine.kv.contiguous import ContiguousKVManager
-from engine.kv.manager import KVManager
-from engine.kv.paged import PagedKVManager
+from kvbench_engine.config import EngineConfig
+from kvbench_engine.kv.budget import KVCapacity
+from kvbench_engine.kv.contiguous import ContiguousKVManager
+from kvbench_engine.kv.manager import KVManager
+from kvbench_engine.kv.paged import PagedKVManager
 
 
 def make_kv_manager(config: EngineConfig, capacity: KVCapacity) -> KVManager:

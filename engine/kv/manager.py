@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.kv.budget import KVCapacity
-from engine.sequence import Sequence
+from kvbench_engine.kv.budget import KVCapacity
+from kvbench_engine.sequence import Sequence
 
 LEDGER = ("tokens", "waste", "cached", "pinned", "free", "fragmented")
 """The states of a KV slot; each slot is in exactly one.

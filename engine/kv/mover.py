@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from engine.kv.budget import KVCapacity
-from engine.kv.manager import Move, MoveKind
+from kvbench_engine.kv.budget import KVCapacity
+from kvbench_engine.kv.manager import Move, MoveKind
 
 
 class KVMover:
@@ -19,7 +19,7 @@ class KVMover:
     ``paged``: each move is of one page, and whole pages are copied. Ranges of a slab are copied exactly, because the
     slots behind them belong to another sequence.
 
-    On a CPU the moves are done when ``move`` returns. On a GPU they are queued (kernels.triton_move): model and moves
+    On a CPU the moves are done when ``move`` returns. On a GPU they are queued (triton_move): model and moves
     must use one stream, whose order guarantees that a page is read here before it is written again. The time of the
     moves is ``take_seconds``, not the time of the call. ``use_triton``: None: if the caches are on a GPU.
     """
@@ -83,7 +83,7 @@ class _TritonMoves:
     """The kernel, on whole pages or on single slots of a slab."""
 
     def __init__(self, caches: Sequence[torch.Tensor], capacity: KVCapacity, paged: bool):
-        from kernels.triton_move import TritonMover  # Triton is not everywhere where there is a CPU
+        from kvbench_kernels.triton_move import TritonMover  # Triton is not everywhere where there is a CPU
 
         self._paged, self._unit = paged, capacity.page_size if paged else 1
         self._mover = TritonMover(caches, self._unit, capacity.host_slots // self._unit)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from engine.kv.budget import KVCapacity
-from engine.kv.manager import KVCounters, KVManager, KVStats, Move, MoveKind
-from engine.kv.page_pool import PagePool
-from engine.kv.prefix_cache import PrefixCache
-from engine.kv.swap_space import SwapSpace
-from engine.sequence import Sequence
+from kvbench_engine.kv.budget import KVCapacity
+from kvbench_engine.kv.manager import KVCounters, KVManager, KVStats, Move, MoveKind
+from kvbench_engine.kv.page_pool import PagePool
+from kvbench_engine.kv.prefix_cache import PrefixCache
+from kvbench_engine.kv.swap_space import SwapSpace
+from kvbench_engine.sequence import Sequence
 
 SPARE_TOKENS = 16  # room kept for each running sequence when another one is admitted
 

@@ -6,8 +6,8 @@ import time
 from array import array
 from hashlib import blake2b
 
-from engine.kv.page_pool import PagePool
-from engine.sequence import Sequence
+from kvbench_engine.kv.page_pool import PagePool
+from kvbench_engine.sequence import Sequence
 
 _KEY_BYTES = 16
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from engine.kv.page_pool import PagePool
-from engine.sequence import Sequence
+from kvbench_engine.kv.page_pool import PagePool
+from kvbench_engine.sequence import Sequence
 
 
 class SwapSpace:

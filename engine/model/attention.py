@@ -15,16 +15,16 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, PreTrainedModel
 
-from engine.kv.budget import KVShape, LayerKV
-from kernels.api import AttentionBackend, AttentionOptions, KVCache, KVPair, PrefillBatch
-from kernels.cpu_memory import cache_zeros
-from kernels.kv_formats import find_format
-from kernels.quantized import QuantizedKV, count_saturated, raw_tensors
+from kvbench_engine.kv.budget import KVShape, LayerKV
+from kvbench_kernels.api import AttentionBackend, AttentionOptions, KVCache, KVPair, PrefillBatch
+from kvbench_kernels.cpu_memory import cache_zeros
+from kvbench_kernels.kv_formats import find_format
+from kvbench_kernels.quantized import QuantizedKV, count_saturated, raw_tensors
 
 NAME = "kvbench"
 HOST = "_kvbench_host"
-FUSION = "_kvbench_fusion"  # on a model whose modules have forwards of fewer kernels, see engine.model.fused_layers
-PACKED = "_kvbench_packed"  # on a model whose linear layers are packed, see engine.model.cpu_layers
+FUSION = "_kvbench_fusion"  # on a model whose modules have forwards of fewer kernels, see model.fused_layers
+PACKED = "_kvbench_packed"  # on a model whose linear layers are packed, see kvbench_engine.model.cpu_layers
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class AttentionHost:
 
     ``k_caches[l]`` is ``[slots, kv_heads, head_dim]``, ``v_caches[l]`` is ``[slots, kv_heads, value_dim]``: plain
     tensors for ``kv_cache_dtype`` "auto", else ``QuantizedKV`` of that format. ``kv_scales`` (K, V per layer, see
-    engine.model.kv_scales): for fp8 and only for fp8, which raises ValueError without them. ``fused_layers``: whether
+    model.kv_scales): for fp8 and only for fp8, which raises ValueError without them. ``fused_layers``: whether
     modules that can do so write their KV themselves.
     """
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, PreTrainedModel
 
-from engine.model.attention import NAME
-from engine.model.attention import forward as attention_forward
+from kvbench_engine.model.attention import NAME
+from kvbench_engine.model.attention import forward as attention_forward
 
 
 def compile_model(model: PreTrainedModel, backend: str = "inductor") -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Fused layers (fused_layers.py) on a CPU in float32 or bfloat16, with the kernels of kernels.layers_cpu.
+"""Fused layers (fused_layers.py) on a CPU in float32 or bfloat16, with the kernels of kvbench_kernels.layers_cpu.
 
 Linear layers of other modules get packed weights too. Each is tried out, on small and large numbers, and is replaced
 only if both give the same. In bfloat16 there are fewer roundings between the steps of a layer than transformers has.
@@ -10,14 +10,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from engine.kv.budget import KVShape
-from engine.model.attention import PACKED
-from engine.model.fused_layers import fuse_layers
-from engine.model.try_out import PROBE_SIZES, PROBE_TOKENS, named, same_numbers
-from kernels import layers_cpu
-from kernels.api import AttentionBackend
-from kernels.cpu_memory import HugeArena
-from kernels.layers_cpu import GATES, PackedLinear, can_pack, gated, panel_of
+from kvbench_engine.kv.budget import KVShape
+from kvbench_engine.model.attention import PACKED
+from kvbench_engine.model.fused_layers import fuse_layers
+from kvbench_engine.model.try_out import PROBE_SIZES, PROBE_TOKENS, named, same_numbers
+from kvbench_kernels import layers_cpu
+from kvbench_kernels.api import AttentionBackend
+from kvbench_kernels.cpu_memory import HugeArena
+from kvbench_kernels.layers_cpu import GATES, PackedLinear, can_pack, gated, panel_of
 
 
 @torch.inference_mode()
@@ -45,7 +45,7 @@ def use_cpu_layers(
 
 
 class CpuKernels:
-    """See engine.model.fused_layers.LayerKernels. ``arena``: where packed weights lie."""
+    """See kvbench_engine.model.fused_layers.LayerKernels. ``arena``: where packed weights lie."""
 
     add_norm = staticmethod(layers_cpu.add_norm)
     can_norm = staticmethod(layers_cpu.can_norm)

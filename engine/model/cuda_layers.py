@@ -8,12 +8,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from kernels import triton_layers
-from kernels.layer_parts import Heads, Rotation
+from kvbench_kernels import triton_layers
+from kvbench_kernels.layer_parts import Heads, Rotation
 
 
 class CudaKernels:
-    """See engine.model.fused_layers.LayerKernels."""
+    """See kvbench_engine.model.fused_layers.LayerKernels."""
 
     add_norm = staticmethod(triton_layers.add_norm)
 

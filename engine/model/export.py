@@ -1,6 +1,6 @@
 """Writes a model folder for other engines: config.json, safetensors or GGUF, tokenizer, generation_config.json.
 
-    python -m engine.model.export JOB.json
+    python -m kvbench_engine.model.export JOB.json
 
 The job is a JSON object: ``settings`` (``model``, ``load_format``, ``seed``, ``dtype``, ``device`` of EngineConfig),
 ``folder`` (must not exist), ``tokenizer`` (a folder to copy one from, or null), ``ignore_eos`` and ``format``: "gguf"
@@ -16,10 +16,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.tokenizer.words import CHAT_TEMPLATE
+from kvbench_engine.tokenizer.words import CHAT_TEMPLATE
 
 if TYPE_CHECKING:
-    from engine.model.loader import LoadedModel
+    from kvbench_engine.model.loader import LoadedModel
 
 GGUF = "model.gguf"
 FACTS = "kvbench.json"  # in the folder: weights_fingerprint and num_parameters, as in the server's /server_info
@@ -38,9 +38,9 @@ _EOS_FILES = ("config.json", "generation_config.json")
 
 def export_model(job: dict[str, Any]) -> None:
     """Do the job. Raises ValueError if the model cannot be loaded."""
-    from engine.config import EngineConfig
-    from engine.model.gguf import write_gguf
-    from engine.model.loader import load_model
+    from kvbench_engine.config import EngineConfig
+    from kvbench_engine.model.gguf import write_gguf
+    from kvbench_engine.model.loader import load_model
 
     folder = Path(job["folder"])
     tokenizer = Path(job["tokenizer"]) if job["tokenizer"] else None

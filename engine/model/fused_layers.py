@@ -26,10 +26,10 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from engine.kv.budget import KVShape
-from engine.model.attention import FUSION, HOST, NAME, install
-from engine.model.support_check import logits_differ, paged_logits
-from engine.model.try_out import (
+from kvbench_engine.kv.budget import KVShape
+from kvbench_engine.model.attention import FUSION, HOST, NAME, install
+from kvbench_engine.model.support_check import logits_differ, paged_logits
+from kvbench_engine.model.try_out import (
     PROBE_SIZES,
     PROBE_TOKENS,
     Call,
@@ -40,8 +40,8 @@ from engine.model.try_out import (
     same_call,
     same_numbers,
 )
-from kernels.api import AttentionBackend, AttentionOptions, KVCache, KVPair
-from kernels.layer_parts import ACTIVATIONS, Heads, Norm, Rotation
+from kvbench_kernels.api import AttentionBackend, AttentionOptions, KVCache, KVPair
+from kvbench_kernels.layer_parts import ACTIVATIONS, Heads, Norm, Rotation
 
 _NO_KERNELS = "no kernels of its shape"
 _EPS_NAMES = ("variance_epsilon", "eps", "epsilon")
@@ -100,7 +100,7 @@ class LayerKernels(Protocol):
     def add_norm(
         self, x: torch.Tensor, norm: Norm | None, residual: torch.Tensor | None = None, post: Norm | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute ``residual + post(x)`` and its ``norm`` from ``x [T, C]``; see kernels.triton_layers.add_norm."""
+        """Compute ``residual + post(x)`` and its ``norm`` from ``x [T, C]``; see triton_layers.add_norm."""
         ...
 
     def product(self, module: nn.Module, names: tuple[str, ...]) -> Product | None:
@@ -126,7 +126,7 @@ class LayerKernels(Protocol):
         v_cache: KVCache,
         slots: torch.Tensor,
     ) -> tuple[torch.Tensor, KVPair | None]:
-        """Q ``[T, H, D]`` and, where attention can read them, the new K and V; see kernels.triton_layers."""
+        """Q ``[T, H, D]`` and, where attention can read them, the new K and V; see kvbench_kernels.triton_layers."""
         ...
 
 

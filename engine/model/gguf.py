@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.tokenizer.words import CHAT_TEMPLATE
+from kvbench_engine.tokenizer.words import CHAT_TEMPLATE
 
 if TYPE_CHECKING:
     import torch

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from engine.kv.budget import KVShape
-from engine.model.attention import HOST
-from engine.model.kv_scales import run_random_tokens
-from engine.model.loader import LoadedModel
+from kvbench_engine.kv.budget import KVShape
+from kvbench_engine.model.attention import HOST
+from kvbench_engine.model.kv_scales import run_random_tokens
+from kvbench_engine.model.loader import LoadedModel
 
 MEASURED = "_kvbench_kv_outliers"  # on a model whose channels have been measured
 _TOKENS = 64  # a quarter of fp8's, since every load pays for them twice

@@ -12,11 +12,11 @@ import math
 import torch
 from transformers import PreTrainedModel
 
-from engine.kv.budget import KVShape
-from engine.model.attention import AttentionHost, StepTensors, install
-from kernels import get_backend
-from kernels.kv_formats import KVFormat
-from kernels.quantized import FP8_MAX
+from kvbench_engine.kv.budget import KVShape
+from kvbench_engine.model.attention import AttentionHost, StepTensors, install
+from kvbench_kernels import get_backend
+from kvbench_kernels.kv_formats import KVFormat
+from kvbench_kernels.quantized import FP8_MAX
 
 MARGIN = 2.0  # how far real prompts may go beyond the calibration's largest value before they are cut off
 _TOKENS = 256

@@ -14,15 +14,15 @@ from transformers.initialization import no_init_weights
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging as hf_logging
 
-from engine.config import EngineConfig
-from engine.kv.budget import KVShape, LayerKV
-from engine.model.attention import FUSION, PACKED
-from engine.model.compiler import check_compiler, first_sentence
-from engine.model.spec import DTYPE_BYTES, NEEDS_CODE, ModelInfo, ModelSpec, find_model, uses_random_weights
-from engine.model.support_check import check_family, check_logits, measure_kv
-from engine.sizes import format_bytes
-from kernels import default_backend, get_backend
-from kernels.api import AttentionBackend
+from kvbench_engine.config import EngineConfig
+from kvbench_engine.kv.budget import KVShape, LayerKV
+from kvbench_engine.model.attention import FUSION, PACKED
+from kvbench_engine.model.compiler import check_compiler, first_sentence
+from kvbench_engine.model.spec import DTYPE_BYTES, NEEDS_CODE, ModelInfo, ModelSpec, find_model, uses_random_weights
+from kvbench_engine.model.support_check import check_family, check_logits, measure_kv
+from kvbench_engine.sizes import format_bytes
+from kvbench_kernels import default_backend, get_backend
+from kvbench_kernels.api import AttentionBackend
 
 
 @dataclass(frozen=True)
@@ -71,10 +71,10 @@ def load_model(config: EngineConfig) -> LoadedModel:
         support.check(heads, layer)
     check_logits(model, backend, kv_shape)
     loaded = LoadedModel(model, _describe(model, spec), kv_shape, backend, device, dtype, query_heads)
-    # Now, since it moves weights, whose addresses an engine's CUDA graphs would keep; on a CPU engine.build does it.
+    # Now, since it moves weights, whose addresses an engine's CUDA graphs would keep; on a CPU build does it.
     if backend.name == "triton" and wants_fusion(config, backend):
-        from engine.model.cuda_layers import CudaKernels  # imports Triton, which not every machine has
-        from engine.model.fused_layers import fuse_layers
+        from kvbench_engine.model.cuda_layers import CudaKernels  # imports Triton, which not every machine has
+        from kvbench_engine.model.fused_layers import fuse_layers
 
         fuse_layers(model, CudaKernels(), backend, kv_shape, query_heads)
     return loaded

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.kv.budget import KVShape, LayerKV
+from kvbench_engine.kv.budget import KVShape, LayerKV
 
 CONFIG_DIR = Path(__file__).parent.parent / "model_configs"
 MODEL_DIR = Path(__file__).parent.parent / "models"  # whole models: config, weights and tokenizer

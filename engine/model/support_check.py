@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from engine.kv.budget import KVShape
-from engine.model.attention import AttentionHost, ForeignMaskError, ShapeRecorder, StepTensors, install
-from engine.model.host_waits import HostWaits
-from kernels.api import AttentionBackend, AttentionOptions
+from kvbench_engine.kv.budget import KVShape
+from kvbench_engine.model.attention import AttentionHost, ForeignMaskError, ShapeRecorder, StepTensors, install
+from kvbench_engine.model.host_waits import HostWaits
+from kvbench_kernels.api import AttentionBackend, AttentionOptions
 
 SAFE_LAYER_TYPES = {"full_attention", "sliding_attention"}
 # longrope and dynamic choose their frequencies from the longest sequence of the batch, so that a sequence's
@@ -148,7 +148,7 @@ def measure_kv(model: PreTrainedModel, dtype_bytes: int) -> tuple[KVShape, tuple
 
 @torch.no_grad()
 def find_host_waits(model: PreTrainedModel) -> list[str]:
-    """Operations of the model's own code that wait for its device; see engine.model.host_waits.
+    """Operations of the model's own code that wait for its device; see kvbench_engine.model.host_waits.
 
     An operation that fails ends the list, as the first one on the device "meta" does. Afterwards our attention has a
     dummy host.

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from kernels.api import AttentionOptions, KVCache, KVPair
+from kvbench_kernels.api import AttentionOptions, KVCache, KVPair
 
 PROBE_TOKENS = 5
 # Sizes of activations: clamps, clips and epsilons show at one of them. float16 ends at 65504.

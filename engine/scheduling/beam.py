@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.sequence import Drawn
+from kvbench_engine.sequence import Drawn
 
 # Largest max_new_tokens ** |length_penalty|: leaves float32 (3.4e38) room for any sum of log probabilities.
 _MAX_LENGTH_FACTOR = 1e30

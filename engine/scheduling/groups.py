@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from engine.scheduling.beam import BeamSearch
-from engine.scheduling.scheduler import Scheduler
-from engine.sequence import Drawn, Request, Sequence, TokenOutput
+from kvbench_engine.scheduling.beam import BeamSearch
+from kvbench_engine.scheduling.scheduler import Scheduler
+from kvbench_engine.sequence import Drawn, Request, Sequence, TokenOutput
 
 
 class Group:

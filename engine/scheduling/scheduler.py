@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from bisect import insort
 
-from engine.config import EngineConfig
-from engine.kv.manager import KVManager
-from engine.scheduling.step_plan import Scheduled, StepPlan
-from engine.scheduling.waiting_queue import Rank, WaitingQueue
-from engine.sequence import Sequence, Status
+from kvbench_engine.config import EngineConfig
+from kvbench_engine.kv.manager import KVManager
+from kvbench_engine.scheduling.step_plan import Scheduled, StepPlan
+from kvbench_engine.scheduling.waiting_queue import Rank, WaitingQueue
+from kvbench_engine.sequence import Sequence, Status
 
 
 class QueueFull(ValueError):

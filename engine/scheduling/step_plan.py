@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from engine.kv.manager import Move
-from engine.sequence import Drawn, Sequence
+from kvbench_engine.kv.manager import Move
+from kvbench_engine.sequence import Drawn, Sequence
 
 
 class Scheduled(NamedTuple):

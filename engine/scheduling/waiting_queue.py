@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable, Iterator
 
-from engine.sequence import Sequence
+from kvbench_engine.sequence import Sequence
 
 Rank = tuple[int, int, int]
 

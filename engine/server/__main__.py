@@ -1,4 +1,4 @@
-"""Starts a server: load, listen, say ``ready``, stop on a signal. ``python -m engine.server``"""
+"""Starts a server: load, listen, say ``ready``, stop on a signal. ``python -m kvbench_engine.server``"""
 
 from __future__ import annotations
 
@@ -10,16 +10,22 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
-from engine.async_engine import AsyncEngine, EngineClient, EngineThread
-from engine.config import EngineConfig, runs_on_cpu
-from engine.engine import Engine
-from engine.engine_process import ProcessEngine, start_process
-from engine.model.spec import ModelInfo, find_model
-from engine.planning import plan_engine, window_note
-from engine.server.arguments import ServeOptions, build_parser, options_of
-from engine.server.step_log import StepLog
-from engine.server.tokenizer import ServerTokenizer, check_tokenizer_folder, load_tokenizer
-from engine.startup import SWITCH_SECONDS, no_garbage_collection, only_what_serving_needs, set_spin_count, without_torch
+from kvbench_engine.async_engine import AsyncEngine, EngineClient, EngineThread
+from kvbench_engine.config import EngineConfig, runs_on_cpu
+from kvbench_engine.engine import Engine
+from kvbench_engine.engine_process import ProcessEngine, start_process
+from kvbench_engine.model.spec import ModelInfo, find_model
+from kvbench_engine.planning import plan_engine, window_note
+from kvbench_engine.server.arguments import ServeOptions, build_parser, options_of
+from kvbench_engine.server.step_log import StepLog
+from kvbench_engine.server.tokenizer import ServerTokenizer, check_tokenizer_folder, load_tokenizer
+from kvbench_engine.startup import (
+    SWITCH_SECONDS,
+    no_garbage_collection,
+    only_what_serving_needs,
+    set_spin_count,
+    without_torch,
+)
 
 
 def reserve_socket(host: str, port: int) -> socket.socket:
@@ -51,7 +57,7 @@ def serve(engine: EngineClient, tokenizer: ServerTokenizer, options: ServeOption
     Raises:
         ValueError: the port has been taken meanwhile.
     """
-    from engine.server.http import make_server
+    from kvbench_engine.server.http import make_server
 
     port = sock.getsockname()[1]
     shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(options.host, options.host)
@@ -100,7 +106,7 @@ def load(config: EngineConfig) -> Engine:
     tell("importing torch")
     set_spin_count()
     with no_garbage_collection(), only_what_serving_needs(config.torch_compile):
-        from engine.build import build_engine
+        from kvbench_engine.build import build_engine
 
         engine = build_engine(config, tell)
     if engine.config.max_model_len != expected:
@@ -184,7 +190,7 @@ def run_in_two_processes(
         with no_garbage_collection(), without_torch():
             from transformers import PreTrainedTokenizerFast  # noqa: F401  while the other process loads the model
 
-            from engine.server import http  # noqa: F401
+            from kvbench_engine.server import http  # noqa: F401
 
             engine_info = child.wait_loaded()
             tokenizer = load_tokenizer(engine_info.config, engine_info.model_info)

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any, TypedDict
 
-from engine.server.detokenizer import StopStrings, TextDecoder
+from kvbench_engine.server.detokenizer import StopStrings, TextDecoder
 
 THINK, END_THINK = "<think>", "</think>"
 CALL, END_CALL = "<tool_call>", "</tool_call>"

@@ -13,17 +13,17 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
-from engine.async_engine import EngineClient
-from engine.engine_loop import EngineUnavailable
-from engine.server.arguments import ServeOptions
-from engine.server.chat import chat_body, chat_completions, chat_ids
-from engine.server.completions import completions
-from engine.server.errors import CLIENT_LEFT, APIError, install_error_handlers, invalid
-from engine.server.generation import ServerState, in_thread_if_long
-from engine.server.metrics import ServerMetrics
-from engine.server.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse
-from engine.server.streaming import EventStream
-from engine.server.tokenizer import ServerTokenizer
+from kvbench_engine.async_engine import EngineClient
+from kvbench_engine.engine_loop import EngineUnavailable
+from kvbench_engine.server.arguments import ServeOptions
+from kvbench_engine.server.chat import chat_body, chat_completions, chat_ids
+from kvbench_engine.server.completions import completions
+from kvbench_engine.server.errors import CLIENT_LEFT, APIError, install_error_handlers, invalid
+from kvbench_engine.server.generation import ServerState, in_thread_if_long
+from kvbench_engine.server.metrics import ServerMetrics
+from kvbench_engine.server.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse
+from kvbench_engine.server.streaming import EventStream
+from kvbench_engine.server.tokenizer import ServerTokenizer
 
 MAX_BODY_BYTES = 32 * 2**20
 BATCH_BYTES = 8 * 2**20  # bytes of a body beside the longest prompt; reading them takes a second at most

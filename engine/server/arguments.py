@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from engine import config as settings
-from engine.config import EngineConfig
+from kvbench_engine import config as settings
+from kvbench_engine.config import EngineConfig
 
 DEFAULT_PORT = 8000
 REASONING_PARSERS = ("deepseek_r1", "qwen3")  # vLLM's names
@@ -85,7 +85,7 @@ class ServeOptions:
     """The settings that are the server's and not the engine's.
 
     ``port`` 0: any free one. ``step_log``: see ``StepLog``. ``frontend_multiprocessing``: HTTP and the engine in a
-    process each (``engine.engine_process``); None: where the engine runs on a GPU. ``watchdog_timeout``: seconds
+    process each (``engine_process``); None: where the engine runs on a GPU. ``watchdog_timeout``: seconds
     without a sign of life from a busy engine after which /health is 503. ``reasoning_parser``, ``tool_call_parser``:
     how the answers of chats are split (``AnswerParts``).
     """
@@ -169,7 +169,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         engine.add_argument(f"--{field.name.replace('_', '-')}", dest=field.name, **_argument(field))
 
 
-def build_parser(prog: str = "python -m engine.server") -> argparse.ArgumentParser:
+def build_parser(prog: str = "python -m kvbench_engine.server") -> argparse.ArgumentParser:
     parser = Parser(
         prog=prog, description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )

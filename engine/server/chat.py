@@ -11,13 +11,13 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from engine.server.answer_parts import THINK, AnswerParts
-from engine.server.completions import choice_fields, collect, stream_response
-from engine.server.detokenizer import SilentDecoder, TextDecoder
-from engine.server.errors import CLIENT_LEFT, invalid, unsupported
-from engine.server.generation import Generation, ServerState, check_body, in_thread_if_long
-from engine.server.protocol import CHAT_BODIES, ChatBody, ChatMessage, ReasoningChatBody, ToolChatBody, parse
-from engine.server.tokenizer import ServerTokenizer
+from kvbench_engine.server.answer_parts import THINK, AnswerParts
+from kvbench_engine.server.completions import choice_fields, collect, stream_response
+from kvbench_engine.server.detokenizer import SilentDecoder, TextDecoder
+from kvbench_engine.server.errors import CLIENT_LEFT, invalid, unsupported
+from kvbench_engine.server.generation import Generation, ServerState, check_body, in_thread_if_long
+from kvbench_engine.server.protocol import CHAT_BODIES, ChatBody, ChatMessage, ReasoningChatBody, ToolChatBody, parse
+from kvbench_engine.server.tokenizer import ServerTokenizer
 
 
 async def chat_completions(state: ServerState, request: Request, raw: bytes) -> Response:

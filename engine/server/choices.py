@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from engine.engine_loop import Delivery
-from engine.sequence import SamplingParams
-from engine.server.answer_parts import AnswerParts, Delta
-from engine.server.detokenizer import StopStrings, TextDecoder
-from engine.server.metrics import ServerMetrics
+from kvbench_engine.engine_loop import Delivery
+from kvbench_engine.sequence import SamplingParams
+from kvbench_engine.server.answer_parts import AnswerParts, Delta
+from kvbench_engine.server.detokenizer import StopStrings, TextDecoder
+from kvbench_engine.server.metrics import ServerMetrics
 
 FAILURE_OF = {"abort": "shutdown", "error": "engine_error"}  # the engine's finish reason -> kind in /metrics
 

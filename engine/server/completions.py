@@ -9,12 +9,19 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from engine.server.choices import Choice, EngineFailure
-from engine.server.errors import CLIENT_LEFT, invalid
-from engine.server.generation import ClientGone, Generation, ServerState, check_body, error_of, in_thread_if_long
-from engine.server.protocol import CompletionBody, GenerationBody, parse
-from engine.server.streaming import EventFormat, EventStream
-from engine.server.tokenizer import ServerTokenizer
+from kvbench_engine.server.choices import Choice, EngineFailure
+from kvbench_engine.server.errors import CLIENT_LEFT, invalid
+from kvbench_engine.server.generation import (
+    ClientGone,
+    Generation,
+    ServerState,
+    check_body,
+    error_of,
+    in_thread_if_long,
+)
+from kvbench_engine.server.protocol import CompletionBody, GenerationBody, parse
+from kvbench_engine.server.streaming import EventFormat, EventStream
+from kvbench_engine.server.tokenizer import ServerTokenizer
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's default for completions
 

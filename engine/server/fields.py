@@ -11,7 +11,7 @@ import difflib
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-from engine.server.errors import APIError, shown, unsupported
+from kvbench_engine.server.errors import APIError, shown, unsupported
 
 _TEMPLATE = "chat_template_kwargs"  # which completions do not have
 _WITH_PARSER = "leave it out, or send it to /v1/chat/completions of a server with {}"

@@ -16,18 +16,18 @@ from typing import Any, TypeVar
 
 from starlette.types import Receive
 
-from engine.async_engine import EngineClient, OutputStream
-from engine.engine_loop import EngineUnavailable
-from engine.scheduling.beam import check_beam_search
-from engine.scheduling.scheduler import QueueFull
-from engine.sequence import Request, SamplingParams
-from engine.server.answer_parts import TAGS, AnswerParts
-from engine.server.choices import Choice, EngineFailure, Piece
-from engine.server.detokenizer import TextDecoder
-from engine.server.errors import APIError, invalid, queue_full, shown, unprocessable
-from engine.server.metrics import ServerMetrics
-from engine.server.protocol import GenerationBody
-from engine.server.tokenizer import ServerTokenizer
+from kvbench_engine.async_engine import EngineClient, OutputStream
+from kvbench_engine.engine_loop import EngineUnavailable
+from kvbench_engine.scheduling.beam import check_beam_search
+from kvbench_engine.scheduling.scheduler import QueueFull
+from kvbench_engine.sequence import Request, SamplingParams
+from kvbench_engine.server.answer_parts import TAGS, AnswerParts
+from kvbench_engine.server.choices import Choice, EngineFailure, Piece
+from kvbench_engine.server.detokenizer import TextDecoder
+from kvbench_engine.server.errors import APIError, invalid, queue_full, shown, unprocessable
+from kvbench_engine.server.metrics import ServerMetrics
+from kvbench_engine.server.protocol import GenerationBody
+from kvbench_engine.server.tokenizer import ServerTokenizer
 
 MAX_CHOICES = 1024  # prompts x n in one request
 LONG_INPUT = 20_000  # characters or tokens; longer inputs would hold up the other streams

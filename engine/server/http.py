@@ -12,10 +12,10 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from engine.async_engine import EngineClient
-from engine.server.app import create_app
-from engine.server.arguments import ServeOptions
-from engine.server.tokenizer import ServerTokenizer
+from kvbench_engine.async_engine import EngineClient
+from kvbench_engine.server.app import create_app
+from kvbench_engine.server.arguments import ServeOptions
+from kvbench_engine.server.tokenizer import ServerTokenizer
 
 GRACE_SECONDS = 2  # time for handlers to send their last events once the requests are aborted
 EXIT_SIGNALS = (signal.SIGTERM, signal.SIGINT)

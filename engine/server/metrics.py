@@ -15,10 +15,10 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from engine.config import EngineConfig
-from engine.counters import PAGES, PHASES, EngineStats
-from engine.kv.budget import KVCapacity
-from engine.kv.manager import LEDGER
+from kvbench_engine.config import EngineConfig
+from kvbench_engine.counters import PAGES, PHASES, EngineStats
+from kvbench_engine.kv.budget import KVCapacity
+from kvbench_engine.kv.manager import LEDGER
 
 PREFIX = "kvbench:"
 FINISHED_REASONS = ("stop", "length")

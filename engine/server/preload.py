@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import importlib.util
 
-from engine.startup import import_engine, set_spin_count
+from kvbench_engine.startup import import_engine, set_spin_count
 
 _NEEDED = (
-    "engine.server.__main__",
-    "engine.server.http",
+    "kvbench_engine.server.__main__",
+    "kvbench_engine.server.http",
     "transformers.models.auto.tokenization_auto",
     "transformers.tokenization_utils_tokenizers",
     "uvicorn.lifespan.on",
     "uvicorn.loops.auto",
 )
-_NEEDED_IF_INSTALLED = {"numba": "kernels.numba_backend", "uvloop": "uvicorn.loops.uvloop"}  # package: module
+_NEEDED_IF_INSTALLED = {"numba": "kvbench_kernels.numba_backend", "uvloop": "uvicorn.loops.uvloop"}  # package: module
 
 
 def _import_all() -> None:

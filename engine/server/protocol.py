@@ -15,8 +15,8 @@ from typing import Annotated, Any, Literal, TypeVar
 import pydantic_core
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from engine.server.errors import from_validation, invalid, shown, unsupported
-from engine.server.fields import NESTED_IGNORED, check_fields, unknown_field
+from kvbench_engine.server.errors import from_validation, invalid, shown, unsupported
+from kvbench_engine.server.fields import NESTED_IGNORED, check_fields, unknown_field
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKEN_IDS = 64  # each one costs a comparison a token, and one more candidate a beam

@@ -8,8 +8,8 @@ import threading
 import time
 from typing import TextIO
 
-from engine.counters import StepRecord
-from engine.kv.manager import LEDGER, KVStats
+from kvbench_engine.counters import StepRecord
+from kvbench_engine.kv.manager import LEDGER, KVStats
 
 FLUSH_SECONDS = 1.0  # the file lags behind by at most this
 _STEP = tuple(field.name for field in dataclasses.fields(StepRecord) if field.name != "kv")

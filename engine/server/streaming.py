@@ -14,10 +14,10 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from engine.boot import BOOT_HEADER, boot_id
-from engine.server.choices import EngineFailure, Piece
-from engine.server.errors import CLIENT_LEFT
-from engine.server.generation import ClientGone, Generation, error_of
+from kvbench_engine.boot import BOOT_HEADER, boot_id
+from kvbench_engine.server.choices import EngineFailure, Piece
+from kvbench_engine.server.errors import CLIENT_LEFT
+from kvbench_engine.server.generation import ClientGone, Generation, error_of
 
 DONE = b"data: [DONE]\n\n"
 _HEADERS = [

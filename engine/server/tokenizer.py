@@ -9,9 +9,9 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from engine.config import EngineConfig
-from engine.model.spec import NEEDS_CODE, ModelInfo, model_folder
-from engine.server.detokenizer import (
+from kvbench_engine.config import EngineConfig
+from kvbench_engine.model.spec import NEEDS_CODE, ModelInfo, model_folder
+from kvbench_engine.server.detokenizer import (
     ByteVocabulary,
     SilentDecoder,
     TextDecoder,
@@ -19,7 +19,7 @@ from engine.server.detokenizer import (
     decode_all,
     is_byte_level,
 )
-from engine.server.errors import invalid, unprocessable
+from kvbench_engine.server.errors import invalid, unprocessable
 
 SHIPPED = Path(__file__).parent.parent / "tokenizer" / "bpe8k"
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.tokenizer.train import SONNETS, reference_topics, stdlib_docstrings
+from kvbench_engine.tokenizer.train import SONNETS, reference_topics, stdlib_docstrings
 
 HELD_OUT_EVERY = 40
 ANSWER_WEIGHT = 4.0

@@ -1,6 +1,6 @@
 """Measures kvbench-tiny in float32 with transformers: passkeys by depth and length, perplexity, outliers of its keys.
 
-    python -m engine.tiny_model.evaluate FOLDER [--count 16] [--curve curve.svg]
+    python -m kvbench_engine.tiny_model.evaluate FOLDER [--count 16] [--curve curve.svg]
 
 Prints a Markdown table. ``--curve`` also draws the learning curve of FOLDER/curve.csv.
 """
@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.tiny_model.data import TEMPLATES, Encode, fact_tokens, random_digits
-from engine.tiny_model.outliers import FACTOR, outlier_ratios, scale_key_channels
-from engine.tiny_model.train import held_out_loss
+from kvbench_engine.tiny_model.data import TEMPLATES, Encode, fact_tokens, random_digits
+from kvbench_engine.tiny_model.outliers import FACTOR, outlier_ratios, scale_key_channels
+from kvbench_engine.tiny_model.train import held_out_loss
 
 LENGTHS = (256, 512, 1024, 1536, 2048)
 DEPTHS = tuple(i / 10 for i in range(11))

@@ -1,6 +1,6 @@
 """Puts outlier channels into the keys of kvbench-tiny, as real models have them, and measures them.
 
-    python -m engine.tiny_model.outliers FOLDER [--factor 4]
+    python -m kvbench_engine.tiny_model.outliers FOLDER [--factor 4]
 
 A pair of key channels that RoPE rotates together grows by a power of two and the same pair of the queries shrinks by
 it, so every product of query and key, and so every prediction, stays the same to the last bit. What changes is what a
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-FACTOR = 4  # without engine.model.kv_outliers a larger one takes INT8 beyond a KLD of 0.002: 8 gives 0.005
+FACTOR = 4  # without kvbench_engine.model.kv_outliers a larger one takes INT8 beyond a KLD of 0.002: 8 gives 0.005
 _PAIR = -1  # the lowest frequency; real models have theirs at low ones (arXiv 2502.01563, 2503.01832)
 
 

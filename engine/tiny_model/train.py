@@ -1,6 +1,6 @@
 """Trains kvbench-tiny: a small Llama that finds what its prompt says.
 
-    python -m engine.tiny_model.train OUT_DIR [--minutes 60] [--seed 0]
+    python -m kvbench_engine.tiny_model.train OUT_DIR [--minutes 60] [--seed 0]
 
 Writes a Hugging Face folder (config, safetensors in bfloat16, tokenizer), curve.csv and recipe.json. The schedule is by
 tokens, so that the same seed sees the same data on every machine; ``--minutes`` only ends it early.
@@ -21,9 +21,9 @@ import numpy as np
 import torch
 from torch.nn.functional import cross_entropy
 
-from engine.model.gguf import QWEN2_SPLIT
-from engine.tiny_model.data import ANSWER_WEIGHT, Corpus, batches, documents, facts
-from engine.tokenizer.train import SPECIAL_TOKENS, save_tokenizer, train_bpe
+from kvbench_engine.model.gguf import QWEN2_SPLIT
+from kvbench_engine.tiny_model.data import ANSWER_WEIGHT, Corpus, batches, documents, facts
+from kvbench_engine.tokenizer.train import SPECIAL_TOKENS, save_tokenizer, train_bpe
 
 VOCAB_SIZE = 2048
 MODEL = {

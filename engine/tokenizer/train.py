@@ -1,6 +1,6 @@
 """Trains the byte-level BPE tokenizer that the project ships (engine/tokenizer/bpe8k).
 
-    python -m engine.tokenizer.train [OUT_DIR]
+    python -m kvbench_engine.tokenizer.train [OUT_DIR]
 
 The training text is what every machine with Python has, under the PSF licence: the language reference in
 ``pydoc_data.topics`` and the docstrings of the standard library's pure-Python modules, plus Shakespeare's

@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from kernels.api import AttentionOptions, PrefillBatch
-from kernels.launch import Tiles
-from kernels.reference import TorchBackend
-from kernels.triton_launch import Attention, Chip, Splits
-from kernels.triton_plan import DecodePlan
-from kernels.tune.problems import as_float64, distance, hostile_kv
-from kernels.tune.search import TuningCase
+from kvbench_kernels.api import AttentionOptions, PrefillBatch
+from kvbench_kernels.launch import Tiles
+from kvbench_kernels.reference import TorchBackend
+from kvbench_kernels.triton_launch import Attention, Chip, Splits
+from kvbench_kernels.triton_plan import DecodePlan
+from kvbench_kernels.tune.problems import as_float64, distance, hostile_kv
+from kvbench_kernels.tune.search import TuningCase
 
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
 TOLERANCE = {2: 2e-2, 4: 1e-4}  # share of a row's norm; bf16 rounds values and weights to 1 in 256

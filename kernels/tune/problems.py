@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kernels.api import AttentionOptions, KVCache
-from kernels.kv_formats import find_format
-from kernels.launch import cdiv
-from kernels.quantized import FP8_MAX, QuantizedKV, raw_tensors
+from kvbench_kernels.api import AttentionOptions, KVCache
+from kvbench_kernels.kv_formats import find_format
+from kvbench_kernels.launch import cdiv
+from kvbench_kernels.quantized import FP8_MAX, QuantizedKV, raw_tensors
 
 FAR_OUTSIDE = 1 << 40
 LARGEST = 8.0  # absolute value of a drawn K or V that an fp8 cache must be able to hold

@@ -13,8 +13,8 @@ import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from kernels.launch import MIN_DOT, Tiles
-from kernels.tuning import Entry, TuningTable, unusable
+from kvbench_kernels.launch import MIN_DOT, Tiles
+from kvbench_kernels.tuning import Entry, TuningTable, unusable
 
 MIN_GAIN = 0.02  # share of the default's time; less is within the difference of two sittings
 ROUNDS = 5  # rounds in which winner and default are timed again, in turns
@@ -25,7 +25,7 @@ _PREFILL_WARPS = (4, 8)
 
 @dataclass(frozen=True)
 class TuningCase:
-    """A bucket of shapes that is tuned for itself. ``bucket``: ``kernels.tuning.Entry.bucket``."""
+    """A bucket of shapes that is tuned for itself. ``bucket``: ``kvbench_kernels.tuning.Entry.bucket``."""
 
     bucket: tuple
     group: int

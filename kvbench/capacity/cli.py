@@ -150,14 +150,14 @@ def _plan_workload(request: PlanRequest) -> int:
 def _plan_model(name: str, concurrency: tuple[int, ...], options: ModelOptions) -> int:
     from rich.console import Console
 
-    from engine.config import KV_CACHE_DTYPE_ALIASES
-    from kernels.kv_formats import find_format
     from kvbench.capacity import answer as shown
     from kvbench.capacity.fit import Settings
     from kvbench.capacity.gpus import parse_gpus, parse_prices
     from kvbench.capacity.model import plan_model
     from kvbench.capacity.weights import QUANTIZATIONS
     from kvbench.common.console import print_table
+    from kvbench_engine.config import KV_CACHE_DTYPE_ALIASES
+    from kvbench_kernels.kv_formats import find_format
 
     if len(concurrency) > 1:
         raise UsageError("--concurrency has several numbers, but a plan for a model takes one: give one")

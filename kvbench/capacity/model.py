@@ -12,11 +12,11 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from engine.kv.budget import KVShape, LayerKV
-from engine.model.spec import DTYPE_BYTES, ModelSpec, find_model, shipped_models
 from kvbench.common.errors import UsageError, as_usage_error
 from kvbench.common.schema import explain
 from kvbench.common.text import nearest
+from kvbench_engine.kv.budget import KVShape, LayerKV
+from kvbench_engine.model.spec import DTYPE_BYTES, ModelSpec, find_model, shipped_models
 
 _SHIPPED = Path(__file__).parent / "models.json"
 _SAME_DIMENSIONS = re.compile(r"^meta-|-(instruct|base|it|chat|hf)(?=-|$)")

@@ -12,12 +12,12 @@ from kvbench.claims.kernel_cost import KernelCost, measure_kernel_cost
 from kvbench.claims.measure import WorkloadFacts
 from kvbench.claims.served import ServedFacts, measure_served
 from kvbench.common.errors import MeasurementError, UsageError
-from kvbench.common.packages import REPOSITORY
+from kvbench.common.packages import WORKLOADS as SHIPPED_WORKLOADS
 from kvbench.common.parsing import read_yaml
 from kvbench.common.plugins import add_plugins
 from kvbench.workload.file import Workload, load_workload
 
-WORKLOADS = REPOSITORY / "workloads" / "claims"
+WORKLOADS = SHIPPED_WORKLOADS / "claims"
 OTHERS = {"served": measure_served, "paging-cost": measure_kernel_cost}
 """Measurements without a workload: functions of (folder, on_cpu, say, check)."""
 ClaimFacts = WorkloadFacts | KernelCost | ServedFacts

@@ -82,9 +82,9 @@ def time_kernels(
     """Times one decode step of a layer, on the default backend."""
     import torch
 
-    from kernels import default_backend, get_backend
-    from kernels.api import AttentionOptions
-    from kernels.cpu_memory import cache_zeros
+    from kvbench_kernels import default_backend, get_backend
+    from kvbench_kernels.api import AttentionOptions
+    from kvbench_kernels.cpu_memory import cache_zeros
 
     kv_dtype = getattr(torch, dtype)
     backend = get_backend(default_backend(device, kv_dtype))

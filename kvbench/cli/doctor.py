@@ -62,8 +62,7 @@ def _rows() -> list[tuple[str, str]]:
     ]
     rows += [("gpu", ", ".join(map("{0[0]} {0[1]}".format, gpu.items()))) for gpu in machine.gpus()]
     rows.append(("default profile", default_profile()))
-    for name, elsewhere in _packages().items():
-        rows.append((f"package {name}", f"not ours: {elsewhere}" if elsewhere else f"ours ({REPOSITORY / name})"))
+    rows.append(("kvbench is in", str(REPOSITORY)))
     return rows
 
 
@@ -76,7 +75,6 @@ def _show(rows: list[tuple[str, str]]) -> int:
     console = Console()
     print_table(console, make_table(("what this machine has", ""), rows, numbers_from=2))
     problems = [f"{name} is missing" for name in _NEEDED if importlib.util.find_spec(name) is None]
-    problems += [f"the package {name!r} is not kvbench's own" for name, elsewhere in _packages().items() if elsewhere]
     if problems:
         what = f"[red]not ready:[/red] {'; '.join(problems)}. Install kvbench in a virtual environment of its own."
     else:
@@ -89,18 +87,11 @@ def _has_torch() -> bool:
     return importlib.util.find_spec("torch") is not None
 
 
-def _packages() -> dict[str, str | None]:
-    """The packages that kvbench brings, with the place of another of that name that is imported instead."""
-    from kvbench.common.packages import foreign_package
-
-    return {name: foreign_package(name) for name in ("kernels", "engine")}
-
-
 def _bfloat16() -> str:
     """Names the instructions that the built-in engine computes bfloat16 with on this CPU."""
     import torch
 
-    from kernels.numba_amx import has_amx
+    from kvbench_kernels.numba_amx import has_amx
 
     if has_amx():
         return "fast: AMX, in linear layers and prefill"

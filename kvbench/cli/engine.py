@@ -13,10 +13,10 @@ _AS_IT_IS = {"add_help_option": False, "context_settings": {"ignore_unknown_opti
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def serve(arguments: tuple[str, ...]) -> int:
     """Run the built-in engine as an OpenAI-compatible server. See: kvbench serve --help."""
-    from engine.server.arguments import build_parser
+    from kvbench_engine.server.arguments import build_parser
 
     parsed = build_parser(prog="kvbench serve").parse_args(arguments)  # --help answers before torch is loaded
-    from engine.server.__main__ import exit_now, run
+    from kvbench_engine.server.__main__ import exit_now, run
 
     exit_now(run(parsed))
     raise AssertionError("exit_now does not return")
@@ -34,8 +34,8 @@ def bench_engine(arguments: tuple[str, ...]) -> int:
     Exit codes: 0 measured, 1 a --require was missed, 2 bad input, 4 the sides did not do the same work or
     other processes took the machine.
     """
-    from engine.bench.command import main as bench_main
     from kvbench.common.foreign_cpu import ForeignWatch
+    from kvbench_engine.bench.command import main as bench_main
 
     with as_usage_error():
         return bench_main(list(arguments), ForeignWatch().report)

@@ -11,6 +11,7 @@ import click
 
 from kvbench.common.errors import EXIT_INVALID, EXIT_OK, EXIT_REGRESSION, UsageError
 from kvbench.common.options import Options, argument, option, takes
+from kvbench.common.packages import find_file
 from kvbench.gate.counters import LOCK, WORKLOAD
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def counters(request: CountersRequest) -> int:
     if output_dir is not None:  # before the replay, which takes seconds
         check_output_dir(output_dir)
     chosen = _read(workload, only)
-    accepted = read_lock(lock)
+    accepted = read_lock(find_file(lock))
     if accepted is not None and only:
         accepted = accepted.model_copy(update={"scenarios": _matching(accepted.scenarios, only)})
     # without a lock or a scenario there is nothing to compare, and nothing to wait for

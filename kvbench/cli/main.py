@@ -9,7 +9,6 @@ import click
 from kvbench import __version__
 from kvbench.cli.groups import PluginCommands, SectionedGroup
 from kvbench.cli.run_guarded import guarded
-from kvbench.common.packages import check_packages
 from kvbench.common.plugins import plugins
 
 _SECTIONS = {
@@ -82,8 +81,6 @@ def main(argv: list[str] | None = None) -> None:
 
     def run() -> int:
         arguments = list(sys.argv[1:] if argv is None else argv)
-        if "doctor" not in arguments[:2]:  # which reports a foreign package instead of stopping at it
-            check_packages()
         result = cli.main(args=arguments, prog_name="kvbench", standalone_mode=False)
         return result if isinstance(result, int) else 0
 

@@ -16,8 +16,8 @@ from kvbench.common.options import Options, Positive, option, takes
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from kernels.launch import Tiles
-    from kernels.tune.search import Outcome, TuningCase
+    from kvbench_kernels.launch import Tiles
+    from kvbench_kernels.tune.search import Outcome, TuningCase
 
 MAX_HEAD_DIM = 256
 
@@ -71,7 +71,7 @@ def tune(request: TuneRequest) -> int:
     import torch
     from rich.console import Console
 
-    from kernels import tuning
+    from kvbench_kernels import tuning
 
     shapes = (request.kernel, request.kv_cache_dtype, request.head_dim, request.group, request.page_size)
     cases = make_cases(*shapes, itemsize=getattr(torch, request.dtype).itemsize)
@@ -94,9 +94,9 @@ def make_cases(
     itemsize: int,
 ) -> list[TuningCase]:
     """Makes every combination once, though several may fall into one bucket. UsageError for what no kernel takes."""
-    from kernels.kv_formats import KV_FORMATS
-    from kernels.tune.search import TuningCase
-    from kernels.tuning import bucket_of
+    from kvbench_kernels.kv_formats import KV_FORMATS
+    from kvbench_kernels.tune.search import TuningCase
+    from kvbench_kernels.tuning import bucket_of
 
     if unknown := set(kv_cache_dtype) - {"auto", *KV_FORMATS}:
         raise UsageError(f"--kv-cache-dtype {min(unknown)!r} is none: use auto, {', '.join(KV_FORMATS)}")
@@ -119,10 +119,10 @@ def _tune(console: Console, cases: list[TuningCase], deadline: float, folder: Pa
     import torch
     import triton
 
-    from kernels import tuning
-    from kernels.tune.device import chip_of
-    from kernels.tune.search import entry_of, merge
     from kvbench.common.machine import gpus
+    from kvbench_kernels import tuning
+    from kvbench_kernels.tune.device import chip_of
+    from kvbench_kernels.tune.search import entry_of, merge
 
     device = torch.device("cuda", torch.cuda.current_device())
     chip = chip_of(device)
@@ -148,7 +148,7 @@ def _tune(console: Console, cases: list[TuningCase], deadline: float, folder: Pa
 
 
 def _tune_case(case: TuningCase, chip: Any, device: Any, deadline: float) -> Outcome:
-    from kernels.tune.device import (
+    from kvbench_kernels.tune.device import (
         CHECKED,
         CHECKED_KV_HEADS,
         TIMED,
@@ -157,7 +157,7 @@ def _tune_case(case: TuningCase, chip: Any, device: Any, deadline: float) -> Out
         TuningProblem,
         event_timer,
     )
-    from kernels.tune.search import candidates, search
+    from kvbench_kernels.tune.search import candidates, search
 
     small = TuningProblem(case, *CHECKED[case.kernel], CHECKED_KV_HEADS, chip, device)
     large = [TuningProblem(case, *lengths, TIMED_KV_HEADS, chip, device, gap=0) for lengths in TIMED[case.kernel]]
@@ -171,7 +171,7 @@ def _tune_case(case: TuningCase, chip: Any, device: Any, deadline: float) -> Out
 
 def default_tiles(case: TuningCase, arch: int) -> Tiles:
     """The tiles that launch.py computes without a table."""
-    from kernels import tuning
+    from kvbench_kernels import tuning
 
     _, kind, _, _, _, itemsize = case.bucket
     return tuning.computed(case.kernel, arch, kind, case.group, case.head_dim, case.v_head_dim, itemsize)

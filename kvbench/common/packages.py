@@ -1,38 +1,33 @@
-"""The packages that belong together.
+"""Finds kvbench's own files: in its repository, or in the packages that pip has installed.
 
-PyPI has another package that is imported as ``kernels`` (Hugging Face's). Where that one comes first, nothing here
-would work, and the errors would not say why.
+A file has the same name in both: ``workloads/mixed.yaml``, ``ci/gates.yaml``, ``engine/models/kvbench-tiny``.
 """
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
-from kvbench.common.errors import UsageError
-
-REPOSITORY = Path(__file__).resolve().parents[2]
-
-
-def foreign_package(name: str) -> str | None:
-    """Finds where another package of that name would be imported from; None when it is ours. Imports nothing."""
-    try:
-        spec = importlib.util.find_spec(name)
-    except (ImportError, ValueError):
-        spec = None
-    if spec is None:
-        return "nowhere (it is not installed)"
-    places = [Path(p).resolve() for p in spec.submodule_search_locations or ()]
-    places += [Path(spec.origin).resolve().parent] if spec.origin else []
-    return None if REPOSITORY / name in places else str(places[0] if places else spec.origin)
+REPOSITORY = Path(__file__).resolve().parents[2]  # the folder that holds the packages, where they are installed
+_IS_CHECKOUT = (REPOSITORY / "pyproject.toml").is_file()
+SHIPPED = REPOSITORY if _IS_CHECKOUT else REPOSITORY / "kvbench" / "shipped"  # setup.py
+ENGINE = REPOSITORY / ("engine" if _IS_CHECKOUT else "kvbench_engine")
+WORKLOADS = SHIPPED / "workloads"
 
 
-def check_packages() -> None:
-    """Raises UsageError when ``kernels`` or ``engine`` is another package than ours."""
-    for name in ("kernels", "engine"):
-        if place := foreign_package(name):
-            raise UsageError(
-                f"the package {name!r} would be imported from {place}, and kvbench's own is in {REPOSITORY / name}: "
-                "another distribution uses that import name (Hugging Face's is called `kernels`); install kvbench in "
-                "a virtual environment of its own"
-            )
+def shipped_path(name: str) -> Path:
+    """Returns the place of a file or folder that kvbench may ship under this name."""
+    first, _, rest = name.partition("/")
+    return ENGINE / rest if first == "engine" else SHIPPED / name
+
+
+def shipped_name(path: Path) -> str | None:
+    """Returns the name that kvbench ships a file or folder under, None for one of the user's."""
+    if path.is_relative_to(ENGINE):
+        return (Path("engine") / path.relative_to(ENGINE)).as_posix()
+    return path.relative_to(SHIPPED).as_posix() if path.is_relative_to(SHIPPED) else None
+
+
+def find_file(path: Path) -> Path:
+    """Returns a file of the user's, else the one that kvbench ships: as workloads/mixed.yaml, or as mixed."""
+    candidates = (path, SHIPPED / path, WORKLOADS / f"{path}.yaml")
+    return next((candidate for candidate in candidates if candidate.exists()), path)

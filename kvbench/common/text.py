@@ -6,8 +6,8 @@ import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from engine.sizes import format_bytes as format_bytes
-from engine.sizes import parse_bytes as parse_bytes
+from kvbench_engine.sizes import format_bytes as format_bytes
+from kvbench_engine.sizes import parse_bytes as parse_bytes
 
 _MESSAGE_CHARACTERS = 120  # of a server's message
 

@@ -30,6 +30,7 @@ from pydantic import (
 )
 
 from kvbench.common.errors import UsageError
+from kvbench.common.packages import find_file
 from kvbench.common.parsing import kind_of
 from kvbench.common.records import Record
 from kvbench.common.schema import StrictModel, explain
@@ -129,7 +130,7 @@ def load_policy(path: Path | str | None) -> Policy:
     """The policy of a YAML file; with None the default rules and no limits. Raises UsageError for a mistake in it."""
     if path is None:
         return Policy(DEFAULT_RULES)
-    source = Path(path)
+    source = find_file(Path(path))
     try:
         text = source.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from kvbench.workload.file import Workload, load_workload
 from kvbench.workload.load_section import LoadPoint
-
-_WORKLOAD = Path(__file__).resolve().parents[2] / "workloads" / "mixed.yaml"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "what is sent to --host; --users is the concurrency in closed loop; the test ends when the workload's requests "
         "are used up, or, with --headless, --run-time after the first request, if that is sooner",
     ).add_argument
-    add("--kvbench-workload", default=str(_WORKLOAD), help="workload file (default: mixed.yaml)")
+    add("--kvbench-workload", default="mixed", help="workload file (default: mixed.yaml)")
     add("--kvbench-at", default="", help="which of the workload's loads, e.g. c32 (default: the first)")
     add("--kvbench-profile", default="", help="cpu or gpu (default: what this machine has)")
     add("--kvbench-seed", type=int, default=None, help="seed of the requests (default: the workload's)")

@@ -1,4 +1,4 @@
-"""A process of engines that compute when they are told to (``python -m engine.lockstep``), over a pipe.
+"""A process of engines that compute when they are told to (``python -m kvbench_engine.lockstep``), over a pipe.
 
 kvbench speaks protocol 2 (engine/lockstep.py) and protocol 3 (docs/engines.md). A git ref whose engine speaks another
 one, or none, cannot be measured in lockstep.

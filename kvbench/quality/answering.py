@@ -15,11 +15,11 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from engine.engine import Engine
-from engine.sequence import Request, SamplingParams
-from engine.teacher_forcing import TeacherForced
 from kvbench.quality.figures import Positions
 from kvbench.quality.prompts import Answers, Prompt
+from kvbench_engine.engine import Engine
+from kvbench_engine.sequence import Request, SamplingParams
+from kvbench_engine.teacher_forcing import TeacherForced
 
 ROWS = 16  # sequences side by side
 _BLOCK_ELEMENTS = 2**19  # logits at once in float64, which stay in a core's cache

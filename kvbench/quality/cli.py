@@ -139,9 +139,9 @@ def _measure_server(
     url: str, console: Console, model: str | None, output: Path | None, options: dict[str, Any]
 ) -> None:
     """Measures a running server. ``options``: those about the server that were given."""
-    from engine.startup import set_spin_count
     from kvbench.common.console import status_line
     from kvbench.targets.base import Access
+    from kvbench_engine.startup import set_spin_count
 
     set_spin_count()  # before torch is imported
     from kvbench.quality.measure import BESIDE
@@ -273,11 +273,11 @@ def canaries(request: CanariesRequest) -> int:
     """
     from rich.console import Console
 
-    from engine.config import EngineConfig
-    from engine.model.spec import find_model, uses_random_weights
     from kvbench.common.console import print_plain, status_line
     from kvbench.quality.make_canaries import make_canaries
     from kvbench.requests.canaries import write_canaries
+    from kvbench_engine.config import EngineConfig
+    from kvbench_engine.model.spec import find_model, uses_random_weights
 
     console, model, passkeys, copies = Console(), request.model, request.passkeys, request.copies
     if not passkeys + copies:

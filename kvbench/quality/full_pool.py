@@ -15,14 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from engine.build import assemble_engine
-from engine.config import EngineConfig
-from engine.counters import EngineStats, StepRecord
-from engine.engine import Engine
-from engine.kv.budget import PAGE_TABLE_ENTRY_BYTES
-from engine.model.loader import LoadedModel
-from engine.sequence import Request, SamplingParams, TokenOutput
 from kvbench.requests.request import RequestSpec
+from kvbench_engine.build import assemble_engine
+from kvbench_engine.config import EngineConfig
+from kvbench_engine.counters import EngineStats, StepRecord
+from kvbench_engine.engine import Engine
+from kvbench_engine.kv.budget import PAGE_TABLE_ENTRY_BYTES
+from kvbench_engine.model.loader import LoadedModel
+from kvbench_engine.sequence import Request, SamplingParams, TokenOutput
 
 _MOST_GAP = 3  # steps between two arrivals
 _HOST_TIMES_POOL = 4  # room on the host for what is swapped out, so that little has to be computed again

@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from engine.config import EngineConfig
-from engine.model.loader import LoadedModel, load_model
-from engine.server.tokenizer import ServerTokenizer, load_tokenizer
-from engine.teacher_forcing import TeacherForced
-from engine.tiny_model.data import random_digits
 from kvbench.quality import answering
 from kvbench.quality.prompts import DIGITS, FILLER, PasskeyParts, Prompt, spread_lengths
 from kvbench.requests.canaries import Canary, CanarySet
+from kvbench_engine.config import EngineConfig
+from kvbench_engine.model.loader import LoadedModel, load_model
+from kvbench_engine.server.tokenizer import ServerTokenizer, load_tokenizer
+from kvbench_engine.teacher_forcing import TeacherForced
+from kvbench_engine.tiny_model.data import random_digits
 
 MIN_MARGIN = 0.5  # nats between an answer's token and the second likeliest: far beyond rounding, also in bfloat16
 _SHORTEST, _LONGEST = 60, 1600  # tokens of a prompt

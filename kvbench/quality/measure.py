@@ -2,7 +2,7 @@
 
 All prompts are asked where answers can change: each KV dtype and layout once. A configuration that answers like one of
 these (pages of another size, prefix caching, swapping in full precision) is only asked those at a full pool.
-Imports torch, so call ``engine.startup.set_spin_count`` before.
+Imports torch, so call ``kvbench_engine.startup.set_spin_count`` before.
 """
 
 from __future__ import annotations
@@ -17,14 +17,6 @@ from typing import Any
 
 import torch
 
-from engine.build import assemble_engine
-from engine.config import EngineConfig
-from engine.engine import Engine
-from engine.model.kv_outliers import balance_keys
-from engine.model.loader import LoadedModel, load_model, serve_another
-from engine.model.spec import find_model, uses_random_weights
-from engine.server.tokenizer import ServerTokenizer, load_tokenizer
-from engine.teacher_forcing import TeacherForced, with_room
 from kvbench.common.errors import UsageError
 from kvbench.common.git import git_state
 from kvbench.common.machine import versions
@@ -59,6 +51,14 @@ from kvbench.runs.quality import (
 from kvbench.runs.server_info import OutlierFacts
 from kvbench.workload.design import Configuration
 from kvbench.workload.file import Workload
+from kvbench_engine.build import assemble_engine
+from kvbench_engine.config import EngineConfig
+from kvbench_engine.engine import Engine
+from kvbench_engine.model.kv_outliers import balance_keys
+from kvbench_engine.model.loader import LoadedModel, load_model, serve_another
+from kvbench_engine.model.spec import find_model, uses_random_weights
+from kvbench_engine.server.tokenizer import ServerTokenizer, load_tokenizer
+from kvbench_engine.teacher_forcing import TeacherForced, with_room
 
 # Settings that decide which weights are loaded, and how.
 _WEIGHTS = ("model", "load_format", "seed", "dtype", "device", "torch_compile")

@@ -17,8 +17,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from engine.model.spec import find_model, uses_random_weights
-from engine.startup import import_engine, set_spin_count
 from kvbench.common import processes
 from kvbench.common.errors import EXIT_USAGE, MeasurementError, UsageError
 from kvbench.common.machine import usable_cores
@@ -27,6 +25,8 @@ from kvbench.quality.prompts import BESIDE, Say
 from kvbench.runs.quality import QualityResult
 from kvbench.workload.design import Configuration
 from kvbench.workload.file import Workload, runs_on_cpu
+from kvbench_engine.model.spec import find_model, uses_random_weights
+from kvbench_engine.startup import import_engine, set_spin_count
 
 # Often on a machine that does other work too. One configuration with kvbench-tiny beside programs that kept more than
 # one of 2 cores busy: 48 s with 0, 62 s with 2000, over 180 s with the server's 20000.

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import numpy as np
 
-from engine.tiny_model.data import TEMPLATES, fact_tokens, random_digits
 from kvbench.common.errors import UsageError
-from kvbench.common.packages import REPOSITORY
+from kvbench.common.packages import ENGINE, WORKLOADS
+from kvbench_engine.tiny_model.data import TEMPLATES, fact_tokens, random_digits
 
 Say = Callable[[str], None]
 BESIDE = "kvbench-tiny"  # measures for models of random weights, whose answers mean nothing
-FOLDER = REPOSITORY / "workloads" / "quality"
+FOLDER = WORKLOADS / "quality"
 SETS = ("easy", "average", "long-context", "malformed", "production-like")
 """Files of that folder. A line a prompt: id, turns, max_tokens, answer, depth, as in ``PromptText``."""
 OF_TEXT = ("average", "long-context", "production-like")
@@ -28,7 +28,7 @@ OF_TEXT = ("average", "long-context", "production-like")
 Encode = Callable[[str], Sequence[int]]
 Answers = Mapping[str, tuple[tuple[int, ...], ...]]
 """Prompt id -> the tokens of its answers, one a turn."""
-FILLER = REPOSITORY / "engine" / "models" / "kvbench-tiny" / "heldout.txt"
+FILLER = ENGINE / "models" / "kvbench-tiny" / "heldout.txt"
 RESIDUES = 64  # lengths have every remainder by so many once; page sizes up to it divide it
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 LONGEST = 2048  # tokens, whatever the model's context is: the time grows with it

@@ -18,9 +18,6 @@ import numpy as np
 import torch
 from pydantic import BaseModel, Field, ValidationError
 
-from engine.execution.executor import available_cpus
-from engine.model.loader import load_model
-from engine.teacher_forcing import TeacherForced
 from kvbench.common.errors import MeasurementError, UsageError, as_usage_error
 from kvbench.quality import answering, measure
 from kvbench.quality.answering import Conversation
@@ -30,6 +27,9 @@ from kvbench.quality.prompts import Answers, Prompt
 from kvbench.runs.quality import ConfigurationFigures, QualityResult, limits_of
 from kvbench.runs.server_info import ModelList, ServerInfo
 from kvbench.targets.base import PLAIN_ACCESS, Access, HttpAnswer, HttpCalls
+from kvbench_engine.execution.executor import available_cpus
+from kvbench_engine.model.loader import load_model
+from kvbench_engine.teacher_forcing import TeacherForced
 
 CONFIG_ID = "server"
 _AT_ONCE, _AT_ONCE_OF_CONTROL = 8, 3

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvbench.common.packages import REPOSITORY
+from kvbench.common.packages import WORKLOADS
 from kvbench.requests.request import RequestSpec, compact
 
 if TYPE_CHECKING:  # the load process reads answers only, and starts without the workload file's models
     from kvbench.workload.load_section import LoadConfig
 
-SHIPPED = REPOSITORY / "workloads" / "canaries"  # <name of the model>.jsonl
+SHIPPED = WORKLOADS / "canaries"  # <name of the model>.jsonl
 FORMAT = "kvbench-canaries/1"
 PASSKEY = "passkey"  # the kind whose fact is hidden in text; the other is "copy"
 CLASS = "canary-"  # and the kind: the class of such a request

@@ -16,8 +16,6 @@ from typing import Any
 
 import pandas as pd
 
-from engine.planning import window_note
-from engine.sequence import TokenOutput
 from kvbench.common.files import utc_now
 from kvbench.common.foreign_cpu import MachineReport
 from kvbench.common.records import write_record
@@ -39,6 +37,8 @@ from kvbench.targets.builtin import known_capacity
 from kvbench.targets.prometheus import MetricsSample
 from kvbench.workload.design import Block, LoadPoint
 from kvbench.workload.load_section import LoadConfig
+from kvbench_engine.planning import window_note
+from kvbench_engine.sequence import TokenOutput
 
 BACKEND = CLOCK = SIMULATED
 
@@ -88,7 +88,7 @@ class SimulatedTarget(Target):
 
     def metrics(self) -> MetricsSample:
         """Reads the engine's state, at its own time."""
-        from engine.server.metrics import readings
+        from kvbench_engine.server.metrics import readings
 
         gauges, counters = readings(self.replica.engine.stats())
         counters |= {f"{SECONDS}{name}": seconds for name, seconds in self.replica.seconds_by_class.items()}

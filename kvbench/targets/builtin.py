@@ -1,4 +1,4 @@
-"""The built-in engine as a target: launches ``python -m engine.server`` and watches it.
+"""The built-in engine as a target: launches ``python -m kvbench_engine.server`` and watches it.
 
 ``engine`` is imported inside functions, so that ``kvbench --help`` stays quick.
 """
@@ -26,11 +26,11 @@ from kvbench.workload.request_form import DEFAULT_FORM, RequestForm
 from kvbench.workload.settings import Settings
 
 if TYPE_CHECKING:
-    from engine.kv.budget import KVCapacity
+    from kvbench_engine.kv.budget import KVCapacity
 
-BUILTIN_COMMAND = (sys.executable, "-m", "engine.server")
-LOCKSTEP_COMMAND = (sys.executable, "-m", "engine.lockstep")
-ENGINES = Preloaded(("engine.server", "engine.lockstep"), "engine.server.preload")
+BUILTIN_COMMAND = (sys.executable, "-m", "kvbench_engine.server")
+LOCKSTEP_COMMAND = (sys.executable, "-m", "kvbench_engine.lockstep")
+ENGINES = Preloaded(("kvbench_engine.server", "kvbench_engine.lockstep"), "kvbench_engine.server.preload")
 _READY = re.compile(rb"^ready (http://\S+)\s*$", re.MULTILINE)
 
 
@@ -60,7 +60,7 @@ class BuiltinTarget(ProcessTarget):
 
     def start(self, settings: Settings, log: Path) -> None:
         """Launch and wait until it serves. Raises ServerRefusedError (bad settings) or MeasurementError."""
-        from engine.server.arguments import command_line
+        from kvbench_engine.server.arguments import command_line
 
         if self.port:
             free_port(self.port)
@@ -84,8 +84,8 @@ class BuiltinTarget(ProcessTarget):
         """Makes texts with the server's own tokenizer; None where it is sent ids."""
         if self.dialect.token_id_prompts:
             return None
-        from engine.config import EngineConfig
-        from engine.server.tokenizer import tokenizer_folder
+        from kvbench_engine.config import EngineConfig
+        from kvbench_engine.server.tokenizer import tokenizer_folder
 
         return texts_of(tokenizer_folder(EngineConfig.from_mapping(settings)))
 
@@ -108,8 +108,8 @@ def imports_as_usual(settings: Settings) -> bool:
 
 def engine_settings_schema() -> dict[str, dict[str, Any]]:
     """A JSON schema of each setting of the built-in engine that a workload's ``engine`` may have, by name."""
-    from engine.config import BYTE_SETTINGS, CHOICES, KV_CACHE_DTYPE_ALIASES, EngineConfig
-    from engine.server.arguments import HELP
+    from kvbench_engine.config import BYTE_SETTINGS, CHOICES, KV_CACHE_DTYPE_ALIASES, EngineConfig
+    from kvbench_engine.server.arguments import HELP
 
     kinds = {"bool": "boolean", "int": "integer", "str": "string"}
     schema = {}
@@ -131,14 +131,14 @@ def engine_settings_schema() -> dict[str, dict[str, Any]]:
 
 def shipped_models() -> list[str]:
     """Names of the models and configs that ship with the built-in engine, each a value of the setting ``model``."""
-    from engine.model.spec import shipped_models
+    from kvbench_engine.model.spec import shipped_models
 
     return shipped_models()
 
 
 def kv_dtypes() -> tuple[str, ...]:
     """Values of the built-in engine's setting ``kv_cache_dtype``."""
-    from engine.config import KV_CACHE_DTYPES
+    from kvbench_engine.config import KV_CACHE_DTYPES
 
     return KV_CACHE_DTYPES
 
@@ -149,8 +149,8 @@ def check_configuration(settings: Settings) -> Capacity:
     Sizes are left out where only the machine can tell them (a GPU's free memory). Raises ValueError with the engine's
     sentence.
     """
-    from engine.config import EngineConfig
-    from engine.planning import plan_engine, window_note
+    from kvbench_engine.config import EngineConfig
+    from kvbench_engine.planning import plan_engine, window_note
 
     config = EngineConfig.from_mapping(settings)
     plan = plan_engine(config, on_cpu=runs_on_cpu(config.device))

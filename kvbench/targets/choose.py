@@ -313,8 +313,8 @@ def _baseline(workload: Workload, launcher: Launcher, *, exact: bool) -> tuple[W
 
 def arithmetic(settings: Settings) -> Capacity:
     """The KV that the built-in engine would have with the settings; less is known where it would refuse them."""
-    from engine.config import EngineConfig
-    from engine.model.spec import find_model
+    from kvbench_engine.config import EngineConfig
+    from kvbench_engine.model.spec import find_model
 
     names = {f.name for f in fields(EngineConfig)}
     ours = {name: value for name, value in settings.items() if name in names and value is not None}

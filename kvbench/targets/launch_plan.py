@@ -73,7 +73,7 @@ class CommandTemplate:
     @classmethod
     def parse(cls, text: str) -> CommandTemplate:
         """Raises UsageError for an invalid command."""
-        from engine.config import EngineConfig
+        from kvbench_engine.config import EngineConfig
 
         try:
             names = placeholders(text)

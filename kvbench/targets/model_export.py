@@ -1,6 +1,6 @@
 """The model's folder for servers that are not ours, with the built-in engine's weights; made once a run.
 
-``engine.model.export`` writes random weights for a bare config, and GGUF files, in its own process. A folder with
+``engine/model/export.py`` writes random weights for a bare config, and GGUF files, in its own process. A folder with
 weights is served as it is, or through links if its configs must differ. The folder is removed when the run ends; if
 kvbench is killed, the watchdog of the server removes it.
 """
@@ -50,8 +50,8 @@ class ServedModel:
 class _WeightSource:
     """The place where a configuration's model comes from.
 
-    ``path``: a folder, a config or a GGUF file. ``written``: by ``engine.model.export``, else it is served from where
-    it is. ``tokenizer``: a folder, None where each id is a word; ``own_tokenizer``: it is the folder's.
+    ``path``: a folder, a config or a GGUF file. ``written``: by ``engine/model/export.py``, else it is served from
+    where it is. ``tokenizer``: a folder, None where each id is a word; ``own_tokenizer``: it is the folder's.
     """
 
     path: Path
@@ -102,8 +102,8 @@ class ModelFolders:
 
     def source(self, settings: Settings, model_format: str = "safetensors") -> _WeightSource:
         """Finds the model of a configuration, as far as it can be told without loading it. Raises UsageError."""
-        from engine.model.gguf import refusal
-        from engine.model.spec import find_model, model_folder
+        from kvbench_engine.model.gguf import refusal
+        from kvbench_engine.model.spec import find_model, model_folder
 
         named, load_format = str(settings["model"]), str(settings.get("load_format", "auto"))
         given = Path(str(settings["tokenizer"])) if settings.get("tokenizer") else None
@@ -140,13 +140,13 @@ class ModelFolders:
         described = _described(folder, tokenizer)
         if model_format != "gguf":
             return described
-        from engine.model.export import GGUF
+        from kvbench_engine.model.export import GGUF
 
         return replace(described, path=folder / GGUF)
 
     def _write(self, task: Path, asked: Mapping[str, Any], log: Path) -> None:
         write_json(task, asked)
-        command = [sys.executable, "-m", "engine.model.export", str(task)]
+        command = [sys.executable, "-m", "kvbench_engine.model.export", str(task)]
         with log.open("wb") as file:
             process = processes.launch(command, stdout=file, stderr=subprocess.STDOUT)
             process.watch(self.scratch)
@@ -167,7 +167,7 @@ class ModelFolders:
         path, tokenizer = source.path.resolve(), source.tokenizer
         if source.own_tokenizer and not drop_eos:
             return _described(path, path)
-        from engine.model import export as export_model
+        from kvbench_engine.model import export as export_model
 
         assert tokenizer is not None
         folder = self._new_folder()
@@ -203,13 +203,13 @@ def text_tokenizer(prompts: Any) -> Path | None:
 
 def shipped_tokenizer() -> Path:
     """The folder of the tokenizer that ships."""
-    from engine import tokenizer
+    from kvbench_engine import tokenizer
 
     return Path(str(tokenizer.__file__)).parent / "bpe8k"
 
 
 def _described(folder: Path, tokenizer: Path | None) -> ServedModel:
-    from engine.model.export import FACTS
+    from kvbench_engine.model.export import FACTS
 
     facts = json.loads((folder / FACTS).read_text(encoding="utf-8")) if (folder / FACTS).is_file() else {}
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))

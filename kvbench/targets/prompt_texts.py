@@ -17,7 +17,7 @@ TextOfIds = Callable[[Sequence[int]], str]
 
 
 def ids_as_words(ids: Sequence[int]) -> str:
-    """Writes token ids as words, `17 4`: exact where the tokenizer has one word a token (``engine.model.export``)."""
+    """Writes token ids as words, `17 4`: exact where the tokenizer has one word a token (engine/model/export.py)."""
     return " ".join(map(str, ids))
 
 

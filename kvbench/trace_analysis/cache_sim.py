@@ -1,6 +1,6 @@
 """The hit rate of a prefix cache of N pages on a trace: the engine's own pool and cache, replayed without a model.
 
-Each request does what ``engine.kv.paged.PagedKVManager`` does for a request that runs alone, and ends before the next
+Each request does what ``PagedKVManager`` does for a request that runs alone, and ends before the next
 begins: the figures describe the cache and not a schedule. In an engine, other requests cannot take pages of running
 ones, and pages of the output are cached too.
 
@@ -23,13 +23,13 @@ from typing import Any
 
 import numpy as np
 
-from engine.kv.page_pool import PagePool
-from engine.kv.prefix_cache import PrefixCache
-from engine.sequence import Request
-from engine.sequence import Sequence as EngineSequence
 from kvbench.common.text import count, format_bytes
 from kvbench.trace_analysis.sentences import say
 from kvbench.traces.model import Trace
+from kvbench_engine.kv.page_pool import PagePool
+from kvbench_engine.kv.prefix_cache import PrefixCache
+from kvbench_engine.sequence import Request
+from kvbench_engine.sequence import Sequence as EngineSequence
 
 _END = 0  # the token that is never matched; any number will do
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from engine.model.spec import find_model
 from kvbench.common.console import make_table, print_plain, print_table
 from kvbench.common.errors import as_usage_error
 from kvbench.trace_analysis import describe
@@ -16,6 +15,7 @@ from kvbench.trace_analysis.cache_sim import cache_dict, cache_facts, cache_tabl
 from kvbench.trace_analysis.sentences import say
 from kvbench.traces.model import file_names
 from kvbench.traces.read import read_page_ids, read_trace
+from kvbench_engine.model.spec import find_model
 
 _TEXT_PAGE = 16  # tokens a page of texts
 

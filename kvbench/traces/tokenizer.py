@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from kvbench.common.packages import REPOSITORY
+from kvbench.common.packages import shipped_path
 from kvbench.traces.model import UNKNOWN, Prompt, Trace
 
 _SHIPPED = "engine/tokenizer/bpe8k"
@@ -17,8 +17,8 @@ _BATCH = 1024
 
 
 def find_file(name: str) -> Path | None:
-    """The path as given, or below the repository; None if there is no such file."""
-    return next((p for p in (Path(name).expanduser(), REPOSITORY / name) if p.exists()), None)
+    """The path as given, or of a file that kvbench ships; None if there is no such file."""
+    return next((p for p in (Path(name).expanduser(), shipped_path(name)) if p.exists()), None)
 
 
 def load_tokenizer(folder: str | None, vocab_size: int | None = None) -> Tokenizer:

@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, mo
 
 from kvbench.common import parsing
 from kvbench.common.errors import UsageError
-from kvbench.common.packages import REPOSITORY
+from kvbench.common.packages import ENGINE, WORKLOADS, find_file, shipped_name, shipped_path
 from kvbench.common.schema import StrictModel, explain
 from kvbench.common.text import nearest, shorten
 from kvbench.workload.load_section import LoadConfig, LoadPoint
@@ -27,7 +27,7 @@ MODEL_SECTION = frozenset({"model", "load_format", "seed", "dtype", "tokenizer"}
 Data = dict[str, Any]
 """Plain data of a workload file: what YAML holds."""
 _PATHS = ("file", "path", "tokenizer")
-_SHIPPED_MODELS = REPOSITORY / "engine" / "models"
+_SHIPPED_MODELS = ENGINE / "models"
 
 
 def read_yaml(path: Path) -> Data:
@@ -58,8 +58,9 @@ def parse_yaml(text: str, path: Path) -> Any:
 
 
 def _other_workloads(path: Path) -> str:
-    folder = path if path.is_dir() else path.parent if path.parent.is_dir() else Path("workloads")
-    others = {p.stem: str(p) for p in sorted(folder.glob("*.yaml"))}
+    folder = path if path.is_dir() else path.parent
+    others = {p.stem: p.stem for p in sorted(WORKLOADS.glob("*.yaml"))}
+    others |= {p.stem: str(p) for p in sorted(folder.glob("*.yaml"))}
     if near := nearest(path.stem, others):
         return f"did you mean {others[near[0]]}?"
     return f"there are {', '.join(others.values())}" if others else "give the path of a YAML file"
@@ -260,7 +261,7 @@ def load_workload(
     ``profile``: ``cpu`` or ``gpu`` (None: gpu when this machine has one, else cpu). ``overrides``: ``key=value`` with
     a dotted key and a YAML value, applied after the profile. ``seed`` and ``repeats`` win over the file.
     """
-    source = Path(path)
+    source = Path(path) if text is not None else find_file(Path(path))
     data = read_yaml(source) if text is None else parse_yaml(text, source)
     if "streams" in data:
         raise UsageError(
@@ -288,7 +289,7 @@ def resolve(data: Data, *, profile: str, source: Path | None, where: str = "the 
     ``source``: the file; relative paths start in its folder. None: the data of a run's manifest, whose relative paths
     start in kvbench's repository.
     """
-    folder = source.parent if source else REPOSITORY
+    folder = source.parent if source else None
     prefix = ""
     try:
         file = WorkloadFile.model_validate(dict(data))
@@ -344,18 +345,22 @@ def differing_keys(a: Data, b: Data, prefix: str = "") -> list[str]:
     return different
 
 
-def _find_path(text: str, folder: Path) -> Path | None:
-    """A path of the YAML: absolute, or relative to the YAML's folder, then to the working folder."""
-    given = Path(text).expanduser()
-    for candidate in (given,) if given.is_absolute() else (folder / given, Path.cwd() / given):
+def _find_path(text: str, folder: Path | None) -> Path | None:
+    """A path of the YAML: absolute, or relative to the YAML's folder, the working folder, or to what kvbench ships.
+
+    A stored workload has no ``folder``: what kvbench ships comes first.
+    """
+    given, shipped = Path(text).expanduser(), (shipped_path(text), WORKLOADS / text)
+    relative = (*shipped, Path.cwd() / given) if folder is None else (folder / given, Path.cwd() / given, *shipped)
+    for candidate in (given,) if given.is_absolute() else relative:
         if candidate.exists():
             return candidate.resolve()
     return None
 
 
 def portable(path: Path) -> str:
-    """An absolute path as a manifest has it: relative to kvbench's repository if it is inside, else as it is."""
-    return path.relative_to(REPOSITORY).as_posix() if path.is_relative_to(REPOSITORY) else str(path)
+    """An absolute path as a manifest has it: as in kvbench's repository if kvbench ships it, else as it is."""
+    return shipped_name(path) or str(path)
 
 
 def _change_paths(load: Data, change: Callable[[str], str]) -> Data:

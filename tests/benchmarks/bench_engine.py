@@ -20,12 +20,12 @@ from pathlib import Path
 import numpy as np
 from bench_timing import CUDA, choose
 
-from engine.build import assemble_engine
-from engine.config import EngineConfig
-from engine.counters import PHASES
-from engine.engine import Engine
-from engine.model.loader import LoadedModel, load_model
-from engine.sequence import Request, SamplingParams
+from kvbench_engine.build import assemble_engine
+from kvbench_engine.config import EngineConfig
+from kvbench_engine.counters import PHASES
+from kvbench_engine.engine import Engine
+from kvbench_engine.model.loader import LoadedModel, load_model
+from kvbench_engine.sequence import Request, SamplingParams
 
 _TINY = {  # a model for smoke
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 48,
@@ -66,7 +66,7 @@ class RunningServer:
 @contextlib.contextmanager
 def server(*flags: str, environment: Mapping[str, str] | None = None) -> Iterator[RunningServer]:
     """The engine's server on the benchmarks' model. ``environment`` is added to this process's."""
-    with launched("engine.server", "--model", model_name(), *flags, environment=environment) as running:
+    with launched("kvbench_engine.server", "--model", model_name(), *flags, environment=environment) as running:
         yield running
 
 

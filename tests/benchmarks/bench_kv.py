@@ -8,10 +8,10 @@ from functools import lru_cache
 import torch
 from bench_timing import CUDA, DEVICE, choose
 
-from kernels import default_backend, get_backend
-from kernels.api import AttentionBackend, AttentionOptions
-from kernels.kv_formats import KV_FORMATS, find_format
-from kernels.quantized import FP8_MAX, QuantizedKV, raw_tensors
+from kvbench_kernels import default_backend, get_backend
+from kvbench_kernels.api import AttentionBackend, AttentionOptions
+from kvbench_kernels.kv_formats import KV_FORMATS, find_format
+from kvbench_kernels.quantized import FP8_MAX, QuantizedKV, raw_tensors
 
 CONTIGUOUS = 0  # as a page size: one unaligned run of slots per sequence
 ALL_PAGE_SIZES = [1, 8, 16, 32, 64, 128, 256, CONTIGUOUS]

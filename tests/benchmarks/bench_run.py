@@ -29,7 +29,7 @@ from kvbench.common.errors import UsageError
 from kvbench.common.files import read_json, utc_now, write_json, write_text
 from kvbench.common.foreign_cpu import foreign_limit
 from kvbench.common.machine import environment, usable_cores
-from kvbench.common.packages import REPOSITORY, check_packages
+from kvbench.common.packages import REPOSITORY
 from kvbench.common.text import markdown_table
 from kvbench.runs.folder import MANIFEST, create_run
 from tests.benchmarks.bench_bars import BARS, Bar
@@ -281,7 +281,6 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 if __name__ == "__main__":
-    check_packages()
     try:
         sys.exit(main(sys.argv[1:]))
     except UsageError as error:

@@ -12,7 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 
-from engine.config import KV_CACHE_DTYPES
+from kvbench_engine.config import KV_CACHE_DTYPES
 from tests.support.kv_mutants import MUTANTS
 from tests.support.pressed import alarms, pressed
 

@@ -25,17 +25,17 @@ from typing import Any
 
 import numpy as np
 
-from engine.execution.null_executor import mixed
-from engine.execution.simulated_executor import SimulatedExecutor, StepTime, StepWork
-from engine.kv.contiguous import ContiguousKVManager, Slab
-from engine.sequence import Drawn
-from engine.sequence import Sequence as EngineSequence
 from kvbench.capacity.gpus import find_gpu
 from kvbench.capacity.model import plan_model
 from kvbench.requests.request import RequestSpec
 from kvbench.simulation.cost.cost_model import TYPICAL
 from kvbench.simulation.cost.machine import Machine
 from kvbench.simulation.fleet.drive import Drive, EndedRequest, Replica
+from kvbench_engine.execution.null_executor import mixed
+from kvbench_engine.execution.simulated_executor import SimulatedExecutor, StepTime, StepWork
+from kvbench_engine.kv.contiguous import ContiguousKVManager, Slab
+from kvbench_engine.sequence import Drawn
+from kvbench_engine.sequence import Sequence as EngineSequence
 
 LONGEST = 2048  # tokens of prompt + output that OPT and LLaMA take
 _PAGE_TABLE_BYTES = 256 * 128 * 8  # paid for beside the slots

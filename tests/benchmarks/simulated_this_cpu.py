@@ -21,8 +21,6 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from engine.config import EngineConfig
-from engine.planning import plan_engine
 from kvbench.lockstep import instrument as loads
 from kvbench.lockstep.process import EngineProcess, open_all
 from kvbench.lockstep.turns import TurnTaker, take_turns, warm_up
@@ -32,6 +30,8 @@ from kvbench.simulation.cost.unit_costs import MeasuredSteps, UnitCosts, fit_uni
 from kvbench.targets.builtin import LOCKSTEP_COMMAND
 from kvbench.workload.design import LoadPoint, design_of
 from kvbench.workload.file import Workload, load_workload
+from kvbench_engine.config import EngineConfig
+from kvbench_engine.planning import plan_engine
 
 CALIBRATED_ON = "mixed"
 PREDICTED = ("uniform", "prefix", "reservations")

@@ -45,7 +45,7 @@ from bench_kv import (
 )
 from bench_timing import CUDA, DEVICE, Step, choose, note, race
 
-from kernels.api import PrefillBatch
+from kvbench_kernels.api import PrefillBatch
 
 SHAPES = choose(  # (batch, context): 8 x 4096 on a CPU and 64 x 4096 on a GPU have bars
     full=[(64, 4096), (64, 8192), (1, 32768)] if CUDA else [(32, 1024), (8, 4096), (1, 32768)],

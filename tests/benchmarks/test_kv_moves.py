@@ -13,11 +13,11 @@ import torch
 from bench_kv import CACHES, CONTIGUOUS, DIM, FLOATS, KV_HEADS, bandwidth, compute_dtype, quantise
 from bench_timing import CUDA, DEVICE, choose, note, race
 
-from engine.config import EngineConfig
-from engine.kv.budget import KVShape, LayerKV, capacity_of
-from engine.kv.manager import Move, MoveKind
-from engine.kv.mover import KVMover
-from kernels.quantized import raw_tensors
+from kvbench_engine.config import EngineConfig
+from kvbench_engine.kv.budget import KVShape, LayerKV, capacity_of
+from kvbench_engine.kv.manager import Move, MoveKind
+from kvbench_engine.kv.mover import KVMover
+from kvbench_kernels.quantized import raw_tensors
 
 LAYERS = 8
 MOVED_BYTES = choose(full=64 * 2**20, quick=64 * 2**20, smoke=2**20) * (8 if CUDA else 1)

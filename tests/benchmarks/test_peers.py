@@ -15,13 +15,13 @@ import torch
 from bench_engine import model_name
 from bench_timing import choose, note
 
-from engine.bench.case import PromptBatch, make_case
-from engine.bench.command import available_sides, turns_of
-from engine.bench.compare import compare
-from engine.bench.sides import HF_SIDES, OURS, measure
-from engine.config import EngineConfig
-from engine.execution.executor import available_cpus
-from engine.model.spec import find_model
+from kvbench_engine.bench.case import PromptBatch, make_case
+from kvbench_engine.bench.command import available_sides, turns_of
+from kvbench_engine.bench.compare import compare
+from kvbench_engine.bench.sides import HF_SIDES, OURS, measure
+from kvbench_engine.config import EngineConfig
+from kvbench_engine.execution.executor import available_cpus
+from kvbench_engine.model.spec import find_model
 
 
 def make_config(case: PromptBatch) -> EngineConfig:

@@ -13,7 +13,7 @@ import pytest
 from bench_engine import make_engine, prompts, run_load
 from bench_timing import choose, note
 
-from engine.engine import Engine
+from kvbench_engine.engine import Engine
 
 PROMPT, OUTPUT = choose(full=(512, 32), quick=(512, 32), smoke=(64, 2))
 REQUESTS = choose(full=12, quick=8, smoke=2)

@@ -25,7 +25,7 @@ import pytest
 from bench_engine import model_name, server, wait_for
 from bench_timing import choose, note
 
-from engine.model.spec import find_model
+from kvbench_engine.model.spec import find_model
 
 STREAMS = choose(full=32, quick=32, smoke=4)
 POLLS, PAUSE_S = choose(full=300, quick=100, smoke=5), 0.02

@@ -13,15 +13,15 @@ from __future__ import annotations
 import pytest
 from bench_timing import choose, note
 
-from engine.config import EngineConfig
-from engine.engine import Engine
-from engine.kv.budget import KVCapacity
-from engine.kv.layouts import make_kv_manager
-from engine.kv.page_pool import PagePool
-from engine.kv.prefix_cache import PrefixCache
-from engine.model.spec import ModelInfo
-from engine.scheduling.step_plan import Computed, StepPlan
-from engine.sequence import Drawn, Request, SamplingParams, Sequence
+from kvbench_engine.config import EngineConfig
+from kvbench_engine.engine import Engine
+from kvbench_engine.kv.budget import KVCapacity
+from kvbench_engine.kv.layouts import make_kv_manager
+from kvbench_engine.kv.page_pool import PagePool
+from kvbench_engine.kv.prefix_cache import PrefixCache
+from kvbench_engine.model.spec import ModelInfo
+from kvbench_engine.scheduling.step_plan import Computed, StepPlan
+from kvbench_engine.sequence import Drawn, Request, SamplingParams, Sequence
 
 SLOT_BYTES = 4096
 STEPS = choose(full=64, quick=64, smoke=4)  # a round: each sequence takes a new page four times at page size 16

@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.config import EngineConfig
-from engine.model.loader import load_model
-from engine.sequence import Request, SamplingParams
+from kvbench_engine.config import EngineConfig
+from kvbench_engine.model.loader import load_model
+from kvbench_engine.sequence import Request, SamplingParams
 from tests.support.hf_parts import VOCAB, Run, make_engine, model_folder, one_thread
 
 OUTPUT_TOKENS = 12

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from engine.config import KV_CACHE_DTYPES
-from engine.engine import Engine
-from engine.kv.page_pool import PagePool
-from engine.sequence import TokenOutput
+from kvbench_engine.config import KV_CACHE_DTYPES
+from kvbench_engine.engine import Engine
+from kvbench_engine.kv.page_pool import PagePool
+from kvbench_engine.sequence import TokenOutput
 from tests.support.kv_mutants import MUTANTS
 from tests.support.pressed import COPY, FORKS, LOST, PAGES, PASSKEY, REPEAT, alarms, pressed
 

@@ -16,12 +16,12 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from engine.build import assemble_engine
-from engine.config import EngineConfig
-from engine.engine import Engine
-from engine.model.loader import load_model
-from engine.model.spec import find_model
-from engine.sequence import Request, SamplingParams
+from kvbench_engine.build import assemble_engine
+from kvbench_engine.config import EngineConfig
+from kvbench_engine.engine import Engine
+from kvbench_engine.model.loader import load_model
+from kvbench_engine.model.spec import find_model
+from kvbench_engine.sequence import Request, SamplingParams
 from tests.support.families import (
     ACCEPTED,
     LATENT,

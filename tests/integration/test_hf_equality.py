@@ -15,11 +15,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.config import EngineConfig
-from engine.engine import Engine
-from engine.execution.graphs import GraphSizes
-from engine.model.loader import load_model
-from engine.sequence import Request, SamplingParams
+from kvbench_engine.config import EngineConfig
+from kvbench_engine.engine import Engine
+from kvbench_engine.execution.graphs import GraphSizes
+from kvbench_engine.model.loader import load_model
+from kvbench_engine.sequence import Request, SamplingParams
 from tests.support.fake_capture import FakeCapture
 from tests.support.hf_parts import (
     FAMILIES,

@@ -11,8 +11,8 @@ from functools import cache, partial
 import pytest
 import torch
 
-from engine.engine import Engine
-from engine.sequence import Request, SamplingParams
+from kvbench_engine.engine import Engine
+from kvbench_engine.sequence import Request, SamplingParams
 from tests.support.hf_parts import (
     PREEMPTION,
     VOCAB,

@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 import torch
 
-from engine.build import assemble_engine
-from engine.config import EngineConfig
-from engine.model import kv_outliers
-from engine.model.kv_outliers import KVOutliers
-from engine.model.loader import load_model
-from engine.teacher_forcing import TeacherForced, with_room
-from engine.tiny_model.outliers import scale_key_channels
 from kvbench.quality import answering
 from kvbench.quality.answering import answer_all
 from kvbench.quality.prompts import Prompt
 from kvbench.requests.canaries import SHIPPED, read_canaries
+from kvbench_engine.build import assemble_engine
+from kvbench_engine.config import EngineConfig
+from kvbench_engine.model import kv_outliers
+from kvbench_engine.model.kv_outliers import KVOutliers
+from kvbench_engine.model.loader import load_model
+from kvbench_engine.teacher_forcing import TeacherForced, with_room
+from kvbench_engine.tiny_model.outliers import scale_key_channels
 from tests.support.hf_parts import VOCAB, greedy_outputs, loaded, model_folder, one_thread, oracle
 
 QUANTISED = ("int8_per_token_head", "fp8_e4m3", "fp8_e5m2", "int4_per_token_head")  # the more exact first

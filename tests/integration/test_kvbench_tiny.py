@@ -14,15 +14,15 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from engine.config import EngineConfig
-from engine.model.loader import fingerprint
-from engine.model.spec import find_model
-from engine.sequence import Request, SamplingParams
-from engine.server.tokenizer import load_tokenizer
 from kvbench.common.errors import UsageError
 from kvbench.targets.builtin import check_configuration
 from kvbench.targets.model_export import ModelFolders
 from kvbench.workload.file import Workload, load_workload
+from kvbench_engine.config import EngineConfig
+from kvbench_engine.model.loader import fingerprint
+from kvbench_engine.model.spec import find_model
+from kvbench_engine.sequence import Request, SamplingParams
+from kvbench_engine.server.tokenizer import load_tokenizer
 from tests.support.hf_parts import Run, greedy_outputs, loaded, make_engine, one_thread, oracle
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -18,9 +18,9 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from engine.config import EngineConfig
-from engine.model.export import GGUF, export_model
-from engine.model.loader import load_model
+from kvbench_engine.config import EngineConfig
+from kvbench_engine.model.export import GGUF, export_model
+from kvbench_engine.model.loader import load_model
 from tests.integration.test_kvbench_tiny import FOLDER, OUTPUT_TOKENS, PROMPTS
 from tests.support.hf_parts import greedy_outputs, one_thread, oracle
 from tests.support.loads import free_port

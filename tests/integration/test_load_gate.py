@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import save_file
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
 
-import engine.model.attention
-from engine.config import EngineConfig
-from engine.model.loader import LoadedModel, load_model
-from engine.model.spec import ModelInfo
-from engine.model.support_check import measure_kv
-from engine.server.tokenizer import load_tokenizer
+import kvbench_engine.model.attention
+from kvbench_engine.config import EngineConfig
+from kvbench_engine.model.loader import LoadedModel, load_model
+from kvbench_engine.model.spec import ModelInfo
+from kvbench_engine.model.support_check import measure_kv
+from kvbench_engine.server.tokenizer import load_tokenizer
 from tests.support.families import (
     ACCEPTED,
     ALTERNATING,
@@ -36,7 +36,7 @@ def load(folder, family: str, settings: dict, **options) -> LoadedModel:
 
 def spoil(monkeypatch, fault: str) -> None:
     """Make our attention wrong in one way, as a family would that sends it something else than it does in eager."""
-    right = engine.model.attention.AttentionHost.__call__
+    right = kvbench_engine.model.attention.AttentionHost.__call__
 
     def wrong(self, layer, q, k, v, options):
         if fault == "scale":
@@ -53,7 +53,7 @@ def spoil(monkeypatch, fault: str) -> None:
             k = torch.roll(k, 1, dims=-1)
         return right(self, layer, q, k, v, options)
 
-    monkeypatch.setattr(engine.model.attention.AttentionHost, "__call__", wrong)
+    monkeypatch.setattr(kvbench_engine.model.attention.AttentionHost, "__call__", wrong)
 
 
 @pytest.mark.parametrize(

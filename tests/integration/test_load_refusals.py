@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.build import build_engine
-from engine.config import EngineConfig
-from engine.model import loader as model_loader
-from engine.model.loader import load_model
-from kernels import get_backend
+from kvbench_engine.build import build_engine
+from kvbench_engine.config import EngineConfig
+from kvbench_engine.model import loader as model_loader
+from kvbench_engine.model.loader import load_model
+from kvbench_kernels import get_backend
 
 ROOT = Path(__file__).parents[2]
 SHAPE = {
@@ -33,7 +33,7 @@ def config_file(folder: Path, **changes) -> str:
 def refusal(*flags: str, **env: str) -> str:
     """The one sentence of a server process that does not start."""
     process = subprocess.run(
-        [sys.executable, "-m", "engine.server", "--port", "0", *flags],
+        [sys.executable, "-m", "kvbench_engine.server", "--port", "0", *flags],
         cwd=ROOT, env={**os.environ, **env}, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert process.returncode == 2, process.stderr
@@ -147,7 +147,7 @@ def test_a_model_that_does_not_compile_is_refused_at_load(tmp_path: Path, monkey
         return call
 
     monkeypatch.setattr(model_loader, "check_compiler", lambda device: None)
-    monkeypatch.setattr("engine.execution.executor.compile_model", too_much)
+    monkeypatch.setattr("kvbench_engine.execution.executor.compile_model", too_much)
     config = EngineConfig(
         model=config_file(tmp_path), device="cpu", dtype="float32", torch_compile=True, kv_budget=2**20,
         max_num_seqs=4, max_num_batched_tokens=16,

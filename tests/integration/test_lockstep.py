@@ -12,9 +12,6 @@ import pandas as pd
 import pytest
 import yaml
 
-from engine.build import build_engine
-from engine.config import EngineConfig
-from engine.sequence import Request, SamplingParams
 from kvbench.cli import main as cli
 from kvbench.gate.compare import lockstep_pairs
 from kvbench.gate.compare.served_check import ServedCheck
@@ -24,6 +21,9 @@ from kvbench.lockstep.turns import TurnTaker, take_turns
 from kvbench.targets.builtin import LOCKSTEP_COMMAND
 from kvbench.workload.file import load_workload
 from kvbench.workload.load_section import LoadConfig, load_point
+from kvbench_engine.build import build_engine
+from kvbench_engine.config import EngineConfig
+from kvbench_engine.sequence import Request, SamplingParams
 from tests.support.fake_lockstep import FakeProcess, fake_clock
 from tests.support.sweep_parts import ROOT
 

@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-from engine.config import EngineConfig
-from engine.model.loader import LoadedModel, load_model
-from engine.server.tokenizer import ServerTokenizer, load_tokenizer
 from kvbench.cli.run_guarded import guarded
 from kvbench.quality import measure, prompts
 from kvbench.quality.cli import quality
 from kvbench.quality.prompts import SETS, PromptText
 from kvbench.requests.canaries import SHIPPED, read_canaries, write_canaries
 from kvbench.runs.quality import FORMAT
+from kvbench_engine.config import EngineConfig
+from kvbench_engine.model.loader import LoadedModel, load_model
+from kvbench_engine.server.tokenizer import ServerTokenizer, load_tokenizer
 from tests.support.hf_parts import loaded, make_engine, one_thread, oracle
 from tests.support.http_server import running_server
 from tests.support.loads import free_port

@@ -17,12 +17,12 @@ from functools import cache, partial
 import pytest
 import torch
 
-from engine.config import EngineConfig
-from engine.engine import Engine
-from engine.model.loader import LoadedModel, load_model
-from engine.sequence import Request, SamplingParams
-from kernels.kv_formats import KV_FORMATS
-from kernels.quantized import QuantizedKV
+from kvbench_engine.config import EngineConfig
+from kvbench_engine.engine import Engine
+from kvbench_engine.model.loader import LoadedModel, load_model
+from kvbench_engine.sequence import Request, SamplingParams
+from kvbench_kernels.kv_formats import KV_FORMATS
+from kvbench_kernels.quantized import QuantizedKV
 from tests.support.hf_parts import (
     PREEMPTION,
     VOCAB,

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from engine.boot import BOOT_HEADER, boot_id
-from engine.scheduling.step_plan import Computed, StepPlan
-from engine.server.app import MAX_BODY_BYTES, body_limit
-from engine.server.tokenizer import ServerTokenizer
+from kvbench_engine.boot import BOOT_HEADER, boot_id
+from kvbench_engine.scheduling.step_plan import Computed, StepPlan
+from kvbench_engine.server.app import MAX_BODY_BYTES, body_limit
+from kvbench_engine.server.tokenizer import ServerTokenizer
 from tests.support.fake_engine import branching, fake_engine, saying
 from tests.support.http_server import RunningServer, running_server, shipped_tokenizer
 

@@ -17,12 +17,12 @@ from typing import Any
 
 import pytest
 
-from engine.config import EngineConfig
-from engine.model.spec import ModelInfo
-from engine.server.app import MAX_BODY_BYTES, body_limit
-from engine.server.chat import RESERVED_OPTIONS
-from engine.server.errors import APIError
-from engine.server.tokenizer import ServerTokenizer, load_tokenizer
+from kvbench_engine.config import EngineConfig
+from kvbench_engine.model.spec import ModelInfo
+from kvbench_engine.server.app import MAX_BODY_BYTES, body_limit
+from kvbench_engine.server.chat import RESERVED_OPTIONS
+from kvbench_engine.server.errors import APIError
+from kvbench_engine.server.tokenizer import ServerTokenizer, load_tokenizer
 from tests.support.fake_engine import branching, fake_engine
 from tests.support.http_server import RunningServer, running_server, shipped_tokenizer
 

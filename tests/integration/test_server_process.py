@@ -20,9 +20,9 @@ import httpx
 import psutil
 import pytest
 
-from engine.server.__main__ import main
-from engine.server.arguments import build_parser
 from kvbench.common.foreign_cpu import tree_cpu_s
+from kvbench_engine.server.__main__ import main
+from kvbench_engine.server.arguments import build_parser
 
 ROOT = Path(__file__).parents[2]
 STOP_SECONDS = 5
@@ -185,13 +185,13 @@ def test_the_example_of_its_help_serves_and_imports_only_what_serving_needs() ->
     """
     code = """
 import sys
-import engine.engine_loop
+import kvbench_engine.engine_loop
 from kvbench.__main__ import main
 def told(self):
     while self._run_once():
         print(*(name for name, module in sys.modules.items() if type(module).__name__ != "_OnDemand"), flush=True)
         own(self)
-own, engine.engine_loop.EngineLoop.run = engine.engine_loop.EngineLoop.run, told
+own, kvbench_engine.engine_loop.EngineLoop.run = kvbench_engine.engine_loop.EngineLoop.run, told
 sys.exit(main())
 """
     example = shlex.split(re.search(r"example: kvbench (.*)", build_parser("kvbench serve").format_help())[1])
@@ -211,5 +211,5 @@ sys.exit(main())
     assert process.returncode == 0 and 1024 < length < 4096
     assert f" {length} " in lowered and "--kv-budget" in lowered
     assert len(phases) >= 3 and all(line.startswith("loading llama-32m: ") for line in phases)
-    assert {"torch", "transformers.modeling_utils", "kernels.numba_backend"} <= modules
+    assert {"torch", "transformers.modeling_utils", "kvbench_kernels.numba_backend"} <= modules
     assert not {name for name in NEEDLESS if name in modules}

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.build import build_engine
-from engine.config import EngineConfig
-from engine.model.attention import FUSION
-from engine.server.tokenizer import load_tokenizer
+from kvbench_engine.build import build_engine
+from kvbench_engine.config import EngineConfig
+from kvbench_engine.model.attention import FUSION
+from kvbench_engine.server.tokenizer import load_tokenizer
 from tests.support.hf_parts import SMALL
 from tests.support.http_server import RunningServer, openai_client, running_server
 

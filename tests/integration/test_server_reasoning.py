@@ -11,8 +11,8 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
-from engine.config import EngineConfig
-from engine.server.tokenizer import SHIPPED, load_tokenizer
+from kvbench_engine.config import EngineConfig
+from kvbench_engine.server.tokenizer import SHIPPED, load_tokenizer
 from tests.support.fake_engine import fake_engine, saying
 from tests.support.http_server import RunningServer, openai_client, running_server, shipped_tokenizer
 

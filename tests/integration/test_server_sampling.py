@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.sequence import Sequence
+from kvbench_engine.sequence import Sequence
 from tests.support.fake_engine import branching, fake_engine
 from tests.support.http_server import RunningServer, running_server, shipped_tokenizer
 

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from engine.counters import StepRecord
-from engine.kv.manager import MoveKind
-from engine.kv.paged import PagedKVManager
-from engine.scheduling.scheduler import QueueFull
-from engine.sequence import PENDING, Request, SamplingParams
+from kvbench_engine.counters import StepRecord
+from kvbench_engine.kv.manager import MoveKind
+from kvbench_engine.kv.paged import PagedKVManager
+from kvbench_engine.scheduling.scheduler import QueueFull
+from kvbench_engine.sequence import PENDING, Request, SamplingParams
 from tests.support.engine_parts import CountingExecutor, StepFailed, expected_outputs, small_engine
 
 MAX_MODEL_LEN = 32

@@ -7,16 +7,16 @@ from collections.abc import Sequence as Listing
 from functools import reduce
 from operator import add
 
-from engine.config import EngineConfig
-from engine.engine import Engine
-from engine.kv.budget import KVCapacity, KVShape, LayerKV, capacity_of
-from engine.kv.layouts import make_kv_manager
-from engine.kv.manager import KVManager, Move, MoveKind
-from engine.kv.paged import PagedKVManager
-from engine.model.spec import ModelInfo
-from engine.scheduling.beam import BeamSearch
-from engine.scheduling.step_plan import StepPlan
-from engine.sequence import PENDING, Drawn, Request, SamplingParams, Sequence
+from kvbench_engine.config import EngineConfig
+from kvbench_engine.engine import Engine
+from kvbench_engine.kv.budget import KVCapacity, KVShape, LayerKV, capacity_of
+from kvbench_engine.kv.layouts import make_kv_manager
+from kvbench_engine.kv.manager import KVManager, Move, MoveKind
+from kvbench_engine.kv.paged import PagedKVManager
+from kvbench_engine.model.spec import ModelInfo
+from kvbench_engine.scheduling.beam import BeamSearch
+from kvbench_engine.scheduling.step_plan import StepPlan
+from kvbench_engine.sequence import PENDING, Drawn, Request, SamplingParams, Sequence
 
 SHAPE = KVShape((LayerKV(2, 4, 4),) * 2, 4)  # 2 layers x 2 heads x (4 + 4) x 4 bytes = 128 bytes a slot
 DAMAGED = -1  # what a failed step leaves in the slots it was to write

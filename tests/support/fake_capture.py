@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map
 
-from engine.model.attention import AttentionHost
+from kvbench_engine.model.attention import AttentionHost
 
 _BACKEND_CALLS = ("write_kv", "decode_attention", "prefill_attention", "plan_decode", "plan_prefill")
 

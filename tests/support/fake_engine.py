@@ -9,14 +9,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from engine.config import EngineConfig
-from engine.engine import Engine
-from engine.kv.budget import KVShape, LayerKV, capacity_of
-from engine.kv.layouts import make_kv_manager
-from engine.model.spec import ModelInfo
-from engine.scheduling.step_plan import Computed, StepPlan
-from engine.sequence import Drawn
-from engine.sequence import Sequence as EngineSequence
+from kvbench_engine.config import EngineConfig
+from kvbench_engine.engine import Engine
+from kvbench_engine.kv.budget import KVShape, LayerKV, capacity_of
+from kvbench_engine.kv.layouts import make_kv_manager
+from kvbench_engine.model.spec import ModelInfo
+from kvbench_engine.scheduling.step_plan import Computed, StepPlan
+from kvbench_engine.sequence import Drawn
+from kvbench_engine.sequence import Sequence as EngineSequence
 
 # The next token of a sequence, None where none can be drawn; siblings draw their first one together.
 Script = Callable[[EngineSequence], int | None]

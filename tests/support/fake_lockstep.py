@@ -16,10 +16,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from engine import lockstep
-from engine.config import EngineConfig
 from kvbench.lockstep import turns
 from kvbench.lockstep.process import EngineFailedError, EngineProcess, EngineRefusedError
+from kvbench_engine import lockstep
+from kvbench_engine.config import EngineConfig
 from tests.support.engine_parts import CountingExecutor, small_engine
 
 _NOW = [0.0]

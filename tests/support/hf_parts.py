@@ -14,12 +14,12 @@ from functools import cache
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from engine.build import assemble_engine
-from engine.config import EngineConfig
-from engine.engine import Engine
-from engine.kv.budget import PAGE_TABLE_ENTRY_BYTES
-from engine.model.loader import LoadedModel, load_model
-from engine.sequence import Request
+from kvbench_engine.build import assemble_engine
+from kvbench_engine.config import EngineConfig
+from kvbench_engine.engine import Engine
+from kvbench_engine.kv.budget import PAGE_TABLE_ENTRY_BYTES
+from kvbench_engine.model.loader import LoadedModel, load_model
+from kvbench_engine.sequence import Request
 
 VOCAB = 211
 EOS = 1

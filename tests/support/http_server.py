@@ -15,14 +15,14 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.async_engine import AsyncEngine
-from engine.config import EngineConfig
-from engine.engine import Engine
-from engine.model.spec import ModelInfo
-from engine.server.__main__ import reserve_socket
-from engine.server.arguments import ServeOptions
-from engine.server.http import make_server
-from engine.server.tokenizer import ServerTokenizer, load_tokenizer
+from kvbench_engine.async_engine import AsyncEngine
+from kvbench_engine.config import EngineConfig
+from kvbench_engine.engine import Engine
+from kvbench_engine.model.spec import ModelInfo
+from kvbench_engine.server.__main__ import reserve_socket
+from kvbench_engine.server.arguments import ServeOptions
+from kvbench_engine.server.http import make_server
+from kvbench_engine.server.tokenizer import ServerTokenizer, load_tokenizer
 
 
 @functools.cache

@@ -14,14 +14,14 @@ from unittest import mock
 
 import torch
 
-from engine.execution.executor import TorchExecutor
-from engine.execution.step_inputs import InputBuffers
-from engine.kv.manager import Move, MoveKind
-from engine.kv.mover import KVMover
-from engine.kv.page_pool import PagePool
-from engine.kv.prefix_cache import PrefixCache
-from kernels import numba_backend, prefill_cpu
-from kernels.quantized import QuantizedKV
+from kvbench_engine.execution.executor import TorchExecutor
+from kvbench_engine.execution.step_inputs import InputBuffers
+from kvbench_engine.kv.manager import Move, MoveKind
+from kvbench_engine.kv.mover import KVMover
+from kvbench_engine.kv.page_pool import PagePool
+from kvbench_engine.kv.prefix_cache import PrefixCache
+from kvbench_kernels import numba_backend, prefill_cpu
+from kvbench_kernels.quantized import QuantizedKV
 
 _EVERY = 4  # launches from one swap of two pages to the next
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from hypothesis import strategies as st
 
-from engine.kv.budget import KVCapacity
-from engine.kv.manager import Move, MoveKind
-from engine.kv.mover import KVMover
-from kernels.kv_formats import KV_FORMATS
-from kernels.quantized import FP8_DTYPE, QuantizedKV, raw_tensors
+from kvbench_engine.kv.budget import KVCapacity
+from kvbench_engine.kv.manager import Move, MoveKind
+from kvbench_engine.kv.mover import KVMover
+from kvbench_kernels.kv_formats import KV_FORMATS
+from kvbench_kernels.quantized import FP8_DTYPE, QuantizedKV, raw_tensors
 
 PAGES, HOST_PAGES = 6, 4
 COPY, OUT, IN = MoveKind.COPY, MoveKind.SWAP_OUT, MoveKind.SWAP_IN

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from kernels import get_backend
-from kernels.api import AttentionOptions
+from kvbench_kernels import get_backend
+from kvbench_kernels.api import AttentionOptions
 
 
 def attend(

@@ -14,16 +14,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.config import EngineConfig
-from engine.counters import StepRecord
-from engine.engine import Engine, Executor
-from engine.model.loader import LoadedModel, load_model
-from engine.scheduling.step_plan import StepHandle, StepPlan
-from engine.sequence import Drawn, TokenOutput
 from kvbench.metrics.canaries import ALPHA, chance_of_so_many
 from kvbench.quality.full_pool import FullPool, engine_with_small_pool, tokens_of
 from kvbench.requests.canaries import CLASS, Canary, as_request, first_difference, read_canaries
 from kvbench.requests.request import RequestSpec
+from kvbench_engine.config import EngineConfig
+from kvbench_engine.counters import StepRecord
+from kvbench_engine.engine import Engine, Executor
+from kvbench_engine.model.loader import LoadedModel, load_model
+from kvbench_engine.scheduling.step_plan import StepHandle, StepPlan
+from kvbench_engine.sequence import Drawn, TokenOutput
 from tests.support.loads import ROOT
 
 NAME = "kvbench-tiny"

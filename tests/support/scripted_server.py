@@ -1,4 +1,4 @@
-"""``python -m engine.server`` with an engine that computes nothing, for tests of the process around it.
+"""``python -m kvbench_engine.server`` with an engine that computes nothing, for tests of the process around it.
 
 python tests/support/scripted_server.py [the server's flags]      SCRIPTED_STEP_S: seconds a step takes
 """
@@ -8,12 +8,12 @@ from __future__ import annotations
 import os
 import sys
 
-from engine.config import EngineConfig
-from engine.engine import Engine
-from engine.model.spec import ModelInfo
-from engine.server.__main__ import exit_now, run
-from engine.server.arguments import build_parser
-from engine.server.tokenizer import ServerTokenizer
+from kvbench_engine.config import EngineConfig
+from kvbench_engine.engine import Engine
+from kvbench_engine.model.spec import ModelInfo
+from kvbench_engine.server.__main__ import exit_now, run
+from kvbench_engine.server.arguments import build_parser
+from kvbench_engine.server.tokenizer import ServerTokenizer
 from tests.support.fake_engine import fake_engine
 
 

@@ -284,7 +284,8 @@ def soak_server(folder: Path, *flags: str, check: bool = False) -> Iterator[Soak
     """The real server as a process; ``check`` asserts the engine's invariants after every step."""
     model, log = folder / "tiny-llama.json", folder / "server.log"
     model.write_text(json.dumps(MODEL))
-    command = [sys.executable, "-m", "engine.server", "--model", str(model), "--port", "0", *SETTINGS.split(), *flags]
+    command = [sys.executable, "-m", "kvbench_engine.server", "--model", str(model), "--port", "0"]
+    command += [*SETTINGS.split(), *flags]
     env = {**os.environ, "KVBENCH_CHECK": "1" if check else "0"}
     with log.open("w") as stderr:
         process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=stderr, text=True)

@@ -1,4 +1,4 @@
-"""``python -m engine.server`` around a device that takes a fixed time a step and none of the host's.
+"""``python -m kvbench_engine.server`` around a device that takes a fixed time a step and none of the host's.
 
     python -m tests.support.timed_server [the server's flags]
     STEP_S: seconds a step. SWITCH_S: Python's switch interval in the process of the engine's thread.
@@ -13,15 +13,15 @@ import os
 import sys
 import time
 
-from engine.config import EngineConfig
-from engine.engine import Engine
-from engine.execution.null_executor import ReplayExecutor
-from engine.kv.budget import capacity_of
-from engine.kv.layouts import make_kv_manager
-from engine.scheduling.step_plan import StepPlan
-from engine.sequence import Drawn
-from engine.server import __main__ as server
-from engine.server.arguments import build_parser
+from kvbench_engine.config import EngineConfig
+from kvbench_engine.engine import Engine
+from kvbench_engine.execution.null_executor import ReplayExecutor
+from kvbench_engine.kv.budget import capacity_of
+from kvbench_engine.kv.layouts import make_kv_manager
+from kvbench_engine.scheduling.step_plan import StepPlan
+from kvbench_engine.sequence import Drawn
+from kvbench_engine.server import __main__ as server
+from kvbench_engine.server.arguments import build_parser
 from tests.support.fake_engine import SHAPE
 
 VOCABULARY = 8192  # of the tokenizer that ships

@@ -13,9 +13,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from engine.tiny_model.data import TEMPLATES
-from engine.tokenizer.train import SONNETS
 from kvbench.quality.prompts import FILLER, FOLDER, PromptText
+from kvbench_engine.tiny_model.data import TEMPLATES
+from kvbench_engine.tokenizer.train import SONNETS
 
 _FACT, _QUESTION = TEMPLATES[0]
 _LONG = 6150  # characters of held-out text that just fit 2048 tokens of kvbench-tiny

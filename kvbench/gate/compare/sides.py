@@ -43,7 +43,6 @@ from kvbench.sweep.plan import preflight
 from kvbench.targets.base import SteppedLaunch, Target
 from kvbench.targets.builtin import (
     BUILTIN_COMMAND,
-    LOCKSTEP_COMMAND,
     BuiltinTarget,
     ServerRefusedError,
     check_configuration,
@@ -77,7 +76,8 @@ _NEXT_SETTING = re.compile(rf",\s*(?={_SETTING})")  # a comma inside a value is 
 _NAMES = {"block_size": "page_size"}  # of other engines' settings: ours
 _LONGEST_NAME = 60
 _START_S = 180.0
-_SERVER = ("-m", "engine.server")
+_SERVER = ("-m", "engine.server")  # the names in a checkout, of any commit: kernels/checkout_names.py
+_LOCKSTEP = ("-m", "engine.lockstep")
 _FACTS_OF_A_RUN = ("git", "versions", "command", "started", "ended", "target", "simulated")
 _FREE = ("engine", "sweep", "description")  # of the workload: what two stored runs may differ in
 
@@ -335,7 +335,7 @@ def _of_build(build: Build, workload: Workload, options: TargetOptions) -> Chose
         return BuiltinTarget(command=launched, start_timeout_s=limit_s, env=build.env, form=workload.load.form)
 
     def stepped(settings: Settings) -> SteppedLaunch:
-        return SteppedLaunch((str(build.python), *LOCKSTEP_COMMAND[1:]), build.env)
+        return SteppedLaunch((str(build.python), *_LOCKSTEP), build.env)
 
     manifest = measured_target(TargetOptions(), "kvbench", shared=True)
     return ChosenTarget(workload, make, check_configuration, manifest, stepped=stepped)

@@ -21,16 +21,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import kvbench
-from engine.counters import EngineStats
-from engine.engine import Engine
-from engine.execution.null_executor import ReplayExecutor
-from engine.kv.layouts import make_kv_manager
-from engine.kv.manager import KVStats
-from engine.scheduling.scheduler import QueueFull
-from engine.scheduling.step_plan import StepPlan
 from kvbench.common.errors import MeasurementError
 from kvbench.common.text import plural
 from kvbench.gate.counters.workload import CounterWorkload, Scenario, read_counter_workload
+from kvbench_engine.counters import EngineStats
+from kvbench_engine.engine import Engine
+from kvbench_engine.execution.null_executor import ReplayExecutor
+from kvbench_engine.kv.layouts import make_kv_manager
+from kvbench_engine.kv.manager import KVStats
+from kvbench_engine.scheduling.scheduler import QueueFull
+from kvbench_engine.scheduling.step_plan import StepPlan
 
 COUNTERS = (
     "steps", "prefill_steps", "decode_steps", "mixed_steps", "empty_steps", "prefill_tokens", "decode_tokens",

@@ -18,15 +18,16 @@ from typing import Any
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from engine.config import EngineConfig
-from engine.execution.null_executor import mixed, name_number
-from engine.kv.budget import KVCapacity, capacity_of
-from engine.model.spec import find_model
-from engine.sequence import Request, SamplingParams
 from kvbench.common.errors import UsageError
+from kvbench.common.packages import find_file
 from kvbench.common.schema import StrictModel, explain
 from kvbench.workload.file import read_yaml
 from kvbench.workload.settings import config_id_of
+from kvbench_engine.config import EngineConfig
+from kvbench_engine.execution.null_executor import mixed, name_number
+from kvbench_engine.kv.budget import KVCapacity, capacity_of
+from kvbench_engine.model.spec import find_model
+from kvbench_engine.sequence import Request, SamplingParams
 
 _PROMPT, _OUTPUT, _OWN, _SHARED = range(4)  # what a number is drawn for
 
@@ -153,6 +154,7 @@ class CounterWorkload:
 
 def read_counter_workload(path: Path) -> CounterWorkload:
     """Reads a counter workload. Raises UsageError with one sentence for each mistake in the file."""
+    path = find_file(path)
     data = read_yaml(path)
     if "load" in data:
         raise UsageError(

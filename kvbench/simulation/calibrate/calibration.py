@@ -15,7 +15,6 @@ from pydantic import TypeAdapter
 from rich.console import Console
 from rich.table import Table
 
-from engine.execution.simulated_executor import StepWork
 from kvbench.common.console import make_table, print_plain, print_table
 from kvbench.common.errors import UsageError, as_usage_error
 from kvbench.common.files import write_text
@@ -35,6 +34,7 @@ from kvbench.simulation.cost.cost_model import Checked, CostCalibration, Provena
 from kvbench.simulation.cost.machine import Machine, SettingsByName
 from kvbench.simulation.cost.unit_costs import robust_nnls, write_unit_costs
 from kvbench.simulation.wording import sentence
+from kvbench_engine.execution.simulated_executor import StepWork
 
 _POINTS = 4
 """Simulations of a field. Under a queue a figure jumps a little from one value to the next, since other requests meet

@@ -16,8 +16,6 @@ import numpy as np
 import pandas as pd
 from pydantic import AliasPath, BaseModel, ConfigDict, Field, ValidationError
 
-from engine.kv.budget import PAGE_TABLE_ENTRY_BYTES
-from engine.sequence import Sequence as EngineSequence
 from kvbench.common.errors import UsageError
 from kvbench.common.files import read_json
 from kvbench.common.schema import explain
@@ -27,6 +25,8 @@ from kvbench.simulation.cost.machine import Machine, SettingsByName
 from kvbench.simulation.cost.tables import plain_name
 from kvbench.simulation.fleet.drive import Drive, EndedRequest, Replica
 from kvbench.simulation.wording import sentence
+from kvbench_engine.kv.budget import PAGE_TABLE_ENTRY_BYTES
+from kvbench_engine.sequence import Sequence as EngineSequence
 
 _TOKEN_IDS = 1 << 13  # of made-up prompts; fewer than any vocabulary has
 _SERIES = ("t", "running", "kv_cache_pct")

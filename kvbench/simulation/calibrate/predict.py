@@ -19,10 +19,6 @@ import numpy as np
 import pandas as pd
 from rich.console import Console
 
-from engine.config import EngineConfig
-from engine.execution.simulated_executor import StepTime, StepWork
-from engine.kv.budget import KVCapacity
-from engine.planning import plan_engine
 from kvbench.common.console import print_plain
 from kvbench.common.errors import UsageError, log_traceback
 from kvbench.common.files import read_json
@@ -43,6 +39,10 @@ from kvbench.simulation.fleet.drive import TURNAROUND_S, Drive, EndedRequest, Re
 from kvbench.simulation.fleet.recorder import row_of
 from kvbench.simulation.wording import sentence
 from kvbench.workload.load_section import LoadConfig
+from kvbench_engine.config import EngineConfig
+from kvbench_engine.execution.simulated_executor import StepTime, StepWork
+from kvbench_engine.kv.budget import KVCapacity
+from kvbench_engine.planning import plan_engine
 
 _HOST = ("dtype", "kernel_backend", "num_threads", "torch_compile", "fused_layers")
 """Settings of a server on which its unit costs depend; a cell is predicted from cells that agree in them."""

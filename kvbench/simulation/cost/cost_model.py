@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from engine.execution.simulated_executor import StepTime, StepWork
 from kvbench.capacity.gpus import GPU
 from kvbench.capacity.model import PlannedModel
 from kvbench.capacity.weights import weights_of
@@ -22,6 +21,7 @@ from kvbench.common.errors import UsageError
 from kvbench.common.files import read_json, write_json
 from kvbench.common.schema import explain
 from kvbench.simulation.wording import sentence
+from kvbench_engine.execution.simulated_executor import StepTime, StepWork
 
 StepTimer = Callable[[StepWork], StepTime]
 """A cost model: it computes the time of a step from its work."""

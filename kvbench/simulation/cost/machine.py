@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from engine.config import EngineConfig
-from engine.kv.budget import KVCapacity, KVShape, LayerKV, capacity_of, settle_length
 from kvbench.capacity.fit import GIB, Settings, memory_of
 from kvbench.capacity.gpus import GPU, known_gpus
 from kvbench.capacity.model import PlannedModel
@@ -17,6 +15,8 @@ from kvbench.common.text import format_bytes, listing
 from kvbench.simulation.cost.cost_model import TYPICAL, CostCalibration, GpuShare, Roofline, StepTimer
 from kvbench.simulation.cost.tables import MeasuredOperators, Tables
 from kvbench.simulation.wording import sentence
+from kvbench_engine.config import EngineConfig
+from kvbench_engine.kv.budget import KVCapacity, KVShape, LayerKV, capacity_of, settle_length
 
 SettingsByName = Mapping[str, Any]
 """Settings of the engine by name, as a workload's ``engine`` section has them."""

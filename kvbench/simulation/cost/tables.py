@@ -27,12 +27,12 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from engine.execution.simulated_executor import StepWork
 from kvbench.common.errors import UsageError
 from kvbench.common.parsing import read_yaml
 from kvbench.common.text import listing
 from kvbench.simulation.cost.cost_model import LONGEST_SHARE, CostCalibration, CostModel, GpuShare, Kernels
 from kvbench.simulation.wording import sentence
+from kvbench_engine.execution.simulated_executor import StepWork
 
 _GEMMS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 _ONCE_A_STEP = ("embedding", "final_layernorm")

@@ -18,9 +18,6 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from scipy.optimize import nnls
 
-from engine.config import DEFAULT_CPU_BUDGET, EngineConfig
-from engine.execution.simulated_executor import StepTime, StepWork
-from engine.kv.budget import KVShape
 from kvbench.capacity.gpus import GPU
 from kvbench.capacity.model import plan_model
 from kvbench.common.errors import UsageError
@@ -29,6 +26,9 @@ from kvbench.common.schema import explain
 from kvbench.runs.model import Run
 from kvbench.simulation.cost.machine import Machine
 from kvbench.simulation.wording import sentence
+from kvbench_engine.config import DEFAULT_CPU_BUDGET, EngineConfig
+from kvbench_engine.execution.simulated_executor import StepTime, StepWork
+from kvbench_engine.kv.budget import KVShape
 
 THIS_CPU, FORMAT = "this-cpu", "kvbench-unit-costs/1"
 

@@ -17,17 +17,17 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from engine.config import EngineConfig
-from engine.engine import Engine
-from engine.execution.simulated_executor import SimulatedExecutor, VirtualClock
-from engine.kv.budget import KVCapacity
-from engine.kv.layouts import make_kv_manager
-from engine.scheduling.scheduler import QueueFull
-from engine.sequence import Request, SamplingParams, TokenOutput
-from engine.sequence import Sequence as Tokens
 from kvbench.requests.request import RequestSpec, continued
 from kvbench.simulation.cost.cost_model import StepTimer
 from kvbench.simulation.cost.machine import Machine, SettingsByName
+from kvbench_engine.config import EngineConfig
+from kvbench_engine.engine import Engine
+from kvbench_engine.execution.simulated_executor import SimulatedExecutor, VirtualClock
+from kvbench_engine.kv.budget import KVCapacity
+from kvbench_engine.kv.layouts import make_kv_manager
+from kvbench_engine.scheduling.scheduler import QueueFull
+from kvbench_engine.sequence import Request, SamplingParams, TokenOutput
+from kvbench_engine.sequence import Sequence as Tokens
 
 
 class Replica:

@@ -20,8 +20,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import Field
 
-from engine.counters import PHASES
-from engine.sequence import TokenOutput
 from kvbench.common.files import write_atomically
 from kvbench.common.records import Record
 from kvbench.load.samples import SCHEMA
@@ -32,6 +30,8 @@ from kvbench.metrics.model import Distribution, LoadMetrics, LoadOutcome, Pooled
 from kvbench.metrics.steady_window import steady_state
 from kvbench.requests.request import RequestSpec
 from kvbench.simulation.fleet.drive import EndedRequest, Replica
+from kvbench_engine.counters import PHASES
+from kvbench_engine.sequence import TokenOutput
 
 _ROWS, _TOKENS = 5_000, 1_000_000  # of a batch, which is a row group of the file
 _GAPS = 1 << 20  # gaps that are kept one by one, before equal ones are counted

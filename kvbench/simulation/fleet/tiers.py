@@ -28,7 +28,6 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from engine.execution.simulated_executor import StepWork
 from kvbench.capacity.fit import GIB, Settings, memory_of
 from kvbench.capacity.gpus import parse_gpus
 from kvbench.capacity.model import plan_model
@@ -42,6 +41,7 @@ from kvbench.trace_analysis.cache_sim import PagedPrefixes, PrefixNodes, hit_rat
 from kvbench.trace_analysis.commands import print_cache
 from kvbench.traces.model import Trace, file_names
 from kvbench.traces.read import read_page_ids
+from kvbench_engine.execution.simulated_executor import StepWork
 
 NAMES = ("hbm", "dram", "ssd")
 _SSD_BYTES_PER_S = 6.5e9  # sequential reads of a data-centre drive on PCIe 4.0 x4: as announced of Samsung's PM9A3

@@ -12,8 +12,8 @@ import torch
 from ci.gpu import check_tokens, tables
 from ci.gpu.check_tokens import TokenChecks, Way, check_way, make_engine, ways
 from ci.gpu.part import PartReport, Report
-from engine.config import EngineConfig
-from engine.model.loader import load_model
+from kvbench_engine.config import EngineConfig
+from kvbench_engine.model.loader import load_model
 from tests.support.hf_parts import one_thread
 
 EAGER = Way(graphs=False, overlapping=True, preemption="swap")

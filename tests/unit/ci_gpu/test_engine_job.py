@@ -11,8 +11,8 @@ from ci.gpu import engine_job, tables
 from ci.gpu.engine_job import VARIANTS, EngineJob, cost_of, run_job
 from ci.gpu.nano_shape import ModelCost, draw_job
 from ci.gpu.part import PartReport, Report
-from engine.build import build_engine
-from engine.config import EngineConfig
+from kvbench_engine.build import build_engine
+from kvbench_engine.config import EngineConfig
 
 
 @pytest.fixture(scope="module")

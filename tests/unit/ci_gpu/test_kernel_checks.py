@@ -11,10 +11,10 @@ import torch
 from ci.gpu import check_kernels, check_moves
 from ci.gpu.kernel_problems import CONTIGUOUS, KernelProblem, draw
 from ci.gpu.part import Report
-from engine.kv.mover import KVMover
-from kernels.quantized import QuantizedKV
-from kernels.reference import TorchBackend
-from kernels.tune.problems import FAR_OUTSIDE, as_float64
+from kvbench_engine.kv.mover import KVMover
+from kvbench_kernels.quantized import QuantizedKV
+from kvbench_kernels.reference import TorchBackend
+from kvbench_kernels.tune.problems import FAR_OUTSIDE, as_float64
 
 CASE = KernelProblem(dtype=torch.float32, dim=16, v_dim=24, group=2, page_size=8, tiny=True)
 

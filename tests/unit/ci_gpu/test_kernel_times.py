@@ -11,7 +11,7 @@ from ci.gpu import kernel_cases, tables, time_kernels
 from ci.gpu.kernel_cases import CONTIGUOUS, AttentionHeads, Decode, Prefill
 from ci.gpu.part import PartReport
 from ci.gpu.time_kernels import KernelTimes
-from kernels.quantized import raw_tensors
+from kvbench_kernels.quantized import raw_tensors
 
 LLAMA = AttentionHeads(32, 8, 128)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ci.gpu.nano_shape import ModelCost, NanoJob, draw_job, floor_seconds, model_cost
-from engine.model.spec import find_model
+from kvbench_engine.model.spec import find_model
 
 H200_READ, H200_FLOPS = 4.3e12, 790e12  # bytes/s and FLOP/s for which the floors below were published
 

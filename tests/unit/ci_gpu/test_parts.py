@@ -13,8 +13,8 @@ from ci.gpu import tune
 from ci.gpu.part import PartReport
 from ci.gpu.parts import ENTRIES, PARTS, plan_seconds, select_parts
 from ci.gpu.requirements import BROUGHT, read_requirements
-from kernels import tuning
 from kvbench.cli.main import cli
+from kvbench_kernels import tuning
 
 
 def test_which_parts_run():

@@ -297,7 +297,7 @@ def test_doctor_shows_what_this_machine_has_and_the_details_all(run):
     [(True, True, "fast: AMX"), (False, True, "AVX512-BF16 in linear")],
 )
 def test_doctor_tells_how_the_engine_computes_bfloat16_on_this_cpu(run, monkeypatch, amx, avx512, said):
-    monkeypatch.setattr("kernels.numba_amx.has_amx", lambda: amx)
+    monkeypatch.setattr("kvbench_kernels.numba_amx.has_amx", lambda: amx)
     monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: avx512)
     assert said in run("dev", "doctor")[1]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.sequence import Drawn
+from kvbench_engine.sequence import Drawn
 from tests.support.engine_parts import CountingExecutor, collect, request, small_engine, undisturbed
 
 

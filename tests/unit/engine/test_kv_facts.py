@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.sequence import Request, SamplingParams
+from kvbench_engine.sequence import Request, SamplingParams
 from tests.support.fake_engine import fake_engine
 
 PAGE = 4

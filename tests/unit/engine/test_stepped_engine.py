@@ -8,12 +8,12 @@ import json
 
 import pytest
 
-from engine import lockstep
-from engine.engine import Engine
-from engine.execution.null_executor import ReplayExecutor
-from engine.kv.layouts import make_kv_manager
-from engine.lockstep import SteppedEngine
-from engine.sequence import Request, SamplingParams
+from kvbench_engine import lockstep
+from kvbench_engine.engine import Engine
+from kvbench_engine.execution.null_executor import ReplayExecutor
+from kvbench_engine.kv.layouts import make_kv_manager
+from kvbench_engine.lockstep import SteppedEngine
+from kvbench_engine.sequence import Request, SamplingParams
 from tests.support.engine_parts import capacity, drain, small_config, small_engine
 
 STEP_S = 0.25

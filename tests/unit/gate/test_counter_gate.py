@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.kv.page_pool import PagePool
-from engine.kv.paged import PagedKVManager
-from engine.scheduling.scheduler import Scheduler
 from kvbench.common.errors import UsageError
 from kvbench.gate.counters.judge import Change, accept, changed_counters, first_difference
 from kvbench.gate.counters.lock import LockedScenario, changes_of, digest, read_lock
 from kvbench.gate.counters.replay import Replayed, replay_all
 from kvbench.gate.verdict.verdict import FAIL, PASS, Finding, Verdict
+from kvbench_engine.kv.page_pool import PagePool
+from kvbench_engine.kv.paged import PagedKVManager
+from kvbench_engine.scheduling.scheduler import Scheduler
 from tests.support.counter_files import NAMES, Gate
 
 
@@ -249,7 +249,7 @@ def test_what_is_accepted_is_the_new_baseline_and_the_reasons_stay(gate, monkeyp
     before = gate.lock_path.read_bytes()
     accept_now(gate)
     assert gate.lock_path.read_bytes() == before  # nothing to accept
-    monkeypatch.setattr("engine.kv.paged.SPARE_TOKENS", 4)
+    monkeypatch.setattr("kvbench_engine.kv.paged.SPARE_TOKENS", 4)
     names = sorted(failed(gate.judge()))
     with monkeypatch.context() as patch:
         patch.setattr("os.fsync", _killed)

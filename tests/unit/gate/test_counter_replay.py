@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.step_plan import StepPlan
 from kvbench.common.errors import UsageError
 from kvbench.gate.counters.judge import GateCommands, judge
 from kvbench.gate.counters.lock import read_lock
 from kvbench.gate.counters.replay import COUNTERS, replay, replay_all
 from kvbench.gate.counters.workload import read_counter_workload
+from kvbench_engine.scheduling.scheduler import Scheduler
+from kvbench_engine.scheduling.step_plan import StepPlan
 from tests.support.counter_files import SMALL
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -79,7 +79,7 @@ def workload(tmp_path):
         ("http://127.0.0.1:8000", "url", "http://127.0.0.1:8000"),
         ("url:http://h", "url", "http://h"),
         ("engine.page_size=16, enable_prefix_caching=true", "set", "engine.page_size=16, enable_prefix_caching=true"),
-        (f"{PYTHON} -m engine.server", "cmd", f"{PYTHON} -m engine.server"),
+        (f"{PYTHON} -m kvbench_engine.server", "cmd", f"{PYTHON} -m kvbench_engine.server"),
         ("./serve.sh{port}", "cmd", "./serve.sh{port}"),
         (f"cmd:{PYTHON}", "cmd", PYTHON),
     ],
@@ -168,7 +168,7 @@ def test_two_pythons_are_two_sides_with_the_same_settings(tiny, workload, tmp_pa
 def test_a_command_and_a_url_become_targets(tiny, workload):
     for text, options, kind, command in (
         (f"{PYTHON} serve.py {{model}} --port {{port}}", {"preset": "vllm"}, LaunchedTarget, "--port {port}"),
-        (f"{PYTHON} -m engine.server", {"start_timeout": 7.0}, BuiltinTarget, "engine.server"),
+        (f"{PYTHON} -m kvbench_engine.server", {"start_timeout": 7.0}, BuiltinTarget, "kvbench_engine.server"),
         ("http://127.0.0.1:9", {"vocab_size": 99}, OpenAITarget, "http://127.0.0.1:9"),
     ):
         opened = open_side(parse_side(text, tiny), workload, CompareRequest(**options))
@@ -198,7 +198,7 @@ def test_a_ref_is_built_and_its_own_engine_is_launched(tiny, workload, builds, t
         assert target.model.name == "fake"  # of the ref's server: the running kvbench has none like it
     finally:
         target.stop()
-    assert shlex.split(opened.facts.command)[-3:] == [str(opened.build.python), "-m", "engine.server"]
+    assert shlex.split(opened.facts.command)[-3:] == [str(opened.build.python), "-m", "kvbench_engine.server"]
 
 
 @pytest.mark.parametrize(
@@ -291,7 +291,7 @@ def test_a_stored_run(tiny, workload, tmp_path, monkeypatch):
         (("main", "http://h:1"), {"vocab_size": 9}, None),
         (("run:a", "main"), {}, "only with another stored one"),
         ((f"{sys.executable} -m serve", f"{sys.executable} --port {{port}}"), {}, r"has no \{port\}"),
-        ((f"{sys.executable} -m engine.server", f"{sys.executable} --port {{port}}"), {}, None),
+        ((f"{sys.executable} -m kvbench_engine.server", f"{sys.executable} --port {{port}}"), {}, None),
         (("main", "v1.2"), {"vocab_size": 9}, "--vocab-size"),
         (("page_size=8", "page_size=16"), {"target": "vllm"}, None),
         (("main", "v1.2"), {"target": "vllm"}, None),  # built, and launched as that

@@ -1,4 +1,4 @@
-"""The work list of kernels.triton_plan in NumPy, and an estimate of a GPU's time for it by a model of its waves.
+"""The work list of triton_plan in NumPy, and an estimate of a GPU's time for it by a model of its waves.
 
 The model: ``places`` programs run at a time; in the order of their launch each takes the place that is free first, for
 as long as its tokens and PROGRAM_TOKENS more. Times are in tokens of one KV head. It knows no memory: an estimate.
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kernels.launch import (
+from kvbench_kernels.launch import (
     MIN_SPLIT_TOKENS,
     PROGRAM_TOKENS,
     PROGRAMS_PER_SM,

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 import torch
 from hypothesis import strategies as st
 
-from kernels import get_backend
-from kernels.api import AttentionBackend, AttentionOptions, KVCache, PrefillBatch
-from kernels.kv_formats import KV_FORMATS
-from kernels.quantized import FP8_MAX, QuantizedKV
-from kernels.tune.problems import HostileKV, as_float64, hostile_kv, wide
+from kvbench_kernels import get_backend
+from kvbench_kernels.api import AttentionBackend, AttentionOptions, KVCache, PrefillBatch
+from kvbench_kernels.kv_formats import KV_FORMATS
+from kvbench_kernels.quantized import FP8_MAX, QuantizedKV
+from kvbench_kernels.tune.problems import HostileKV, as_float64, hostile_kv, wide
 
 KINDS = ["auto", *KV_FORMATS]
 PLAIN = AttentionOptions(scale=0.2)

@@ -8,11 +8,11 @@ import sys
 import pytest
 import torch
 
-from kernels import default_backend, get_backend
-from kernels.api import AttentionBackend
-from kernels.kv_formats import KV_FORMATS, find_format
-from kernels.triton_backend import TritonBackend
-from kernels.triton_launch import Chip
+from kvbench_kernels import default_backend, get_backend
+from kvbench_kernels.api import AttentionBackend
+from kvbench_kernels.kv_formats import KV_FORMATS, find_format
+from kvbench_kernels.triton_backend import TritonBackend
+from kvbench_kernels.triton_launch import Chip
 
 KINDS = ["auto", *KV_FORMATS]
 FITS = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}

@@ -11,7 +11,7 @@ from decode_plan_model import evenly_split_time, expected_list, ideal_time, plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.launch import MIN_SPLIT_TOKENS, PROGRAMS_PER_SM, cdiv, most_decode_items
+from kvbench_kernels.launch import MIN_SPLIT_TOKENS, PROGRAMS_PER_SM, cdiv, most_decode_items
 
 BATCHES = (1, 2, 3, 5, 8, 16, 33, 48, 64, 128)
 H100 = 132  # multiprocessors

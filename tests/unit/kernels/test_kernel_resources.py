@@ -9,9 +9,9 @@ import pytest
 import triton
 import triton.language as tl
 
-from kernels import resources, triton_common
-from kernels.compile_ahead import Resources, compile_for, read_resources
-from kernels.launch import shared_bytes_limit
+from kvbench_kernels import resources, triton_common
+from kvbench_kernels.compile_ahead import Resources, compile_for, read_resources
+from kvbench_kernels.launch import shared_bytes_limit
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="TRITON_INTERPRET=1 replaces the compiler"

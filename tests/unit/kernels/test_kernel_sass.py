@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 import triton
 
-from kernels import resources, sass
-from kernels.compile_ahead import Resources
-from kernels.variants import COMMON, VariantOptions, decode, prefill
+from kvbench_kernels import resources, sass
+from kvbench_kernels.compile_ahead import Resources
+from kvbench_kernels.variants import COMMON, VariantOptions, decode, prefill
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="TRITON_INTERPRET=1 replaces the compiler"

@@ -17,10 +17,10 @@ from kernel_cases import (
     problems,
 )
 
-from kernels import get_backend
-from kernels.api import AttentionOptions, PrefillBatch
-from kernels.kv_formats import KV_FORMATS
-from kernels.numba_amx import has_amx
+from kvbench_kernels import get_backend
+from kvbench_kernels.api import AttentionOptions, PrefillBatch
+from kvbench_kernels.kv_formats import KV_FORMATS
+from kvbench_kernels.numba_amx import has_amx
 
 TOLERANCE = 1e-5
 NUMBA, BACKENDS = get_backend("numba"), [get_backend("torch"), get_backend("numba")]
@@ -98,7 +98,7 @@ def test_bfloat16_agrees_with_float64(amx, problem):
     if amx and not has_amx():
         pytest.skip("no AMX here")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kernels.prefill_cpu.has_amx", lambda: amx)
+        patch.setattr("kvbench_kernels.prefill_cpu.has_amx", lambda: amx)
         check_attention(NUMBA, problem, 2e-2)
 
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels.kv_formats import KV_FORMATS
-from kernels.launch import (
+from kvbench_kernels.kv_formats import KV_FORMATS
+from kvbench_kernels.launch import (
     MAX_SPLITS,
     MIN_SPLIT_TOKENS,
     ONE_PAGE,
@@ -27,7 +27,7 @@ from kernels.launch import (
     programs_at_a_time,
     short_tiles,
 )
-from kernels.triton_move import WIDEST, free_of_clashes, move_constants, record_layout, runs_of
+from kvbench_kernels.triton_move import WIDEST, free_of_clashes, move_constants, record_layout, runs_of
 
 
 @given(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 CODE = """
-from kernels.numba_cpu import build_worker, run_decode
+from kvbench_kernels.numba_cpu import build_worker, run_decode
 print(build_worker(2, 16, 16, 0, 0).cache_hits, run_decode.cache_hits)
 """
 

@@ -13,9 +13,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kernels import get_backend
-from kernels.kv_formats import FP8_E4M3, FP8_E5M2, INT4, INT8, KV_FORMATS
-from kernels.quantized import FP8_MAX, QuantizedKV, count_saturated, raw_tensors
+from kvbench_kernels import get_backend
+from kvbench_kernels.kv_formats import FP8_E4M3, FP8_E5M2, INT4, INT8, KV_FORMATS
+from kvbench_kernels.quantized import FP8_MAX, QuantizedKV, count_saturated, raw_tensors
 
 FORMATS = list(KV_FORMATS.values())
 PER_HEAD = (INT8, INT4)
@@ -189,9 +189,9 @@ def test_fp8_loads_on_a_machine_without_float16_instructions(tmp_path):
     """Every code, compiled for the oldest x86-64, which virtual machines pretend to be: it was a segmentation fault."""
     code = """
 import torch
-from kernels.kv_formats import FP8_E4M3, FP8_E5M2
-from kernels.numba_quantised import load_rows
-from kernels.quantized import QuantizedKV
+from kvbench_kernels.kv_formats import FP8_E4M3, FP8_E5M2
+from kvbench_kernels.numba_quantised import load_rows
+from kvbench_kernels.quantized import QuantizedKV
 for format in (FP8_E4M3, FP8_E5M2):
     cache = QuantizedKV.zeros(format, 4, 1, 64, "cpu", 0.37)
     cache.codes.copy_(torch.arange(256, dtype=torch.uint8).view(4, 1, 64))

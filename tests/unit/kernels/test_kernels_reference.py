@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kernels import get_backend
-from kernels.api import AttentionOptions, PrefillBatch
+from kvbench_kernels import get_backend
+from kvbench_kernels.api import AttentionOptions, PrefillBatch
 
 
 def by_loops(q, k, v, position, scale, window, softcap, sink):

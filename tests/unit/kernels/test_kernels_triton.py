@@ -11,14 +11,14 @@ import pytest
 import torch
 from triton_cases import INTERPRETED, full
 
-from kernels.compile_ahead import compile_for, read_resources
-from kernels.kv_formats import KV_FORMATS
-from kernels.launch import KernelShape, shared_bytes_limit
-from kernels.triton_decode import decode_constants, decode_kernel
-from kernels.triton_kv import write_constants, write_kv_kernel
-from kernels.triton_move import move_constants, move_kernel
-from kernels.triton_prefill import prefill_constants, prefill_kernel
-from kernels.variants import sample
+from kvbench_kernels.compile_ahead import compile_for, read_resources
+from kvbench_kernels.kv_formats import KV_FORMATS
+from kvbench_kernels.launch import KernelShape, shared_bytes_limit
+from kvbench_kernels.triton_decode import decode_constants, decode_kernel
+from kvbench_kernels.triton_kv import write_constants, write_kv_kernel
+from kvbench_kernels.triton_move import move_constants, move_kernel
+from kvbench_kernels.triton_prefill import prefill_constants, prefill_kernel
+from kvbench_kernels.variants import sample
 from tests.support.run_checks import run_checks
 
 CHECKS = [*sorted(Path(__file__).parent.glob("triton_*checks.py")), Path(__file__).with_name("triton_bugs.py")]

@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from kernels.cpu_memory import HugeArena, huge_empty
-from kernels.kv_formats import INT8
-from kernels.layer_parts import Heads, Norm, Rotation
-from kernels.layers_cpu import PackedLinear, add_norm, can_norm, can_pack, can_rotate, gated, rotate_and_write
-from kernels.numba_amx import CHUNK, has_amx
-from kernels.numba_gemm import DEPTH, PANEL, ROW_BLOCK, ROWS
-from kernels.numba_quantised import load_rows
-from kernels.quantized import QuantizedKV
+from kvbench_kernels.cpu_memory import HugeArena, huge_empty
+from kvbench_kernels.kv_formats import INT8
+from kvbench_kernels.layer_parts import Heads, Norm, Rotation
+from kvbench_kernels.layers_cpu import PackedLinear, add_norm, can_norm, can_pack, can_rotate, gated, rotate_and_write
+from kvbench_kernels.numba_amx import CHUNK, has_amx
+from kvbench_kernels.numba_gemm import DEPTH, PANEL, ROW_BLOCK, ROWS
+from kvbench_kernels.numba_quantised import load_rows
+from kvbench_kernels.quantized import QuantizedKV
 
 ARENA = HugeArena()
 amx = pytest.mark.skipif(not has_amx(), reason="no AMX here")
@@ -259,10 +259,10 @@ AS_COMPILED_FOR_AVX2 = """
 import torch
 import torch.nn.functional as F
 from torch import nn
-from kernels.cpu_memory import HugeArena
-from kernels.layer_parts import Norm
-from kernels.layers_cpu import PackedLinear, add_norm, can_pack
-from kernels.numba_gemm import PANEL
+from kvbench_kernels.cpu_memory import HugeArena
+from kvbench_kernels.layer_parts import Norm
+from kvbench_kernels.layers_cpu import PackedLinear, add_norm, can_pack
+from kvbench_kernels.numba_gemm import PANEL
 
 assert PANEL == 16
 with torch.inference_mode():

@@ -26,15 +26,15 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-import kernels
-from engine.execution import sampler
-from engine.sequence import Request, SamplingParams, Sequence
-from kernels import triton_sample
-from kernels.api import AttentionOptions, PrefillBatch
-from kernels.triton_backend import TritonBackend
-from kernels.triton_launch import Chip
-from kernels.triton_layers import Heads, Norm, Rotation, act_mul, add_norm, rotate_and_write
-from kernels.triton_move import TritonMover
+import kvbench_kernels
+from kvbench_engine.execution import sampler
+from kvbench_engine.sequence import Request, SamplingParams, Sequence
+from kvbench_kernels import triton_sample
+from kvbench_kernels.api import AttentionOptions, PrefillBatch
+from kvbench_kernels.triton_backend import TritonBackend
+from kvbench_kernels.triton_launch import Chip
+from kvbench_kernels.triton_layers import Heads, Norm, Rotation, act_mul, add_norm, rotate_and_write
+from kvbench_kernels.triton_move import TritonMover
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="TRITON_INTERPRET=1 replaces the compiler"
@@ -82,7 +82,7 @@ def variants(monkeypatch: pytest.MonkeyPatch) -> Iterator[Variants]:
 def functions() -> list[JITFunction]:
     """Everything with @triton.jit in the package."""
     found = []
-    for info in pkgutil.walk_packages(kernels.__path__, "kernels."):
+    for info in pkgutil.walk_packages(kvbench_kernels.__path__, "kvbench_kernels."):
         if "triton" in info.name.rpartition(".")[2]:
             module = importlib.import_module(info.name)
             found += [f for f in vars(module).values() if isinstance(f, JITFunction) and f.module == info.name]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from kernels import triton_codes
+from kvbench_kernels import triton_codes
 
 WORDS = np.arange(1 << 16, dtype=np.uint32)
 PAIRS = WORDS | (np.random.default_rng(0).permutation(WORDS) << 16)  # two words an instruction, unrelated

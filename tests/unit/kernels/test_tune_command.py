@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.launch import Tiles
-from kernels.tune.search import Outcome
 from kvbench.cli.main import main
 from kvbench.cli.tune import describe, make_cases
 from kvbench.common.errors import UsageError
+from kvbench_kernels.launch import Tiles
+from kvbench_kernels.tune.search import Outcome
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
 

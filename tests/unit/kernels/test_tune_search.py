@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from kernels.launch import Tiles
-from kernels.tune import search as tune
-from kernels.tune.search import TuningCase, candidates, entry_of, merge, search
-from kernels.tuning import (
+from kvbench_kernels.launch import Tiles
+from kvbench_kernels.tune import search as tune
+from kvbench_kernels.tune.search import TuningCase, candidates, entry_of, merge, search
+from kvbench_kernels.tuning import (
     TuningTable,
     bucket_of,
     choose_decode,

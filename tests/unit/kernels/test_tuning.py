@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels import resources, triton_decode, triton_prefill
-from kernels.launch import KernelShape, Tiles, short_tiles
-from kernels.tuning import (
+from kvbench_kernels import resources, triton_decode, triton_prefill
+from kvbench_kernels.launch import KernelShape, Tiles, short_tiles
+from kvbench_kernels.tuning import (
     FOLDER,
     Entry,
     TuningTable,

@@ -21,13 +21,13 @@ from kernel_cases import (
 )
 from triton_cases import DEVICE, INTERPRETED, backend_on
 
-import kernels.triton_launch
-import kernels.triton_plan
-from kernels import get_backend
-from kernels.api import AttentionOptions, PrefillBatch
-from kernels.triton_launch import Attention, Chip, Splits
-from kernels.triton_plan import DecodePlan
-from kernels.tune.problems import as_float64
+import kvbench_kernels.triton_launch
+import kvbench_kernels.triton_plan
+from kvbench_kernels import get_backend
+from kvbench_kernels.api import AttentionOptions, PrefillBatch
+from kvbench_kernels.triton_launch import Attention, Chip, Splits
+from kvbench_kernels.triton_plan import DecodePlan
+from kvbench_kernels.tune.problems import as_float64
 
 
 def truth(q: torch.Tensor, k, v, length: int, options: AttentionOptions = PLAIN) -> torch.Tensor:
@@ -59,8 +59,8 @@ def recorded(monkeypatch) -> RecordedLaunches:
     launches = RecordedLaunches()
     launches.plans = RecordedLaunches()
     for name in ("decode_kernel", "prefill_kernel", "reduce_kernel"):
-        monkeypatch.setattr(kernels.triton_launch, name, launches)
-    monkeypatch.setattr(kernels.triton_plan, "plan_kernel", launches.plans)
+        monkeypatch.setattr(kvbench_kernels.triton_launch, name, launches)
+    monkeypatch.setattr(kvbench_kernels.triton_plan, "plan_kernel", launches.plans)
     return launches
 
 
@@ -176,7 +176,7 @@ def test_plans_read_no_tensor():
 
 @pytest.mark.parametrize("captured", [True, False])
 def test_split_buffers_are_shared_and_kept_for_graphs(captured, monkeypatch):
-    monkeypatch.setattr(kernels.triton_launch, "is_capturing", lambda device: captured)
+    monkeypatch.setattr(kvbench_kernels.triton_launch, "is_capturing", lambda device: captured)
     buffers, device = Splits(), torch.device(DEVICE)
     parts, lse = buffers.take(12, 16, device)
     assert parts.shape == (12, 16) and lse.shape == (12,) and parts.dtype == lse.dtype == torch.float32

@@ -8,8 +8,8 @@ import pytest
 import torch
 from kernel_cases import Problem, check_attention
 
-from kernels.triton_backend import TritonBackend, read_chip
-from kernels.triton_launch import Chip, Splits
+from kvbench_kernels.triton_backend import TritonBackend, read_chip
+from kvbench_kernels.triton_launch import Chip, Splits
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"

@@ -9,9 +9,9 @@ import torch
 from torch.nn import functional as F
 from triton_cases import DEVICE, full
 
-from kernels.kv_formats import KV_FORMATS
-from kernels.quantized import QuantizedKV, raw_tensors
-from kernels.triton_layers import Heads, Norm, Rotation, act_mul, add_norm, rotate_and_write
+from kvbench_kernels.kv_formats import KV_FORMATS
+from kvbench_kernels.quantized import QuantizedKV, raw_tensors
+from kvbench_kernels.triton_layers import Heads, Norm, Rotation, act_mul, add_norm, rotate_and_write
 
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}  # of one result, relative
 # float32 shows what a kernel computes, bfloat16 where it rounds.

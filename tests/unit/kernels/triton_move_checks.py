@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from triton_cases import DEVICE
 
-from kernels import triton_move
-from kernels.kv_formats import KV_FORMATS
-from kernels.quantized import FP8_DTYPE, QuantizedKV, raw_tensors
-from kernels.triton_move import TritonMover
+from kvbench_kernels import triton_move
+from kvbench_kernels.kv_formats import KV_FORMATS
+from kvbench_kernels.quantized import FP8_DTYPE, QuantizedKV, raw_tensors
+from kvbench_kernels.triton_move import TritonMover
 from tests.support.move_oracle import HOST_PAGES, PAGES, check_moves, page_moves, slab_moves
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.uint8)

@@ -16,9 +16,9 @@ from kernel_cases import KINDS, Problem, check_decode
 from triton_cases import DEVICE, TOLERANCE, backend_on
 from triton_checks import DEEP, QUIET
 
-from kernels.launch import PROGRAMS_PER_SM
-from kernels.triton_common import reduce_constants, reduce_kernel
-from kernels.triton_plan import make_work
+from kvbench_kernels.launch import PROGRAMS_PER_SM
+from kvbench_kernels.triton_common import reduce_constants, reduce_kernel
+from kvbench_kernels.triton_plan import make_work
 
 LN2 = math.log(2)
 BASE = Problem(lens=(1,), new=(0,), shape=(2, 16, 16), kv_heads=2, page_size=64, device=DEVICE)

@@ -10,11 +10,11 @@ import triton.language as tl
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton_cases import DEVICE, full
 
-from engine.execution import gumbel, sampler
-from engine.execution.gumbel import allowed_tokens, random_bits, row_keys
-from engine.sequence import Request, SamplingParams, Sequence
-from kernels import triton_sample
-from kernels.triton_sample import gumbel_bits, noisy_score
+from kvbench_engine.execution import gumbel, sampler
+from kvbench_engine.execution.gumbel import allowed_tokens, random_bits, row_keys
+from kvbench_engine.sequence import Request, SamplingParams, Sequence
+from kvbench_kernels import triton_sample
+from kvbench_kernels.triton_sample import gumbel_bits, noisy_score
 
 
 def keys_of(count: int, seed: int = 0) -> torch.Tensor:

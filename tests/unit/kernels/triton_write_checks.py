@@ -8,10 +8,10 @@ import pytest
 import torch
 from triton_cases import DEVICE, backend_on, full
 
-from kernels.api import KVCache
-from kernels.kv_formats import FP8_E4M3, FP8_E5M2, KV_FORMATS, KVFormat
-from kernels.quantized import FP8_DTYPE, FP8_MAX, QuantizedKV, raw_tensors
-from kernels.tune.problems import put
+from kvbench_kernels.api import KVCache
+from kvbench_kernels.kv_formats import FP8_E4M3, FP8_E5M2, KV_FORMATS, KVFormat
+from kvbench_kernels.quantized import FP8_DTYPE, FP8_MAX, QuantizedKV, raw_tensors
+from kvbench_kernels.tune.problems import put
 
 FORMATS = list(KV_FORMATS.values())
 by_name = pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name)

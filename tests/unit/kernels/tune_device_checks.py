@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.triton_launch import Chip
-from kernels.tune.device import Checker, TuningProblem
-from kernels.tune.search import TuningCase
-from kernels.tuning import bucket_of
 from kvbench.cli.tune import default_tiles
+from kvbench_kernels.triton_launch import Chip
+from kvbench_kernels.tune.device import Checker, TuningProblem
+from kvbench_kernels.tune.search import TuningCase
+from kvbench_kernels.tuning import bucket_of
 
 CHIP, CPU = Chip(0, 4), torch.device("cpu")
 LENS = {"decode": ((1, 33, 20, 0), (1, 1, 1, 1)), "prefill": ((20, 1, 33), (20, 1, 7))}

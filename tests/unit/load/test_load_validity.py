@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from engine.boot import BOOT_HEADER, boot_id
 from kvbench.common.records import read_record
 from kvbench.load.client_figures import Clocked, busiest_second, client_figures, stamp_errors, turnarounds
 from kvbench.load.completion import Completion, judge
@@ -18,6 +17,7 @@ from kvbench.load.spec import LoadSpec
 from kvbench.load.validity import client_reasons, invalid_reasons, nothing_streamed, other_prompts, short_outputs
 from kvbench.metrics.model import LoadOutcome
 from kvbench.requests.request import RequestList, RequestSpec
+from kvbench_engine.boot import BOOT_HEADER, boot_id
 
 
 def client_report(samples, lags, cpu_s, wall_s, mode, kernel_stamps=False):

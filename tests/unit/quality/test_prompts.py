@@ -8,9 +8,9 @@ from itertools import pairwise
 import pytest
 from tokenizers import Tokenizer
 
-from engine.tiny_model.data import TEMPLATES
 from kvbench.common.errors import UsageError
 from kvbench.quality.prompts import FILLER, FOLDER, SETS, PromptText, in_tokens, make_passkeys, read_set
+from kvbench_engine.tiny_model.data import TEMPLATES
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from engine.sequence import Request, SamplingParams
 from kvbench.requests.cache_simulation import CacheReplay, ServedRequest, endless_hits, shared_tokens
+from kvbench_engine.sequence import Request, SamplingParams
 from tests.support.engine_parts import small_engine
 
 # Few token ids: prompts share beginnings, end with full pages, and repeat one another.

@@ -8,10 +8,10 @@ import random
 import pandas as pd
 import pytest
 
-from engine import lockstep
-from engine.lockstep import SteppedEngine
 from kvbench.requests.cache_simulation import CacheReplay, prompts_sent, served_requests
 from kvbench.requests.request import RequestSpec
+from kvbench_engine import lockstep
+from kvbench_engine.lockstep import SteppedEngine
 from tests.support.engine_parts import small_engine
 
 

@@ -10,10 +10,6 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from engine.config import EngineConfig
-from engine.execution.simulated_executor import StepTime, StepWork
-from engine.kv.budget import KVShape, LayerKV, capacity_of
-from engine.server.metrics import ServerMetrics, readings
 from kvbench.capacity.gpus import find_gpu
 from kvbench.capacity.model import plan_model
 from kvbench.measure.instrument import Job
@@ -27,6 +23,10 @@ from kvbench.simulation.instrument import SimulatedInstrument, SimulatedTarget
 from kvbench.targets.base import ModelFacts
 from kvbench.targets.prometheus import parse_metrics
 from kvbench.workload.load_section import LoadConfig, load_point
+from kvbench_engine.config import EngineConfig
+from kvbench_engine.execution.simulated_executor import StepTime, StepWork
+from kvbench_engine.kv.budget import KVShape, LayerKV, capacity_of
+from kvbench_engine.server.metrics import ServerMetrics, readings
 
 STEP_S = 0.01  # whatever a step computes
 SETTINGS = {"page_size": 16, "max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 512}

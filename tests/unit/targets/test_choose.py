@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-import engine.tokenizer
+import kvbench_engine.tokenizer
 from kvbench.cli.main import main
 from kvbench.common.errors import UsageError
 from kvbench.common.files import write_json
@@ -203,7 +203,7 @@ def test_a_run_on_a_running_server_goes_on_with_the_same_facts_and_no_others(wor
     """Otherwise ``sweep --resume RUN --model OTHER`` would mix two models under one name."""
     monkeypatch.setenv("A_KEY", "secret")
     (tmp_path / "tokenizer.json").write_text(
-        Path(engine.tokenizer.__file__).with_name("bpe8k").joinpath("tokenizer.json").read_text()
+        Path(kvbench_engine.tokenizer.__file__).with_name("bpe8k").joinpath("tokenizer.json").read_text()
     )
     facts = {"vocab_size": 512, "max_model_len": 256, "model": "m", "api_key_env": "A_KEY", "tokenizer": tmp_path}
     first = chosen(workload(), target="https://127.0.0.1:9", preset="transformers", **facts).manifest.to_json()

@@ -70,7 +70,7 @@ def test_what_the_command_must_have_and_what_it_leaves_to_the_server():
 
 
 def test_a_command_without_placeholders_takes_the_built_in_servers_flags():
-    assert not is_template(f"{ME} -m engine.server")
+    assert not is_template(f"{ME} -m kvbench_engine.server")
     assert not is_template("it's broken")
     assert is_template("serve {model}") and is_template("serve {no_such_thing}")
 

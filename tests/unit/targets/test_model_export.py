@@ -15,14 +15,14 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from engine.config import EngineConfig
-from engine.model import gguf as gguf_file
-from engine.model.export import copy_tokenizer, export_model, save_word_tokenizer
-from engine.model.loader import load_model
 from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.targets import model_export
 from kvbench.targets.model_export import ModelFolders, shipped_tokenizer, text_tokenizer
 from kvbench.targets.prompt_texts import ids_as_words
+from kvbench_engine.config import EngineConfig
+from kvbench_engine.model import gguf as gguf_file
+from kvbench_engine.model.export import copy_tokenizer, export_model, save_word_tokenizer
+from kvbench_engine.model.loader import load_model
 from tests.integration.test_target_transformers import MODEL
 from tests.support.sweep_parts import alive, wait_until
 

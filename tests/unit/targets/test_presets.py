@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import EngineConfig
 from kvbench.runs.results import Capacity
 from kvbench.targets.choose import arithmetic
 from kvbench.targets.launch_plan import Launcher
@@ -16,6 +15,7 @@ from kvbench.targets.preset import MODEL_SETTINGS, Context
 from kvbench.targets.presets import PRESETS
 from kvbench.workload.design import make_design, without_refused
 from kvbench.workload.file import load_workload
+from kvbench_engine.config import EngineConfig
 
 SETTINGS = {"model": "llama-32m", "layout": "paged", "device": "cpu", "page_size": 32, "max_num_seqs": 8}
 ON_GPU = {"layout": "paged", "device": "auto", "max_num_seqs": 8, "max_model_len": 2048, "kv_budget": "97MiB"}

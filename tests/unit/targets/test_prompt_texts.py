@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-import engine.tokenizer
+import kvbench_engine.tokenizer
 from kvbench.common.errors import UsageError
 from kvbench.load.completion import Completion
 from kvbench.load.samples import Sample, with_history
@@ -17,7 +17,7 @@ from kvbench.requests.request import RequestSpec
 from kvbench.targets.prompt_texts import TokenizerWords, ids_as_words, with_texts
 from kvbench.workload.file import load_workload
 
-BPE = Path(engine.tokenizer.__file__).parent / "bpe8k"
+BPE = Path(kvbench_engine.tokenizer.__file__).parent / "bpe8k"
 WORDS = ["".join(chr(97 + i // 26**k % 26) for k in range(3)) for i in range(1000)]
 
 

@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.kv.page_pool import PagePool
 from kvbench.cli.main import main
 from kvbench.trace_analysis import cache_sim
 from kvbench.trace_analysis.cache_sim import capacities, hit_rates, parse_pages, replay, working_set
 from kvbench.traces.model import UNKNOWN, Trace
+from kvbench_engine.kv.page_pool import PagePool
 from tests.support.trace_samples import page_row
 
 

@@ -10,8 +10,6 @@ import re
 import pytest
 import yaml
 
-from engine.config import KV_CACHE_DTYPES, EngineConfig
-from engine.server.arguments import build_parser, command_line, options_of
 from kvbench.common.errors import UsageError
 from kvbench.sweep.plan import preflight
 from kvbench.targets.builtin import check_configuration
@@ -19,6 +17,8 @@ from kvbench.workload.design import make_design, plan_blocks, plan_sweep, select
 from kvbench.workload.file import load_workload, resolve
 from kvbench.workload.load_section import load_point
 from kvbench.workload.settings import DEFAULTS, DEFAULTS_ON, ONLY_WITH, phrase, value_words
+from kvbench_engine.config import KV_CACHE_DTYPES, EngineConfig
+from kvbench_engine.server.arguments import build_parser, command_line, options_of
 
 BASE = {"layout": "paged", "page_size": 16, "enable_prefix_caching": False, "max_num_seqs": 64}
 SWEEP = {"layout": ["contiguous", "paged"], "page_size": [8, 16, 64], "enable_prefix_caching": [False, True]}

@@ -10,13 +10,13 @@ import jsonschema
 import pytest
 import yaml
 
-from engine.config import EngineConfig
 from kvbench.common.packages import REPOSITORY
 from kvbench.targets.builtin import engine_settings_schema
 from kvbench.workload.file import MODEL_SECTION
 from kvbench.workload.from_options import workload_text
 from kvbench.workload.options import Answers
 from kvbench.workload.reference import workload_reference, workload_schema
+from kvbench_engine.config import EngineConfig
 
 SCHEMA = workload_schema(engine_settings_schema())
 SHIPPED = [p for p in sorted(Path(REPOSITORY, "workloads").glob("*.yaml")) if p.stem != "ci_counters"]

@@ -14,13 +14,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine.config import EngineConfig
-from engine.counters import EngineStats
-from engine.engine import Engine
-from engine.kv.budget import capacity_of
-from engine.kv.layouts import make_kv_manager
-from engine.model.spec import find_model
-from engine.sequence import Request, SamplingParams
 from kvbench.requests.build import LoadDraw, build_requests
 from kvbench.requests.prefix_hits import predict_hits
 from kvbench.requests.request import RequestList, RequestSpec, distinct_prefixes
@@ -28,6 +21,13 @@ from kvbench.targets.builtin import check_configuration
 from kvbench.traces.read import read_page_ids
 from kvbench.workload.design import plan_sweep
 from kvbench.workload.file import load_workload
+from kvbench_engine.config import EngineConfig
+from kvbench_engine.counters import EngineStats
+from kvbench_engine.engine import Engine
+from kvbench_engine.kv.budget import capacity_of
+from kvbench_engine.kv.layouts import make_kv_manager
+from kvbench_engine.model.spec import find_model
+from kvbench_engine.sequence import Request, SamplingParams
 from tests.support.engine_parts import CountingExecutor
 
 ROOT = Path(__file__).resolve().parents[3]

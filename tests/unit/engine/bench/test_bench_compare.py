@@ -9,10 +9,10 @@ from functools import partial
 
 import pytest
 
-from engine.bench.case import PromptBatch, make_case, speed_of
-from engine.bench.command import build_parser, check_json_path, chosen_sides, main, verdict
-from engine.bench.compare import SpeedBar, SpeedComparison, compare, parse_bars
-from engine.bench.turns import run_apart, run_command
+from kvbench_engine.bench.case import PromptBatch, make_case, speed_of
+from kvbench_engine.bench.command import build_parser, check_json_path, chosen_sides, main, verdict
+from kvbench_engine.bench.compare import SpeedBar, SpeedComparison, compare, parse_bars
+from kvbench_engine.bench.turns import run_apart, run_command
 
 TOKENS = [[1, 2], [3, 4], [5, 6], [7, 8], [9, 10]]
 

@@ -10,8 +10,8 @@ from importlib.metadata import distributions
 
 import pytest
 
-from engine.bench.case import PromptBatch
-from engine.bench.vllm_peer import SCRIPT, VllmPeer, preloaded, speed_settings, vllm_version
+from kvbench_engine.bench.case import PromptBatch
+from kvbench_engine.bench.vllm_peer import SCRIPT, VllmPeer, preloaded, speed_settings, vllm_version
 
 CASE = PromptBatch(((1, 2, 3), (4,)), 2)
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.sequence import Request, SamplingParams
-from kernels.api import AttentionOptions
+from kvbench_engine.sequence import Request, SamplingParams
+from kvbench_kernels.api import AttentionOptions
 from tests.support.engine_parts import collect
 from tests.support.hf_parts import loaded, make_engine, model_folder, one_thread
 

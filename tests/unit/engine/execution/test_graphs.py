@@ -17,13 +17,13 @@ import torch
 import torch._dynamo
 from transformers import AttentionInterface
 
-from engine.config import EngineConfig
-from engine.execution.forward import ModelForward
-from engine.execution.graphs import LARGEST_BATCH, LARGEST_MIXED, GraphSizes, decode_sizes, mixed_sizes
-from engine.model.attention import NAME, AttentionHost, StepTensors
-from engine.model.attention import forward as attention_forward
-from engine.model.compiler import compile_model
-from engine.model.loader import LoadedModel, load_model
+from kvbench_engine.config import EngineConfig
+from kvbench_engine.execution.forward import ModelForward
+from kvbench_engine.execution.graphs import LARGEST_BATCH, LARGEST_MIXED, GraphSizes, decode_sizes, mixed_sizes
+from kvbench_engine.model.attention import NAME, AttentionHost, StepTensors
+from kvbench_engine.model.attention import forward as attention_forward
+from kvbench_engine.model.compiler import compile_model
+from kvbench_engine.model.loader import LoadedModel, load_model
 from tests.support.fake_capture import FakeCapture
 from tests.support.hf_parts import COMMON, VOCAB, loaded, model_folder, one_thread
 

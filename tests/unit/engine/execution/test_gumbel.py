@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy import stats
 
-from engine.execution.gumbel import add_gumbel_, random_bits, row_keys
+from kvbench_engine.execution.gumbel import add_gumbel_, random_bits, row_keys
 
 MASK = 2**64 - 1
 POSITIONS = 32  # of each seed

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from engine.execution import sampler
-from engine.model.host_waits import HostWaits
-from engine.sequence import Request, SamplingParams, Sequence
+from kvbench_engine.execution import sampler
+from kvbench_engine.model.host_waits import HostWaits
+from kvbench_engine.sequence import Request, SamplingParams, Sequence
 from tests.support.hf_parts import VOCAB, one_thread
 
 

@@ -3,9 +3,9 @@ import pytest
 import torch
 from scipy import stats
 
-from engine.execution.gumbel import allowed_tokens
-from engine.execution.sampler import sample
-from engine.sequence import Request, SamplingParams, Sequence
+from kvbench_engine.execution.gumbel import allowed_tokens
+from kvbench_engine.execution.sampler import sample
+from kvbench_engine.sequence import Request, SamplingParams, Sequence
 
 
 def sequence(name: str = "a", tokens: int = 4, **params) -> Sequence:

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.execution.step_inputs import InputBuffers, StepInputs
-from engine.scheduling.step_plan import Scheduled
-from engine.sequence import PENDING, Request, Sequence
+from kvbench_engine.execution.step_inputs import InputBuffers, StepInputs
+from kvbench_engine.scheduling.step_plan import Scheduled
+from kvbench_engine.sequence import PENDING, Request, Sequence
 
 CPU = torch.device("cpu")
 ROWS, LONGEST = 7, 40

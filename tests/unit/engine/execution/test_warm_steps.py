@@ -16,14 +16,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from engine.execution.forward import ModelForward
-from engine.execution.warm_steps import padding_steps, run_padding_steps
-from engine.model.attention import AttentionHost, StepTensors
-from kernels import get_backend
-from kernels.api import AttentionOptions
-from kernels.launch import SHORT_QUERIES
-from kernels.triton_backend import TritonBackend
-from kernels.triton_launch import Chip
+from kvbench_engine.execution.forward import ModelForward
+from kvbench_engine.execution.warm_steps import padding_steps, run_padding_steps
+from kvbench_engine.model.attention import AttentionHost, StepTensors
+from kvbench_kernels import get_backend
+from kvbench_kernels.api import AttentionOptions
+from kvbench_kernels.launch import SHORT_QUERIES
+from kvbench_kernels.triton_backend import TritonBackend
+from kvbench_kernels.triton_launch import Chip
 from tests.support.hf_parts import VOCAB, loaded, model_folder, one_thread
 
 PAGE_SIZE, PAGES, ROWS = 16, 288, 24  # the longest sequence alone is cut into 16, a number that Triton looks out for

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import torch
 
-from engine.config import EngineConfig
-from engine.execution.forward import ModelForward
-from engine.execution.graphs import GraphSizes
-from engine.model.attention import AttentionHost, StepTensors
-from engine.model.loader import load_model
-from kernels.triton_backend import TritonBackend
-from kernels.triton_launch import Chip
+from kvbench_engine.config import EngineConfig
+from kvbench_engine.execution.forward import ModelForward
+from kvbench_engine.execution.graphs import GraphSizes
+from kvbench_engine.model.attention import AttentionHost, StepTensors
+from kvbench_engine.model.loader import load_model
+from kvbench_kernels.triton_backend import TritonBackend
+from kvbench_kernels.triton_launch import Chip
 from tests.support.fake_capture import FakeCapture
 from tests.support.hf_parts import COMMON, VOCAB
 

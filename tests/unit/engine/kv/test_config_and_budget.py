@@ -4,12 +4,12 @@ import re
 
 import pytest
 
-from engine.build import build_engine
-from engine.config import EngineConfig
-from engine.kv.budget import KVShape, LayerKV, capacity_of, settle_length
-from engine.model.spec import find_model
-from engine.sequence import Request, SamplingParams
-from engine.sizes import format_bytes, parse_bytes
+from kvbench_engine.build import build_engine
+from kvbench_engine.config import EngineConfig
+from kvbench_engine.kv.budget import KVShape, LayerKV, capacity_of, settle_length
+from kvbench_engine.model.spec import find_model
+from kvbench_engine.sequence import Request, SamplingParams
+from kvbench_engine.sizes import format_bytes, parse_bytes
 from tests.support.hf_parts import model_folder
 
 SHAPE = KVShape((LayerKV(1, 8, 8),), 4)  # 64 bytes a slot, as fp8 16
@@ -124,7 +124,7 @@ def test_the_least_budget_that_is_named_works_and_a_byte_less_does_not(tmp_path,
 
 
 def test_what_a_device_has_free_lowers_the_length_once_it_is_known(tmp_path, monkeypatch):
-    monkeypatch.setattr("engine.build.default_budget", lambda device: 40_000)
+    monkeypatch.setattr("kvbench_engine.build.default_budget", lambda device: 40_000)
     folder = model_folder(str(tmp_path))  # of 256 positions
     built = build_engine(EngineConfig(model=folder, device="cpu", max_num_seqs=2))
     assert 16 <= built.config.max_model_len < 256
@@ -276,7 +276,7 @@ def test_the_batch_s_defaults_are_the_device_s(given: dict, seqs: int, tokens: i
 def test_device_auto_goes_by_what_torch_will_find(
     monkeypatch: pytest.MonkeyPatch, drivers: tuple, visible: str | None, torch_build: str, expected: tuple
 ):
-    monkeypatch.setattr("engine.config.GPU_DRIVERS", drivers)
+    monkeypatch.setattr("kvbench_engine.config.GPU_DRIVERS", drivers)
     monkeypatch.setattr("importlib.metadata.version", lambda package: torch_build)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:

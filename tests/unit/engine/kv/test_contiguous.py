@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.kv.contiguous import Slab
+from kvbench_engine.kv.contiguous import Slab
 from tests.support.engine_parts import drain, request, small_engine
 
 

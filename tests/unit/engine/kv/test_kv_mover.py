@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.kv.manager import Move
-from engine.kv.mover import KVMover, batches
+from kvbench_engine.kv.manager import Move
+from kvbench_engine.kv.mover import KVMover, batches
 from tests.support.move_oracle import (
     COPY,
     HOST_PAGES,

@@ -6,12 +6,12 @@ import pytest
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from engine.model.attention import AttentionHost, StepTensors, install
-from engine.model.kv_scales import MARGIN, calibrate_kv_scales
-from engine.model.support_check import measure_kv
-from kernels import get_backend
-from kernels.kv_formats import FP8_E4M3, FP8_E5M2, INT4, KV_FORMATS
-from kernels.quantized import FP8_MAX, QuantizedKV
+from kvbench_engine.model.attention import AttentionHost, StepTensors, install
+from kvbench_engine.model.kv_scales import MARGIN, calibrate_kv_scales
+from kvbench_engine.model.support_check import measure_kv
+from kvbench_kernels import get_backend
+from kvbench_kernels.kv_formats import FP8_E4M3, FP8_E5M2, INT4, KV_FORMATS
+from kvbench_kernels.quantized import FP8_MAX, QuantizedKV
 
 VOCAB, TOKENS = 97, 40
 

@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from engine.kv.page_pool import FreeQueue, PagePool
+from kvbench_engine.kv.page_pool import FreeQueue, PagePool
 
 
 def test_misuse_is_an_assertion():

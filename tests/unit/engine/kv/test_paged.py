@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from engine.kv.budget import KVCapacity
-from engine.kv.manager import Move, MoveKind
-from engine.kv.paged import PagedKVManager
-from engine.sequence import Sequence
+from kvbench_engine.kv.budget import KVCapacity
+from kvbench_engine.kv.manager import Move, MoveKind
+from kvbench_engine.kv.paged import PagedKVManager
+from kvbench_engine.sequence import Sequence
 from tests.support.engine_parts import drain, request, small_engine, undisturbed
 
 

@@ -4,9 +4,9 @@ from itertools import count
 
 import pytest
 
-from engine.kv.page_pool import PagePool
-from engine.kv.prefix_cache import PrefixCache
-from engine.sequence import Sequence
+from kvbench_engine.kv.page_pool import PagePool
+from kvbench_engine.kv.prefix_cache import PrefixCache
+from kvbench_engine.sequence import Sequence
 from tests.support.engine_parts import CountingExecutor, drain, request, small_engine, undisturbed
 
 
@@ -96,7 +96,7 @@ def test_a_salt_that_is_another_prompts_key_finds_nothing():
 
 
 def test_what_comes_behind_a_page_of_the_same_tokens_and_key_is_not_cached_behind_that(monkeypatch):
-    monkeypatch.setattr("engine.kv.prefix_cache.blake2b", OwnHash)
+    monkeypatch.setattr("kvbench_engine.kv.prefix_cache.blake2b", OwnHash)
     cache, pool = small_cache()
     first = filled(cache, pool, [7, 7])
     seq = Sequence.of(request("x", [7, 7, 7, 7, 8, 8]))
@@ -149,7 +149,7 @@ def mixed_requests(number: int):
 @pytest.mark.parametrize(("weak", "mode"), [(WeakHash, "swap"), (NoHash, "recompute")])
 def test_colliding_keys_cost_hits_and_serve_no_foreign_page(monkeypatch, weak, mode):
     """A key of one byte, or none: only verification stands between two prompts. The shadow KV would see a mistake."""
-    monkeypatch.setattr("engine.kv.prefix_cache.blake2b", weak)
+    monkeypatch.setattr("kvbench_engine.kv.prefix_cache.blake2b", weak)
     requests = mixed_requests(100)
     swap = {"preemption_mode": "swap", "host_slots": 12} if mode == "swap" else {}
     engine = small_engine(40, page_size=2, enable_prefix_caching=True, **swap)
@@ -163,7 +163,7 @@ def test_colliding_keys_cost_hits_and_serve_no_foreign_page(monkeypatch, weak, m
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_each_page_is_hashed_once(monkeypatch, mode):
     """Also through preemption, waiting at the head of the queue, and forks."""
-    monkeypatch.setattr("engine.kv.prefix_cache.blake2b", WeakHash)
+    monkeypatch.setattr("kvbench_engine.kv.prefix_cache.blake2b", WeakHash)
     monkeypatch.setattr(WeakHash, "size", 16)
     monkeypatch.setattr(WeakHash, "calls", 0)
     swap = {"preemption_mode": "swap", "host_slots": 8} if mode == "swap" else {}

@@ -1,8 +1,8 @@
 import pytest
 
-from engine.engine import Engine
-from engine.kv.swap_space import SwapSpace
-from engine.sequence import Sequence
+from kvbench_engine.engine import Engine
+from kvbench_engine.kv.swap_space import SwapSpace
+from kvbench_engine.sequence import Sequence
 from tests.support.engine_parts import CountingExecutor, collect, drain, request, small_engine, undisturbed
 
 

@@ -14,15 +14,15 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from engine.execution.forward import ModelForward
-from engine.execution.graphs import GraphSizes
-from engine.model import fused_layers, support_check, try_out
-from engine.model.attention import AttentionHost, StepTensors
-from engine.model.cuda_layers import CudaKernels
-from engine.model.fused_layers import Fusion, fuse_layers
-from engine.model.support_check import measure_kv, paged_logits
-from kernels import get_backend
-from kernels.kv_formats import KV_FORMATS
+from kvbench_engine.execution.forward import ModelForward
+from kvbench_engine.execution.graphs import GraphSizes
+from kvbench_engine.model import fused_layers, support_check, try_out
+from kvbench_engine.model.attention import AttentionHost, StepTensors
+from kvbench_engine.model.cuda_layers import CudaKernels
+from kvbench_engine.model.fused_layers import Fusion, fuse_layers
+from kvbench_engine.model.support_check import measure_kv, paged_logits
+from kvbench_kernels import get_backend
+from kvbench_kernels.kv_formats import KV_FORMATS
 from tests.support.fake_capture import FakeCapture
 from tests.support.families import ACCEPTED, COMMON
 from tests.support.launches import Launches

@@ -11,16 +11,16 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from engine.config import EngineConfig
-from engine.describe import describe_engine
-from engine.model import fused_layers
-from engine.model.attention import FUSION, AttentionHost, StepTensors, install
-from engine.model.cpu_layers import use_cpu_layers
-from engine.model.loader import load_model, serve_another
-from engine.model.support_check import measure_kv
-from kernels import get_backend
-from kernels.layers_cpu import PackedLinear
-from kernels.numba_amx import has_amx
+from kvbench_engine.config import EngineConfig
+from kvbench_engine.describe import describe_engine
+from kvbench_engine.model import fused_layers
+from kvbench_engine.model.attention import FUSION, AttentionHost, StepTensors, install
+from kvbench_engine.model.cpu_layers import use_cpu_layers
+from kvbench_engine.model.loader import load_model, serve_another
+from kvbench_engine.model.support_check import measure_kv
+from kvbench_kernels import get_backend
+from kvbench_kernels.layers_cpu import PackedLinear
+from kvbench_kernels.numba_amx import has_amx
 from tests.support.hf_parts import loaded, make_engine, model_folder
 
 SHAPE = {

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.config import EngineConfig
-from engine.model.support_check import logits_differ
-from engine.planning import plan_engine
-from kernels.compile_ahead import compile_for, read_resources
-from kernels.layer_parts import Heads, Rotation
-from kernels.triton_layers import rotate_constants, rotate_write_kernel
+from kvbench_engine.config import EngineConfig
+from kvbench_engine.model.support_check import logits_differ
+from kvbench_engine.planning import plan_engine
+from kvbench_kernels.compile_ahead import compile_for, read_resources
+from kvbench_kernels.layer_parts import Heads, Rotation
+from kvbench_kernels.triton_layers import rotate_constants, rotate_write_kernel
 from tests.support.run_checks import run_checks
 
 compiles = pytest.mark.skipif(

@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from engine.model.gguf import refusal, write_gguf
-from engine.model.spec import MODEL_DIR
-from engine.tokenizer.words import CHAT_TEMPLATE
+from kvbench_engine.model.gguf import refusal, write_gguf
+from kvbench_engine.model.spec import MODEL_DIR
+from kvbench_engine.tokenizer.words import CHAT_TEMPLATE
 
 pytest.importorskip("gguf")
 

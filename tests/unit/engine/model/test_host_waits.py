@@ -14,12 +14,12 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from engine.build import may_capture
-from engine.config import EngineConfig
-from engine.model.host_waits import HostWaits
-from engine.model.loader import skip_padding_check
-from engine.model.spec import find_model
-from engine.model.support_check import find_host_waits
+from kvbench_engine.build import may_capture
+from kvbench_engine.config import EngineConfig
+from kvbench_engine.model.host_waits import HostWaits
+from kvbench_engine.model.loader import skip_padding_check
+from kvbench_engine.model.spec import find_model
+from kvbench_engine.model.support_check import find_host_waits
 from tests.support.families import ACCEPTED, write_config
 
 META = torch.device("meta")

@@ -10,16 +10,16 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine.build import assemble_engine
-from engine.config import EngineConfig
-from engine.describe import describe_engine
-from engine.execution import executor
-from engine.model import kv_outliers, kv_scales
-from engine.model.kv_outliers import balance_keys
-from engine.model.loader import LoadedModel, load_model
-from engine.sequence import Request, SamplingParams
-from engine.teacher_forcing import with_room
-from engine.tiny_model.outliers import scale_key_channels
+from kvbench_engine.build import assemble_engine
+from kvbench_engine.config import EngineConfig
+from kvbench_engine.describe import describe_engine
+from kvbench_engine.execution import executor
+from kvbench_engine.model import kv_outliers, kv_scales
+from kvbench_engine.model.kv_outliers import balance_keys
+from kvbench_engine.model.loader import LoadedModel, load_model
+from kvbench_engine.sequence import Request, SamplingParams
+from kvbench_engine.teacher_forcing import with_room
+from kvbench_engine.tiny_model.outliers import scale_key_channels
 from tests.support.hf_parts import COMMON
 
 IDS = torch.arange(3, 99)[None]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine.model.spec import find_model, shipped_models
+from kvbench_engine.model.spec import find_model, shipped_models
 
 # Parameters as counted in the published checkpoints (tied embeddings once); KV bytes a token at 2 bytes a value,
 # worked out from layers x KV heads x (128 + 128) x 2; positions the model was trained for.

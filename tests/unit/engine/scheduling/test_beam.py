@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from engine.scheduling.beam import BeamSearch, Hypothesis
-from engine.sequence import Drawn
+from kvbench_engine.scheduling.beam import BeamSearch, Hypothesis
+from kvbench_engine.sequence import Drawn
 
 STEPS = 10
 

@@ -5,7 +5,7 @@ That their outputs are those of pure functions, under any pressure: tests/proper
 
 import pytest
 
-from engine.sequence import Status
+from kvbench_engine.sequence import Status
 from tests.support.engine_parts import CountingExecutor, drain, request, small_engine
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.scheduling.scheduler import QueueFull
+from kvbench_engine.scheduling.scheduler import QueueFull
 from tests.support.engine_parts import CountingExecutor, collect, drain, request, small_engine, undisturbed
 
 

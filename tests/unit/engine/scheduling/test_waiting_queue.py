@@ -1,8 +1,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.scheduling.waiting_queue import WaitingQueue
-from engine.sequence import Sequence
+from kvbench_engine.scheduling.waiting_queue import WaitingQueue
+from kvbench_engine.sequence import Sequence
 from tests.support.engine_parts import request
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from engine.server.answer_parts import HEADER_CHARACTERS, AnswerParts, Delta
+from kvbench_engine.server.answer_parts import HEADER_CHARACTERS, AnswerParts, Delta
 
 BODIES = {  # the text between the tags of a call -> its name and arguments
     '{"name": "f", "arguments": {"x": "}\\"{\\\\", "y": {}}}': ("f", '{"x": "}\\"{\\\\", "y": {}}'),

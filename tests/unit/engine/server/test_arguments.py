@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from engine.config import EngineConfig
-from engine.server.arguments import HELP, build_parser, command_line, options_of
+from kvbench_engine.config import EngineConfig
+from kvbench_engine.server.arguments import HELP, build_parser, command_line, options_of
 
 
 def test_every_setting_has_a_flag_and_a_help_text() -> None:

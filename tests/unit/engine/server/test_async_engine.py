@@ -12,10 +12,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
-from engine.async_engine import AsyncEngine, OutputStream
-from engine.engine import Engine
-from engine.engine_loop import EngineUnavailable
-from engine.sequence import Request, SamplingParams, TokenOutput
+from kvbench_engine.async_engine import AsyncEngine, OutputStream
+from kvbench_engine.engine import Engine
+from kvbench_engine.engine_loop import EngineUnavailable
+from kvbench_engine.sequence import Request, SamplingParams, TokenOutput
 from tests.support.fake_engine import branching, fake_engine
 
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from transformers import GenerationConfig
 
-from engine.server.protocol import ChatBody, CompletionBody, parse
 from kvbench.load.http import Address
 from kvbench.load.spec import LoadSpec, http_request
 from kvbench.requests.request import RequestSpec
+from kvbench_engine.server.protocol import ChatBody, CompletionBody, parse
 
 MESSAGES = [{"role": "user", "content": "Hello"}]
 STREAMED: dict[str, Any] = {

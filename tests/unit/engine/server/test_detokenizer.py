@@ -10,8 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from engine.server.detokenizer import ByteVocabulary, StopStrings, WindowDecoder, is_byte_level, text_after
-from engine.server.tokenizer import ServerTokenizer
+from kvbench_engine.server.detokenizer import ByteVocabulary, StopStrings, WindowDecoder, is_byte_level, text_after
+from kvbench_engine.server.tokenizer import ServerTokenizer
 from tests.support.http_server import shipped_tokenizer
 
 TOKENIZER = shipped_tokenizer().backend

@@ -13,11 +13,11 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from engine.engine import Engine
-from engine.engine_loop import EngineUnavailable
-from engine.engine_process import ProcessEngine, start_process
-from engine.scheduling.scheduler import QueueFull
-from engine.sequence import Request, SamplingParams, TokenOutput
+from kvbench_engine.engine import Engine
+from kvbench_engine.engine_loop import EngineUnavailable
+from kvbench_engine.engine_process import ProcessEngine, start_process
+from kvbench_engine.scheduling.scheduler import QueueFull
+from kvbench_engine.sequence import Request, SamplingParams, TokenOutput
 from tests.support.fake_engine import branching, fake_engine
 from tests.unit.engine.server.test_async_engine import collect, on_loop, request
 

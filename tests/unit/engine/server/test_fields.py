@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from engine.server.errors import APIError
-from engine.server.fields import IGNORED, REFUSED
-from engine.server.protocol import ChatBody, ChatMessage, CompletionBody, DetokenizeBody, TokenizeBody, parse
+from kvbench_engine.server.errors import APIError
+from kvbench_engine.server.fields import IGNORED, REFUSED
+from kvbench_engine.server.protocol import ChatBody, ChatMessage, CompletionBody, DetokenizeBody, TokenizeBody, parse
 
 PAGE = Path(__file__).parents[4] / "docs" / "request_fields.md"
 MESSAGES = [{"role": "user", "content": "hi"}]

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from engine.server.errors import APIError
-from engine.server.protocol import ChatBody, CompletionBody, parse
+from kvbench_engine.server.errors import APIError
+from kvbench_engine.server.protocol import ChatBody, CompletionBody, parse
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 

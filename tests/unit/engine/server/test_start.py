@@ -11,10 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine.config import EngineConfig
-from engine.server.__main__ import in_two_processes, load
-from engine.server.arguments import build_parser, options_of
-from engine.startup import no_garbage_collection
+from kvbench_engine.config import EngineConfig
+from kvbench_engine.server.__main__ import in_two_processes, load
+from kvbench_engine.server.arguments import build_parser, options_of
+from kvbench_engine.startup import no_garbage_collection
 
 
 def run(code: str) -> subprocess.CompletedProcess[str]:
@@ -37,8 +37,8 @@ def test_the_engine_gets_a_process_of_its_own_on_a_gpu_or_when_told(device: str,
 ])  # fmt: skip
 def test_the_load_says_that_layers_with_a_window_keep_all_tokens(window, says, tmp_path, monkeypatch, capsys) -> None:
     """Of 64 at most, which is more than the window."""
-    monkeypatch.setattr("engine.build.build_engine", lambda config, tell: SimpleNamespace(config=config))
-    monkeypatch.setattr("engine.server.__main__.planned_length", lambda config: 64)
+    monkeypatch.setattr("kvbench_engine.build.build_engine", lambda config, tell: SimpleNamespace(config=config))
+    monkeypatch.setattr("kvbench_engine.server.__main__.planned_length", lambda config: 64)
     shape = {"model_type": "mistral", "num_hidden_layers": 2, "max_position_embeddings": 64}
     (tmp_path / "m.json").write_text(json.dumps({**shape, **window}))
     load(EngineConfig(model=str(tmp_path / "m.json"), device="cpu", max_model_len=64))
@@ -66,7 +66,7 @@ def test_settings_are_refused_and_the_spin_count_is_set_before_torch_is_imported
     """torch takes seconds, and GNU OpenMP reads the count once, when it is loaded; set later it does nothing."""
     done = run("""
 import os, sys, importlib.abc
-import engine.server.__main__ as server
+import kvbench_engine.server.__main__ as server
 flags = ["--kv-budget", "48MiB", "--device", "cpu", "--port", "0"]
 for more in (["--max-model-len", "4096"], ["--swap-space", "9", "--preemption-mode", "swap"]):
     assert server.main([*flags, *more]) == 2
@@ -98,7 +98,7 @@ def test_transformers_is_read_in_part_and_knows_the_rest_of_its_names_when_they_
 import sys
 sys.path.insert(0, {str(tmp_path)!r})
 from importlib.util import find_spec
-from engine.startup import only_what_serving_needs
+from kvbench_engine.startup import only_what_serving_needs
 assert find_spec("sklearn") is not None
 with only_what_serving_needs(compiles=False):
     import torch, transformers

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from engine.engine import Engine
-from engine.kv.manager import LEDGER, KVStats
-from engine.sequence import Request, SamplingParams
-from engine.server.step_log import COLUMNS, StepLog
+from kvbench_engine.engine import Engine
+from kvbench_engine.kv.manager import LEDGER, KVStats
+from kvbench_engine.sequence import Request, SamplingParams
+from kvbench_engine.server.step_log import COLUMNS, StepLog
 from tests.support.fake_engine import fake_engine
 
 

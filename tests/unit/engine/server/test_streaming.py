@@ -8,13 +8,13 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.async_engine import AsyncEngine
-from engine.sequence import Request, SamplingParams
-from engine.server.choices import Choice, Piece
-from engine.server.detokenizer import SilentDecoder
-from engine.server.generation import Generation, ServerState
-from engine.server.metrics import ServerMetrics
-from engine.server.streaming import EventFormat
+from kvbench_engine.async_engine import AsyncEngine
+from kvbench_engine.sequence import Request, SamplingParams
+from kvbench_engine.server.choices import Choice, Piece
+from kvbench_engine.server.detokenizer import SilentDecoder
+from kvbench_engine.server.generation import Generation, ServerState
+from kvbench_engine.server.metrics import ServerMetrics
+from kvbench_engine.server.streaming import EventFormat
 from tests.support.fake_engine import fake_engine
 from tests.support.http_server import shipped_tokenizer
 

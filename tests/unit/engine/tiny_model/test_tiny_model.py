@@ -17,10 +17,10 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from engine.tiny_model import train as training
-from engine.tiny_model.data import ANSWER_WEIGHT, TEMPLATES, Corpus, batches, copied, facts
-from engine.tiny_model.evaluate import answered, curve_svg, passkey
-from engine.tiny_model.outliers import main, outlier_ratios, scale_key_channels
+from kvbench_engine.tiny_model import train as training
+from kvbench_engine.tiny_model.data import ANSWER_WEIGHT, TEMPLATES, Corpus, batches, copied, facts
+from kvbench_engine.tiny_model.evaluate import answered, curve_svg, passkey
+from kvbench_engine.tiny_model.outliers import main, outlier_ratios, scale_key_channels
 from tests.support.hf_parts import one_thread
 
 FOLDER = Path(__file__).resolve().parents[4] / "engine" / "models" / "kvbench-tiny"

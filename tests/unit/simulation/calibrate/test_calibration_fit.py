@@ -9,7 +9,6 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from engine.execution.simulated_executor import StepWork
 from kvbench.capacity.gpus import find_gpu
 from kvbench.capacity.model import plan_model
 from kvbench.common.errors import UsageError
@@ -17,6 +16,7 @@ from kvbench.simulation.calibrate.calibration import errors, fit_run, fit_steps,
 from kvbench.simulation.calibrate.measured_run import predict, read_measured_run, series_errors
 from kvbench.simulation.cost.cost_model import CostCalibration, read_calibration, write_calibration
 from kvbench.simulation.cost.machine import Machine
+from kvbench_engine.execution.simulated_executor import StepWork
 
 MACHINE = Machine(plan_model("Qwen3-32B"), find_gpu("H100"), 2, calibration=CostCalibration())
 SETTINGS = {"max_num_seqs": 16, "max_num_batched_tokens": 1024, "max_model_len": 4096}

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import EngineConfig
-from engine.execution.simulated_executor import StepWork
 from kvbench.capacity.gpus import find_gpu, known_gpus
 from kvbench.capacity.model import plan_model
 from kvbench.common.errors import UsageError
 from kvbench.simulation.cost.cost_model import CostCalibration
 from kvbench.simulation.cost.machine import Machine
 from kvbench.simulation.cost.tables import find_tables, read_tables
+from kvbench_engine.config import EngineConfig
+from kvbench_engine.execution.simulated_executor import StepWork
 
 SHARED = Path(__file__).resolve().parents[5] / "shared" / "gpu_measured"
 MEASURED = Path(os.environ.get("KVBENCH_GPU_MEASURED", SHARED))

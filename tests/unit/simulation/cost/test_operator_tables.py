@@ -7,14 +7,14 @@ import itertools
 
 import pytest
 
-from engine.config import EngineConfig
-from engine.execution.simulated_executor import StepWork
 from kvbench.capacity.gpus import find_gpu
 from kvbench.capacity.model import plan_model
 from kvbench.common.errors import UsageError
 from kvbench.simulation.cost.cost_model import active_experts
 from kvbench.simulation.cost.machine import Machine
 from kvbench.simulation.cost.tables import find_tables, grid_of, read_tables
+from kvbench_engine.config import EngineConfig
+from kvbench_engine.execution.simulated_executor import StepWork
 
 SIZES = (16, 64, 256, 1024)
 CONTEXTS = (16, 256, 1024, 4096)

@@ -7,12 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from engine.config import EngineConfig
-from engine.planning import plan_engine
 from kvbench.requests.request import RequestSpec
 from kvbench.simulation.calibrate.predict import ReplayedLoad, predicted_metrics, replay, step_ends, works_of
 from kvbench.simulation.cost import unit_costs
 from kvbench.simulation.cost.unit_costs import UNITS, MeasuredSteps, UnitCostModel, UnitCosts, fit_unit_costs
+from kvbench_engine.config import EngineConfig
+from kvbench_engine.planning import plan_engine
 
 COSTS = {"step": 5e-3, "token": 2e-4, "token beyond 64": 1e-4, "prefill pair": 2e-7, "drawn token": 3e-5}
 KNOWN = UnitCosts({name: COSTS.get(name, 0.0) for name in UNITS}, {"auto": 1.5e-6, "int8_per_token_head": 6e-7})

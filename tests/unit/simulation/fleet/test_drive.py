@@ -5,15 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from engine.config import EngineConfig
-from engine.engine import Engine
-from engine.execution.null_executor import ReplayExecutor
-from engine.execution.simulated_executor import StepTime
-from engine.kv.budget import KVShape, LayerKV, capacity_of
-from engine.sequence import Request, SamplingParams
 from kvbench.requests.request import RequestSpec
 from kvbench.simulation.cost.cost_model import StepTimer
 from kvbench.simulation.fleet.drive import ROUTERS, Drive, EndedRequest, Replica
+from kvbench_engine.config import EngineConfig
+from kvbench_engine.engine import Engine
+from kvbench_engine.execution.null_executor import ReplayExecutor
+from kvbench_engine.execution.simulated_executor import StepTime
+from kvbench_engine.kv.budget import KVShape, LayerKV, capacity_of
+from kvbench_engine.sequence import Request, SamplingParams
 
 STEP = 0.1  # s
 VOCAB = 50_000

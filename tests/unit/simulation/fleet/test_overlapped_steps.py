@@ -6,11 +6,11 @@ from itertools import pairwise
 
 import pytest
 
-from engine.config import EngineConfig
-from engine.execution.simulated_executor import StepTime
-from engine.kv.budget import KVShape, LayerKV, capacity_of
 from kvbench.requests.request import RequestSpec
 from kvbench.simulation.fleet.drive import Drive, Replica
+from kvbench_engine.config import EngineConfig
+from kvbench_engine.execution.simulated_executor import StepTime
+from kvbench_engine.kv.budget import KVShape, LayerKV, capacity_of
 
 GPU = 0.010
 

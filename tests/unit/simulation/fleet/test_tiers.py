@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.execution.simulated_executor import StepWork
 from kvbench.capacity.gpus import find_gpu
 from kvbench.capacity.model import plan_model
 from kvbench.cli.main import main
@@ -20,6 +19,7 @@ from kvbench.simulation.cost.machine import Machine
 from kvbench.simulation.fleet.tiers import FirstTokens, Tier, TieredCache, parse_tiers, simulate_tiers
 from kvbench.trace_analysis.cache_sim import replay
 from kvbench.traces.model import Trace
+from kvbench_engine.execution.simulated_executor import StepWork
 from tests.support.trace_samples import page_row
 
 PAGE = 128  # tokens
