@@ -35,7 +35,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing kvbench and its pinned dependencies into $(VENV), once: 2 to 5 minutes, 2.4 GB on disk with torch for"
 	@echo "CPUs, 5.9 GB with PyPI's torch for CUDA ..."
-	@$(PIP) -e . 2>&1 | $(SHOW)
+	@$(PIP) -e '.[engine]' 2>&1 | $(SHOW)
 	@touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed

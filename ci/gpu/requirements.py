@@ -26,9 +26,10 @@ def package(requirement: str) -> str:
 def read_requirements(pyproject: Path = PYPROJECT) -> dict[str, str]:
     """Reads the requirement of each package that the machine may lack, by name."""
     project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
-    requirements = {package(line): line for line in project["dependencies"] if package(line) not in BROUGHT}
-    extra = {package(line): line for line in project["optional-dependencies"]["test"]}
-    return requirements | {name: extra[name] for name in FOR_TESTS}
+    extras = project["optional-dependencies"]
+    needed = [*project["dependencies"], *extras["engine"]]
+    tests = {package(line): line for line in extras["test"]}
+    return {package(line): line for line in needed if package(line) not in BROUGHT} | {n: tests[n] for n in FOR_TESTS}
 
 
 def main() -> None:

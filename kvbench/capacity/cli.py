@@ -13,6 +13,7 @@ import click
 from kvbench.capacity.gpus import VENDORS
 from kvbench.common.errors import UsageError, as_usage_error
 from kvbench.common.options import Count, FiniteRange, Options, argument, option, switch, takes
+from kvbench.common.packages import find_file
 from kvbench.workload.options import Answers, FileOptions
 
 
@@ -109,7 +110,7 @@ def plan(request: PlanRequest) -> int:
             "--input-len 600 --output-len 150 --concurrency 20"
         )
     is_config = what is not None and Path(what).suffix == ".json"
-    if what is None or Path(what).suffix in (".yaml", ".yml") or (Path(what).is_file() and not is_config):
+    if what is None or Path(what).suffix in (".yaml", ".yml") or (find_file(Path(what)).is_file() and not is_config):
         if model.stated:
             option, way_out = model.typed(model.stated[0]), "name one, such as Qwen3-32B"
             if what is not None:

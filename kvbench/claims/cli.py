@@ -64,6 +64,7 @@ def claims(request: ClaimsRequest) -> int:
     from kvbench.common.errors import Interruption
     from kvbench.common.files import write_text
     from kvbench.common.git import git_state
+    from kvbench.common.packages import require_engine
     from kvbench.runs.folder import create_run
     from kvbench.targets.choose import engine_with_adapter
     from kvbench.targets.options import TargetOptions
@@ -75,6 +76,8 @@ def claims(request: ClaimsRequest) -> int:
     if request.list_only:
         print_table(console, make_table(("claim", "what it says"), [(claim.name, claim.says) for claim in selected]))
         return 0
+    if request.target is None:
+        require_engine("`kvbench claims` without --target")
     names = {name: getattr(request, name) for name in ("target", "target_python", "target_args")}
     workloads = workloads_of(selected, request.profile)
     profile = request.profile or default_profile()

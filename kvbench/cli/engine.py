@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from kvbench.common.errors import as_usage_error
+from kvbench.common.packages import require_engine
 
 _AS_IT_IS = {"add_help_option": False, "context_settings": {"ignore_unknown_options": True}}
 
@@ -16,6 +17,7 @@ def serve(arguments: tuple[str, ...]) -> int:
     from kvbench_engine.server.arguments import build_parser
 
     parsed = build_parser(prog="kvbench serve").parse_args(arguments)  # --help answers before torch is loaded
+    require_engine("`kvbench serve`")
     from kvbench_engine.server.__main__ import exit_now, run
 
     exit_now(run(parsed))
@@ -34,6 +36,7 @@ def bench_engine(arguments: tuple[str, ...]) -> int:
     Exit codes: 0 measured, 1 a --require was missed, 2 bad input, 4 the sides did not do the same work or
     other processes took the machine.
     """
+    require_engine("`kvbench dev bench-engine`")
     from kvbench.common.foreign_cpu import ForeignWatch
     from kvbench_engine.bench.command import main as bench_main
 

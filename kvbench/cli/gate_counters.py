@@ -131,8 +131,6 @@ def _read(path: Path, only: tuple[str, ...]) -> CounterWorkload:
 
     from kvbench.gate.counters.workload import read_counter_workload
 
-    if path == WORKLOAD and not path.exists():
-        raise UsageError(f"there is no {path} in {Path.cwd()}: go to the root of the repository, or give the file")
     workload = read_counter_workload(path)
     if not only:
         return workload

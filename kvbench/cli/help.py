@@ -9,6 +9,7 @@ import click
 
 from kvbench.common.errors import UsageError
 from kvbench.common.options import Options, argument, switch, takes
+from kvbench.common.packages import SHIPPED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,15 +22,16 @@ class HelpRequest(Options):
 
 @takes(HelpRequest, "help")
 def help_command(request: HelpRequest) -> int:
-    """Show a command's manual, or a workload file's keys.
+    """Show a command's manual, a workload file's keys, or a page of the documentation.
 
-    TOPIC is the command, such as `sweep` or `dev tune`, or `workload`.
+    TOPIC is the command, such as `sweep` or `dev tune`, `workload`, or a page, such as `commands` or `measuring`.
 
     \b
     Examples:
       kvbench help sweep
       kvbench help workload
       kvbench help workload --json-schema > workload.schema.json
+      kvbench help measuring
     \b
     Exit codes: 0 shown, 2 no such topic. No files are written.
     """
@@ -46,11 +48,18 @@ def help_command(request: HelpRequest) -> int:
         click.echo(text.rstrip())
         return 0
     group: click.Command = parent.command
+    pages = {page.stem: page for page in sorted((SHIPPED / "docs").glob("*.md"))}
+    if len(topic) == 1 and topic[0] in pages and topic[0] not in group.commands:
+        click.echo(pages[topic[0]].read_text(encoding="utf-8").rstrip())
+        return 0
     for name in topic:
         command = group.get_command(parent, name) if isinstance(group, click.Group) else None
         if command is None:
             names = ", ".join(getattr(group, "commands", ())) or "none below it"
-            raise UsageError(f"there is no topic {' '.join(topic)!r}: write workload, or one of {names}")
+            raise UsageError(
+                f"there is no topic {' '.join(topic)!r}: write workload, or one of {names}; or a page: "
+                f"{', '.join(pages)}"
+            )
         group = command
     parent.command.main([*topic, "--help"], prog_name="kvbench", standalone_mode=False)
     return 0

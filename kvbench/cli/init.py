@@ -11,6 +11,7 @@ import click
 
 from kvbench.common.errors import UsageError
 from kvbench.common.options import argument, option, takes
+from kvbench.common.packages import find_file
 from kvbench.workload.options import Answers
 
 
@@ -19,6 +20,10 @@ class InitRequest(Answers, heading="The file"):
     """The request of ``kvbench init``."""
 
     file: Annotated[Path, click.Path(dir_okay=False, path_type=Path)] = argument("FILE")
+    copied: str | None = option(
+        "Copy this workload, with its comments: a file, or the name of one that ships, such as mixed.",
+        "--from", metavar="FILE|NAME",
+    )  # fmt: skip
     profile: Literal["cpu", "gpu"] | None = option(
         "Make a workload of the size for a CPU or a GPU (default: by this machine)."
     )
@@ -36,6 +41,7 @@ def init(request: InitRequest) -> int:
     Examples:
       kvbench init my.yaml
       kvbench init my.yaml --input-len 600 --output-len 150 --concurrency 20 --vary page_size=16,32
+      kvbench init my.yaml --from mixed
     \b
     Files written: FILE, which must be new.
     Exit codes: 0 written, 2 bad input, or FILE is there already.
@@ -53,6 +59,12 @@ def init(request: InitRequest) -> int:
         raise UsageError(f"{file} is there already: give a new name, or remove it first")
     if why := why_unwritable(file.absolute().parent):
         raise UsageError(f"{file} cannot be written: {why}")
+    if request.copied is not None:
+        if others := [name for name in request.given if name not in ("file", "copied")]:
+            raise UsageError(f"--from copies a file as it is: leave {request.typed(others[0])} out, or change the copy")
+        source = find_file(Path(request.copied))
+        load_workload(source)
+        return _write(file, source.read_text(encoding="utf-8"))
     answers = request.part(Answers)
     if sys.stdin.isatty():
         answers = _ask(answers)
@@ -60,6 +72,10 @@ def init(request: InitRequest) -> int:
     text = workload_text(answers, profile=chosen, name=slug(file.stem).lstrip("._-") or None)
     workload = load_workload(file, text=text, profile=chosen)  # refuses what no workload can have
     preflight(workload, plan_sweep(workload, (), check_configuration)[0], check_configuration)
+    return _write(file, text)
+
+
+def _write(file: Path, text: str) -> int:
     file.write_text(text, encoding="utf-8")
     click.echo(f"written: {file}. Next: kvbench plan {file}, then kvbench sweep {file}")
     return 0

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from kvbench.common.errors import UsageError, say
 from kvbench.common.option_rules import RAY_OPTIONS, check_goes_with
 from kvbench.common.options import takes
+from kvbench.common.packages import require_engine
 from kvbench.common.plugins import find_plugin
 from kvbench.sweep.requests import SweepRequest
 from kvbench.workload.options import Answers
@@ -117,7 +118,11 @@ def sweep(request: SweepRequest) -> int:
             max_minutes=request.max_minutes,
             **machines,
         )
-        return run_or_plan.describe() if request.dry_run else run_or_plan.execute()
+        if request.dry_run:
+            return run_or_plan.describe()
+        if choice.manifest.is_built_in and not choice.manifest.simulated:
+            require_engine("a sweep without --target")
+        return run_or_plan.execute()
 
 
 def _predict_and_show(folder: Path, console: Console) -> None:

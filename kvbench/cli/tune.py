@@ -68,6 +68,9 @@ def tune(request: TuneRequest) -> int:
     Files written: kernels/tuned/sm_XX.json (of the GPU's architecture), added to if it is of the same GPU and versions.
     Exit codes: 0 written, 2 bad input or no CUDA device, 4 a kernel's own default gives wrong numbers.
     """
+    from kvbench.common.packages import require_engine
+
+    require_engine("`kvbench dev tune`")
     import torch
     from rich.console import Console
 

@@ -5,13 +5,29 @@ A file has the same name in both: ``workloads/mixed.yaml``, ``ci/gates.yaml``, `
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
+
+from kvbench.common.errors import UsageError
 
 REPOSITORY = Path(__file__).resolve().parents[2]  # the folder that holds the packages, where they are installed
 _IS_CHECKOUT = (REPOSITORY / "pyproject.toml").is_file()
 SHIPPED = REPOSITORY if _IS_CHECKOUT else REPOSITORY / "kvbench" / "shipped"  # setup.py
 ENGINE = REPOSITORY / ("engine" if _IS_CHECKOUT else "kvbench_engine")
 WORKLOADS = SHIPPED / "workloads"
+ENGINE_NEEDS = ("torch", "transformers", "safetensors", "numba")
+
+
+def require_engine(what: str) -> None:
+    """Raises UsageError where the packages that the built-in engine computes with are not installed.
+
+    ``what``: that needs them, as the subject of a sentence.
+    """
+    if missing := [name for name in ENGINE_NEEDS if find_spec(name) is None]:
+        raise UsageError(
+            f"{what} needs the built-in engine, and {', '.join(missing)} cannot be imported: pip install "
+            "'kvbench[engine]'"
+        )
 
 
 def shipped_path(name: str) -> Path:
@@ -30,4 +46,4 @@ def shipped_name(path: Path) -> str | None:
 def find_file(path: Path) -> Path:
     """Returns a file of the user's, else the one that kvbench ships: as workloads/mixed.yaml, or as mixed."""
     candidates = (path, SHIPPED / path, WORKLOADS / f"{path}.yaml")
-    return next((candidate for candidate in candidates if candidate.exists()), path)
+    return next((candidate for candidate in candidates if candidate.is_file()), path)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from kvbench.common.errors import UsageError, as_usage_error, say
 from kvbench.common.option_rules import flag
 from kvbench.common.options import Count, Options, OutputFile, argument, option, switch, takes
+from kvbench.common.packages import require_engine
 from kvbench.workload.options import FileOptions
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ def quality(request: QualityRequest) -> int:
 
     from kvbench.workload.file import load_workload
 
+    require_engine("`kvbench quality`")
     source, model, output = request.workload_or_run, request.model, request.output
     served, changes = request.part(ServedOptions), request.profile or request.overrides
     if (request.url is None) == (source is None):
@@ -274,6 +276,8 @@ def canaries(request: CanariesRequest) -> int:
     from rich.console import Console
 
     from kvbench.common.console import print_plain, status_line
+
+    require_engine("`kvbench dev canaries`")
     from kvbench.quality.make_canaries import make_canaries
     from kvbench.requests.canaries import write_canaries
     from kvbench_engine.config import EngineConfig

@@ -219,7 +219,7 @@ class Builds:
             command = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
             if pins.is_file():
                 command += ["-c", str(pins)]
-            command += ["-e", str(source)]
+            command += ["-e", f"{source}[engine]" if is_kvbench(source) else str(source)]
             self.tell(say("build.installing", name=commit.name, log=log))
         else:
             raise UsageError(say("build.unknown", name=commit.name, repo=commit.repo))
@@ -375,7 +375,8 @@ def _dependencies(folder: Path) -> tuple[object, ...] | None:
     except (OSError, ValueError, KeyError):
         return None
     lines = sorted(line.split("#")[0].strip().lower() for line in pins)
-    return project.get("requires-python"), sorted(project.get("dependencies", ())), [line for line in lines if line]
+    needs = [*project.get("dependencies", ()), *project.get("optional-dependencies", {}).get("engine", ())]
+    return project.get("requires-python"), sorted(needs), [line for line in lines if line]
 
 
 def running_layers() -> list[Path]:

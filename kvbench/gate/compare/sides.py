@@ -26,7 +26,7 @@ from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.common.files import as_stored
 from kvbench.common.git import git, git_state
 from kvbench.common.machine import versions
-from kvbench.common.packages import REPOSITORY
+from kvbench.common.packages import REPOSITORY, require_engine
 from kvbench.common.records import read_record
 from kvbench.common.text import nearest
 from kvbench.gate.compare.builds import WORKING_TREE, Build, Builds, fill, find_commit, find_sha, is_kvbench, top_folder
@@ -259,6 +259,7 @@ def open_side(side: PairSide, workload: Workload, request: CompareRequest, build
     if build is not None:
         more |= build.facts()
     elif _is_builtin(choice):
+        require_engine(side.name)
         more |= {"git": git_state(REPOSITORY), "versions": versions()}
     python = request.target_python if request.candidate_python else None
     return OpenSide(side, choice, side.facts(**more), build, python=python)

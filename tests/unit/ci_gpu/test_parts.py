@@ -82,11 +82,12 @@ def test_what_parts_need_is_there_or_among_the_wheels_and_their_modules_exist():
 
 def test_requirements_are_pyprojects_less_what_the_machine_brings(tmp_path):
     (tmp_path / "pyproject.toml").write_text(
-        '[project]\ndependencies = ["torch>=2", "Some-Thing>=1; platform_system == \'Linux\'", "numpy", "rich"]\n'
-        '[project.optional-dependencies]\ntest = ["pytest>=8", "pytest-timeout", "hypothesis", "ruff"]\n'
+        '[project]\ndependencies = ["Some-Thing>=1; platform_system == \'Linux\'", "numpy", "rich"]\n'
+        '[project.optional-dependencies]\nengine = ["torch>=2", "numba"]\n'
+        'test = ["pytest>=8", "pytest-timeout", "hypothesis", "ruff"]\n'
     )
     found = read_requirements(tmp_path / "pyproject.toml")
-    assert list(found) == ["some-thing", "rich", "pytest", "pytest-timeout", "hypothesis"]
+    assert list(found) == ["some-thing", "rich", "numba", "pytest", "pytest-timeout", "hypothesis"]
     assert found["some-thing"] == "Some-Thing>=1; platform_system == 'Linux'"
 
 

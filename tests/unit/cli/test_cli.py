@@ -20,7 +20,7 @@ from kvbench.cli.groups import OTHERS, SectionedGroup
 from kvbench.cli.load import load
 from kvbench.cli.main import cli, main
 from kvbench.cli.sweep import sweep
-from kvbench.common import errors, packages
+from kvbench.common import errors
 from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.common.files import write_json
 from kvbench.common.options import RequestCommand, RequestOption, request_in
@@ -323,18 +323,6 @@ def test_errors_have_their_exit_codes(capsys, error, code):
         raise error
 
     assert run_guarded.guarded(fail) == code
-
-
-def test_a_foreign_kernels_package_is_named(tmp_path):
-    other = tmp_path / "site" / "kernels"
-    other.mkdir(parents=True)
-    (other / "__init__.py").touch()
-    code = f"import sys; sys.path.insert(0, {str(other.parent)!r})\n"
-    code += "from kvbench.cli.main import main; main(['plan', 'x.yaml'])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2
-    assert str(other) in done.stderr and "virtual environment of its own" in done.stderr
-    assert packages.foreign_package("kernels") is None and packages.foreign_package("engine") is None
 
 
 def test_a_command_whose_output_nobody_reads_did_not_succeed(run):

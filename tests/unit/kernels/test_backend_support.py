@@ -79,6 +79,6 @@ def test_an_unknown_format_is_refused_with_those_that_there_are():
 
 
 def test_importing_the_package_and_its_formats_imports_no_framework():
-    code = "import sys, kernels.kv_formats; print(sorted({'torch', 'numba', 'triton'} & set(sys.modules)))"
+    code = "import sys, kvbench_kernels.kv_formats; print(sorted({'torch', 'numba', 'triton'} & set(sys.modules)))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"
