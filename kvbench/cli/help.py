@@ -22,9 +22,10 @@ class HelpRequest(Options):
 
 @takes(HelpRequest, "help")
 def help_command(request: HelpRequest) -> int:
-    """Show a command's manual, a workload file's keys, or a page of the documentation.
+    """Show a command's manual, a workload file's keys, or a page.
 
-    TOPIC is the command, such as `sweep` or `dev tune`, `workload`, or a page, such as `commands` or `measuring`.
+    TOPIC is the command, such as `sweep` or `dev tune`, `workload`, or a page of the documentation, such as
+    `commands` or `measuring`.
 
     \b
     Examples:

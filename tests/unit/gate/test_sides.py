@@ -198,7 +198,7 @@ def test_a_ref_is_built_and_its_own_engine_is_launched(tiny, workload, builds, t
         assert target.model.name == "fake"  # of the ref's server: the running kvbench has none like it
     finally:
         target.stop()
-    assert shlex.split(opened.facts.command)[-3:] == [str(opened.build.python), "-m", "kvbench_engine.server"]
+    assert shlex.split(opened.facts.command)[-3:] == [str(opened.build.python), "-m", "engine.server"]
 
 
 @pytest.mark.parametrize(
