@@ -60,6 +60,7 @@ class LoadUnderTest:
     def __getitem__(self, name: str) -> float:
         from kvbench.runs import metric_names
 
+        metric_names.check_name(name)
         values = metric_names.measured(self.cell, name).values
         if not values:
             raise KeyError(f"{name}: it was not measured")
