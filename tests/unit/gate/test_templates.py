@@ -21,6 +21,7 @@ from kvbench.cli.main import cli
 ROOT = Path(__file__).resolve().parents[3]
 GITHUB = sorted((ROOT / "ci" / "github").glob("*.yml"))
 GITLAB = sorted((ROOT / "ci" / "gitlab").glob("*.yml"))
+ACTION = ROOT / "ci" / "github" / "action" / "action.yml"
 PAGE = ROOT / "docs" / "adopting.md"
 _BEFORE_A_COMMAND = re.compile(r"[;&|()]+|do|then|else|if|!|time|\{|[A-Za-z_]\w*=.*")
 _AFTER_A_COMMAND = re.compile(r"[;&|()<>]+|\}")
@@ -28,6 +29,8 @@ _AFTER_A_COMMAND = re.compile(r"[;&|()<>]+|\}")
 
 def _jobs(path: Path) -> dict[str, dict]:
     data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if path == ACTION:
+        return {"action": data["runs"]}
     return data["jobs"] if path.parent.name == "github" else data
 
 
@@ -39,7 +42,7 @@ def _steps(path: Path) -> Iterator[tuple[str, dict]]:
 
 def _scripts(path: Path) -> list[str]:
     """The shell of a template, a text for each shell that runs it."""
-    if path in GITHUB:
+    if path in (*GITHUB, ACTION):
         return [step["run"] for _, step in _steps(path) if "run" in step]
     return ["\n".join([*job.get("before_script", ()), *job["script"]]) for job in _jobs(path).values()]
 
@@ -70,7 +73,7 @@ def kvbench_commands(shell: str) -> list[list[str]]:
     return found
 
 
-@pytest.mark.parametrize("path", [*GITHUB, *GITLAB, PAGE], ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("path", [*GITHUB, ACTION, *GITLAB, PAGE], ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_command_and_option_exists_and_the_shell_parses(path):
     """click stops at an unknown command or option before it shows the help."""
     shells = _blocks(path) if path == PAGE else _scripts(path)
@@ -82,7 +85,7 @@ def test_every_command_and_option_exists_and_the_shell_parses(path):
         done = CliRunner().invoke(cli, [*words, "--help"])
         assert done.exit_code == 0, f"{path.name}: kvbench {shlex.join(words)}: {done.output} {done.exception}"
     for script in () if path == PAGE else shells:
-        command = ["bash", *([] if path in GITHUB else ["--posix"]), "-n"]
+        command = ["bash", *(["--posix"] if path in GITLAB else []), "-n"]
         done = subprocess.run(command, input=script, text=True, capture_output=True, timeout=20)
         assert done.returncode == 0, done.stderr
 
@@ -118,6 +121,49 @@ def test_github_is_safe(path):
         if any(kvbench_commands(step.get("run", "")) for step in job["steps"]):
             assert not writes, "what is on trial runs where nothing can be written"
             assert uses[-1].startswith("actions/upload-artifact@")
+
+
+def test_the_action_uses_all_its_inputs_and_gives_none_to_a_shell_as_text():
+    text, data = ACTION.read_text(encoding="utf-8"), yaml.safe_load(ACTION.read_text(encoding="utf-8"))
+    steps = data["runs"]["steps"]
+    assert set(re.findall(r"inputs\.([\w-]+)", text)) == set(data["inputs"])
+    assert not any("${{" in step.get("run", "") for step in steps)
+    assert all(step["shell"] == "bash" for step in steps if "run" in step)
+    named = {step["id"] for step in steps if "id" in step}
+    assert {use.split(".")[1] for use in re.findall(r"steps\.\w+", text)} <= named
+    assert steps[-1]["uses"].startswith("actions/upload-artifact@") and steps[-1]["if"] == "always()"
+
+
+def _run_step(name: str, folder: Path, code: int, **inputs: str) -> tuple[int, list[str], str]:
+    """Runs a step's shell with a kvbench that ends with ``code``; the exit code, kvbench's words, and the outputs."""
+    (script,) = [step["run"] for _, step in _steps(ACTION) if step["name"] == name]
+    stub = folder / "bin" / "kvbench"
+    stub.parent.mkdir(exist_ok=True)
+    stub.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > {folder}/words\nexit {code}\n')
+    stub.chmod(0o755)
+    env = {"PATH": f"{stub.parent}:{os.environ['PATH']}", "GITHUB_OUTPUT": str(folder / "output"), **inputs}
+    done = subprocess.run(["bash", "-e", "-o", "pipefail", "-c", script], cwd=folder, env=env, timeout=20, check=False)
+    return done.returncode, (folder / "words").read_text().splitlines(), (folder / "output").read_text()
+
+
+@pytest.mark.parametrize(
+    ("code", "on_inconclusive", "ends"), [(0, "fail", 0), (1, "warn", 1), (3, "fail", 3), (3, "warn", 0)]
+)
+def test_a_comparison_of_the_action_ends_as_it_should(code, on_inconclusive, ends, tmp_path):
+    inputs = {"BASE": "v 1", "CANDIDATE": ".", "WORKLOADS": "a b.yaml", "POLICY": "p.yaml", "MAX_MINUTES": "7",
+              "OPTIONS": "-o sweep={}", "ON_INCONCLUSIVE": on_inconclusive}  # fmt: skip
+    ended, words, output = _run_step("Compare", tmp_path, code, **inputs)
+    assert (ended, output) == (ends, f"code={code}\n")
+    assert words[:5] == ["compare", "v 1", ".", "-o", "sweep={}"]
+    assert shlex.join(words[5:]) == (
+        "--workload a --workload b.yaml --max-minutes 7 --policy p.yaml --output-dir kvbench-results"
+    )
+
+
+@pytest.mark.parametrize("code", [0, 1, 4])
+def test_the_counter_gate_of_the_action_ends_with_its_exit_code(code, tmp_path):
+    ended, words, output = _run_step("Counter gate", tmp_path, code)
+    assert (ended, output) == (code, f"code={code}\n") and words[:2] == ["gate", "counters"]
 
 
 # Runs kvbench as if only the packages that are named (by what they are imported as) had been installed.
