@@ -1,7 +1,7 @@
 """Lets the folders of a checkout be imported as `engine` and `kernels`: by scripts, and as earlier commits called them.
 
     python -m engine.server          of a commit that lies somewhere and is not installed
-    from kernels import get_backend  of a script that measures two commits
+    from kernels import get_backend  of a script that measures two commits: whichever the import path has first
 
 Each module is there once: ``engine.config`` is ``kvbench_engine.config``, and both come from the checkout whose folder
 was found, not from one that is installed.
@@ -24,17 +24,18 @@ _PREFIX = "kvbench_"
 
 
 class CheckoutNames(MetaPathFinder, Loader):
-    """Finds ``kvbench_engine`` and ``kvbench_kernels`` in this checkout, and ``engine.config`` as another name."""
+    """Finds ``kvbench_engine`` and ``kvbench_kernels`` in this checkout, and the modules below ``shared`` names."""
+
+    def __init__(self) -> None:
+        self.shared = set[str]()
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        folder, _, rest = fullname.removeprefix(_PREFIX).partition(".")
-        if folder not in _FOLDERS or fullname.startswith(_PREFIX) == bool(rest):
-            return None
-        if not rest:
+        if fullname.startswith(_PREFIX) and (folder := fullname.removeprefix(_PREFIX)) in _FOLDERS:
             file = _CHECKOUT / folder / "__init__.py"
             return spec_from_file_location(fullname, file, submodule_search_locations=[str(file.parent)])
-        real = find_spec(_PREFIX + fullname)
-        return real and spec_from_loader(fullname, self, is_package=real.submodule_search_locations is not None)
+        if fullname.partition(".")[0] not in self.shared or not (real := find_spec(_PREFIX + fullname)):
+            return None
+        return spec_from_loader(fullname, self, is_package=real.submodule_search_locations is not None)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         module = import_module(_PREFIX + spec.name)
@@ -50,8 +51,20 @@ class CheckoutNames(MetaPathFinder, Loader):
         return real.loader.get_code(real.name)
 
 
-def share(folder: str) -> None:
-    """Makes the package that is imported as ``folder`` the one that is imported as ``kvbench_<folder>``."""
-    if not any(isinstance(finder, CheckoutNames) for finder in sys.meta_path):
+def finder() -> CheckoutNames:
+    """Returns the finder of this process, which looks before all others."""
+    if not isinstance(sys.meta_path[0], CheckoutNames):
         sys.meta_path.insert(0, CheckoutNames())
-    sys.modules[folder] = import_module(_PREFIX + folder)
+    return sys.meta_path[0]
+
+
+def share(folder: str) -> None:
+    """Makes the package that is imported as ``folder`` the one that is imported as ``kvbench_<folder>``.
+
+    Raises ImportError where the process has imported that one from another checkout.
+    """
+    names, package = finder(), import_module(_PREFIX + folder)
+    if Path(package.__file__).resolve().parent != _CHECKOUT / folder:
+        raise ImportError(f"{_PREFIX}{folder} is imported from {package.__file__} already: import {folder} before")
+    sys.modules[folder] = package
+    names.shared.add(folder)

@@ -18,8 +18,8 @@ from ci.gpu import check_moves
 from ci.gpu import kernel_problems as problems
 from ci.gpu.kernel_problems import CONTIGUOUS, TOLERANCE, KernelProblem
 from ci.gpu.part import Planned, Report
-from kvbench_kernels import get_backend
-from kvbench_kernels.kv_formats import KV_FORMATS
+from kernels import get_backend
+from kernels.kv_formats import KV_FORMATS
 
 KINDS = ("auto", *KV_FORMATS)
 MAX_WORKERS = 8

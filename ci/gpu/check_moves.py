@@ -11,13 +11,13 @@ import torch
 
 from ci.gpu import kernel_problems as problems
 from ci.gpu.kernel_problems import TOLERANCE, DrawnKV, KernelProblem
-from kvbench_engine.kv.budget import KVCapacity
-from kvbench_engine.kv.manager import Move, MoveKind
-from kvbench_engine.kv.mover import KVMover
-from kvbench_kernels import get_backend
-from kvbench_kernels.api import KVCache
-from kvbench_kernels.quantized import QuantizedKV, raw_tensors
-from kvbench_kernels.tune.problems import FAR_OUTSIDE
+from engine.kv.budget import KVCapacity
+from engine.kv.manager import Move, MoveKind
+from engine.kv.mover import KVMover
+from kernels import get_backend
+from kernels.api import KVCache
+from kernels.quantized import QuantizedKV, raw_tensors
+from kernels.tune.problems import FAR_OUTSIDE
 
 PAGE, PAGES, HOST_PAGES = 16, 64, 32
 ROUNDS = 20

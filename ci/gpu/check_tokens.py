@@ -20,12 +20,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ci.gpu.part import Planned, Report
-from kvbench_engine.build import assemble_engine
-from kvbench_engine.config import EngineConfig
-from kvbench_engine.engine import Engine
-from kvbench_engine.kv.budget import PAGE_TABLE_ENTRY_BYTES
-from kvbench_engine.model.loader import LoadedModel, load_model
-from kvbench_engine.sequence import Request, SamplingParams
+from engine.build import assemble_engine
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.kv.budget import PAGE_TABLE_ENTRY_BYTES
+from engine.model.loader import LoadedModel, load_model
+from engine.sequence import Request, SamplingParams
 
 MODEL = {
     "model_type": "llama", "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvbench_engine.parent import die_with
+from engine.parent import die_with
 
 STOP_GRACE_S = 5.0
 MEANWHILE_S = 20.0

@@ -26,12 +26,12 @@ from ci.gpu.busy import profile_device
 from ci.gpu.device_state import change, read_state
 from ci.gpu.nano_shape import NUM_SEQUENCES, ModelCost, NanoJob, draw_job, floor_seconds, model_cost
 from ci.gpu.part import Planned, Report, read_ceilings
-from kvbench_engine.build import build_engine
-from kvbench_engine.config import EngineConfig
-from kvbench_engine.engine import Engine
-from kvbench_engine.model.attention import FUSION
-from kvbench_engine.model.spec import DTYPE_BYTES, find_model
-from kvbench_engine.sequence import Request, SamplingParams
+from engine.build import build_engine
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.model.attention import FUSION
+from engine.model.spec import DTYPE_BYTES, find_model
+from engine.sequence import Request, SamplingParams
 
 TINY_SEQUENCES = 4
 VARIANT_OUTPUT = 128  # most output tokens of a prompt in a variant's run

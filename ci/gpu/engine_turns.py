@@ -13,7 +13,7 @@ from typing import Any
 from ci.gpu.engine_job import TEMPERATURE, EngineJob, quantiles
 from ci.gpu.part import Planned, Report
 from ci.gpu.turns import LOAD
-from kvbench_engine.sequence import Request, SamplingParams
+from engine.sequence import Request, SamplingParams
 
 MODEL = "qwen3-0.6b"
 KV_BYTES = 30 * 2**30  # more than the job ever holds (276,793 tokens of 112 KiB), and two such fit a GPU of 80 GB

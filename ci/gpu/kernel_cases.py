@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 
 from ci.gpu.kernel_problems import CONTIGUOUS
-from kvbench_kernels.api import KVCache
-from kvbench_kernels.kv_formats import KV_FORMATS, find_format
-from kvbench_kernels.quantized import FP8_MAX, QuantizedKV
+from kernels.api import KVCache
+from kernels.kv_formats import KV_FORMATS, find_format
+from kernels.quantized import FP8_MAX, QuantizedKV
 from tests.benchmarks import bench_bars
 
 FILL_ROWS = 1 << 16  # slots filled at once: a large cache is quantised through float32 copies of its parts

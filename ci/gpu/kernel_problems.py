@@ -1,6 +1,6 @@
 """Attention problems drawn for a device, and how far a backend is from their float64 answers.
 
-KV caches are hostile (kvbench_kernels.tune.problems), outputs poisoned beforehand.
+KV caches are hostile (kernels.tune.problems), outputs poisoned beforehand.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from kvbench_kernels import get_backend
-from kvbench_kernels.api import AttentionBackend, AttentionOptions, KVCache, PrefillBatch
-from kvbench_kernels.quantized import QuantizedKV, raw_tensors
-from kvbench_kernels.tune.problems import HostileKV, as_float64, distance, hostile_kv, wide
+from kernels import get_backend
+from kernels.api import AttentionBackend, AttentionOptions, KVCache, PrefillBatch
+from kernels.quantized import QuantizedKV, raw_tensors
+from kernels.tune.problems import HostileKV, as_float64, distance, hostile_kv, wide
 
 CONTIGUOUS = 0  # as a page size: one unaligned run of slots per sequence
 LENGTHS, NEW = (1030, 1, 257, 0, 64), (190, 1, 257, 0, 3)  # tokens, and how many of them a prefill step brings

@@ -25,10 +25,10 @@ from ci.gpu.part import Planned, Report, read_ceilings, sentence
 from ci.gpu.tables import OURS
 from ci.gpu.timing import Timing, measure
 from ci.gpu.worker import LOST
-from kvbench_kernels import get_backend
-from kvbench_kernels.api import AttentionOptions
-from kvbench_kernels.quantized import FP8_DTYPE, FP8_MAX, QuantizedKV
-from kvbench_kernels.tune.problems import distance
+from kernels import get_backend
+from kernels.api import AttentionOptions
+from kernels.quantized import FP8_DTYPE, FP8_MAX, QuantizedKV
+from kernels.tune.problems import distance
 
 PAGE, ROUNDS = 16, 3
 SHAPES = ((64, 4096), (64, 8192), (1, 32768))

@@ -20,12 +20,12 @@ from ci.gpu.check_moves import capacity
 from ci.gpu.kernel_cases import AttentionHeads, Decode, Prefill
 from ci.gpu.part import Planned, Report, read_ceilings
 from ci.gpu.timing import READING, WRITING, Timing, measure
-from kvbench_engine.kv.manager import Move, MoveKind
-from kvbench_engine.kv.mover import KVMover
-from kvbench_kernels import get_backend
-from kvbench_kernels.api import AttentionOptions, PrefillBatch
-from kvbench_kernels.kv_formats import KV_FORMATS
-from kvbench_kernels.quantized import raw_tensors
+from engine.kv.manager import Move, MoveKind
+from engine.kv.mover import KVMover
+from kernels import get_backend
+from kernels.api import AttentionOptions, PrefillBatch
+from kernels.kv_formats import KV_FORMATS
+from kernels.quantized import raw_tensors
 from tests.benchmarks import bench_bars
 
 LAYERS_MOVED = 32  # a page is scattered over this many layers

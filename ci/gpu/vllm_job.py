@@ -20,7 +20,7 @@ from ci.gpu.engine_job import TEMPERATURE, TINY_SEQUENCES, WARM_UP_TOKENS, short
 from ci.gpu.engine_turns import KV_BYTES, MODEL
 from ci.gpu.nano_shape import NUM_SEQUENCES, NanoJob, draw_job
 from ci.gpu.part import Planned, Report
-from kvbench_engine.model.spec import CONFIG_DIR
+from engine.model.spec import CONFIG_DIR
 
 TINY_KV_BYTES = 4 * 2**20
 LOAD_SECONDS, JOB_SECONDS = 240.0, 90.0

@@ -16,7 +16,7 @@ from dataclasses import asdict
 from typing import Any, TextIO
 
 from ci.gpu.part import PartCases, Report, part_parser, plain, sentence
-from kvbench_engine.parent import die_with
+from engine.parent import die_with
 
 MARK = "\x1e"
 LOST = ("CUDA error", "device-side assert", "Triton Error [CUDA]")  # in an error: the process may have lost its device

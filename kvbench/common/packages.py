@@ -8,12 +8,14 @@ from __future__ import annotations
 from importlib.util import find_spec
 from pathlib import Path
 
+from kvbench import IS_INSTALLED
 from kvbench.common.errors import UsageError
 
 REPOSITORY = Path(__file__).resolve().parents[2]  # the folder that holds the packages, where they are installed
 _IS_CHECKOUT = (REPOSITORY / "pyproject.toml").is_file()
 SHIPPED = REPOSITORY if _IS_CHECKOUT else REPOSITORY / "kvbench" / "shipped"  # setup.py
 ENGINE = REPOSITORY / ("engine" if _IS_CHECKOUT else "kvbench_engine")
+ENGINE_MODULE = "kvbench_engine" if IS_INSTALLED else "engine"  # of `python -m`
 WORKLOADS = SHIPPED / "workloads"
 ENGINE_NEEDS = ("torch", "transformers", "safetensors", "numba")
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvbench.common import processes
 from kvbench.common.errors import MeasurementError, UsageError
+from kvbench.common.packages import ENGINE_MODULE
 from kvbench.common.ports import free_port
 from kvbench.common.preloaded import Preloaded
 from kvbench.runs.results import Capacity
@@ -28,9 +29,9 @@ from kvbench.workload.settings import Settings
 if TYPE_CHECKING:
     from kvbench_engine.kv.budget import KVCapacity
 
-BUILTIN_COMMAND = (sys.executable, "-m", "kvbench_engine.server")
-LOCKSTEP_COMMAND = (sys.executable, "-m", "kvbench_engine.lockstep")
-ENGINES = Preloaded(("kvbench_engine.server", "kvbench_engine.lockstep"), "kvbench_engine.server.preload")
+BUILTIN_COMMAND = (sys.executable, "-m", f"{ENGINE_MODULE}.server")
+LOCKSTEP_COMMAND = (sys.executable, "-m", f"{ENGINE_MODULE}.lockstep")
+ENGINES = Preloaded((BUILTIN_COMMAND[-1], LOCKSTEP_COMMAND[-1]), f"{ENGINE_MODULE}.server.preload")
 _READY = re.compile(rb"^ready (http://\S+)\s*$", re.MULTILINE)
 
 

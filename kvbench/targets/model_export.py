@@ -22,7 +22,7 @@ from typing import Any
 from kvbench.common import processes
 from kvbench.common.errors import MeasurementError, UsageError, as_usage_error
 from kvbench.common.files import write_json
-from kvbench.common.packages import require_engine
+from kvbench.common.packages import ENGINE_MODULE, require_engine
 from kvbench.common.parsing import json_at
 from kvbench.runs.server_info import ModelAnswer
 from kvbench.workload.settings import Settings
@@ -148,7 +148,7 @@ class ModelFolders:
     def _write(self, task: Path, asked: Mapping[str, Any], log: Path) -> None:
         write_json(task, asked)
         require_engine("random weights, or a GGUF file, for another engine")
-        command = [sys.executable, "-m", "kvbench_engine.model.export", str(task)]
+        command = [sys.executable, "-m", f"{ENGINE_MODULE}.model.export", str(task)]
         with log.open("wb") as file:
             process = processes.launch(command, stdout=file, stderr=subprocess.STDOUT)
             process.watch(self.scratch)
