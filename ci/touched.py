@@ -132,7 +132,7 @@ class Tree:
         """Yields the modules that a string loads: the main one of a package, all those of ``package.``."""
         yield f"{text}/__main__.py"
         if text.endswith("."):
-            yield from self.by_folder.get(text[:-1].replace(".", "/"), ())
+            yield from self.by_folder.get(text[:-1].removeprefix("kvbench_").replace(".", "/"), ())
 
 
 def touched_tests(tree: Tree, changed: Iterable[str]) -> list[str]:

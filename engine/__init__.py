@@ -1,6 +1,7 @@
 """A paged engine: scheduler, page allocator, prefix cache, swap, and a contiguous baseline."""
 
 if __name__ == "engine":
-    from kernels.checkout_names import share
+    import runpy
+    from pathlib import Path
 
-    share(__name__)
+    runpy.run_path(str(Path(__file__).parents[1] / "kernels" / "checkout_names.py"))["share"](__name__)

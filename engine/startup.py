@@ -73,7 +73,7 @@ def only_what_serving_needs(compiles: bool) -> Iterator[None]:
                 hidden.enter_context(_hidden(package))
             if not compiles:
                 hidden.enter_context(_compiler_on_demand())
-            with _hidden("kernels"):  # ours, which transformers takes for another; it would search for its version
+            with _hidden("kernels"):  # PyPI's, which transformers would use
                 _transformers_on_demand()
                 import transformers.modeling_utils  # noqa: F401
             yield

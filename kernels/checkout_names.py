@@ -26,6 +26,8 @@ _PREFIX = "kvbench_"
 class CheckoutNames(MetaPathFinder, Loader):
     """Finds ``kvbench_engine`` and ``kvbench_kernels`` in this checkout, and the modules below ``shared`` names."""
 
+    checkout = _CHECKOUT
+
     def __init__(self) -> None:
         self.shared = set[str]()
 
@@ -35,7 +37,10 @@ class CheckoutNames(MetaPathFinder, Loader):
             return spec_from_file_location(fullname, file, submodule_search_locations=[str(file.parent)])
         if fullname.partition(".")[0] not in self.shared or not (real := find_spec(_PREFIX + fullname)):
             return None
-        return spec_from_loader(fullname, self, is_package=real.submodule_search_locations is not None)
+        is_package = real.submodule_search_locations is not None
+        spec = spec_from_loader(fullname, self, origin=real.origin, is_package=is_package)
+        spec.has_location = True
+        return spec
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         module = import_module(_PREFIX + spec.name)
@@ -52,9 +57,11 @@ class CheckoutNames(MetaPathFinder, Loader):
 
 
 def finder() -> CheckoutNames:
-    """Returns the finder of this process, which looks before all others."""
-    if not isinstance(sys.meta_path[0], CheckoutNames):
-        sys.meta_path.insert(0, CheckoutNames())
+    """Returns this checkout's finder, which looks before all others. Each package runs this file for itself."""
+    for other in sys.meta_path:
+        if type(other).__name__ == CheckoutNames.__name__ and other.checkout == _CHECKOUT:
+            return other
+    sys.meta_path.insert(0, CheckoutNames())
     return sys.meta_path[0]
 
 

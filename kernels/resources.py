@@ -77,7 +77,7 @@ def sources_hash() -> str:
     """SHA-256 of what the numbers depend on: Triton functions, constants of every variant, how they are compiled."""
     parts = [Path(compile_ahead.__file__).read_text()]
     for path in sorted(Path(__file__).parent.glob("triton_*.py")):
-        for name, value in sorted(vars(importlib.import_module(f"kernels.{path.stem}")).items()):
+        for name, value in sorted(vars(importlib.import_module(f"kvbench_kernels.{path.stem}")).items()):
             if isinstance(value, JITCallable):
                 parts.append(f"{name} {value.raw_src}")
             elif isinstance(value, tl.constexpr):

@@ -1,14 +1,21 @@
 """kvbench: what did a paged KV-cache engine buy, what did it cost, and may it ship?"""
 
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
+import runpy
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 __version__ = "0.1.0"
-IS_INSTALLED = find_spec("kvbench_engine") is not None  # else a checkout on the import path
 
+
+def _engine_is_installed() -> bool:
+    """Tests whether ``kvbench_engine`` is installed, and not that of another checkout."""
+    folder = Path(__file__).resolve().parents[1]
+    spec = find_spec("kvbench_engine")
+    own = spec is not None and Path(str(spec.origin)).resolve().parent in (folder / "engine", folder / "kvbench_engine")
+    return own and not any(type(finder).__name__ == "CheckoutNames" for finder in sys.meta_path)
+
+
+IS_INSTALLED = _engine_is_installed()  # else a checkout on the import path
 if not IS_INSTALLED:
-    _spec = spec_from_file_location("checkout_names", Path(__file__).parents[1] / "kernels" / "checkout_names.py")
-    assert _spec is not None and _spec.loader is not None
-    _names = module_from_spec(_spec)
-    _spec.loader.exec_module(_names)
-    _names.finder()
+    runpy.run_path(str(Path(__file__).parents[1] / "kernels" / "checkout_names.py"))["finder"]()

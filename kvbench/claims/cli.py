@@ -64,19 +64,21 @@ def claims(request: ClaimsRequest) -> int:
     from kvbench.common.errors import Interruption
     from kvbench.common.files import write_text
     from kvbench.common.git import git_state
+    from kvbench.common.option_rules import check_goes_with
     from kvbench.common.packages import require_engine
     from kvbench.runs.folder import create_run
-    from kvbench.targets.choose import engine_with_adapter
+    from kvbench.targets.choose import BUILTIN, KINDS_OF, engine_with_adapter
     from kvbench.targets.options import TargetOptions
     from kvbench.workload.file import default_profile
 
-    if request.target is not None:
-        engine_with_adapter(request.target, request.target_python)
     console, selected = Console(), chosen(request.only, request.target)
     if request.list_only:
         print_table(console, make_table(("claim", "what it says"), [(claim.name, claim.says) for claim in selected]))
         return 0
-    if request.target is None:
+    if request.target is not None:
+        engine_with_adapter(request.target, request.target_python)
+    else:
+        check_goes_with([name for name in request.given if name in KINDS_OF], KINDS_OF, [BUILTIN])
         require_engine("`kvbench claims` without --target")
     names = {name: getattr(request, name) for name in ("target", "target_python", "target_args")}
     workloads = workloads_of(selected, request.profile)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from pydantic import ConfigDict
 
 from kvbench.claims.judges import VERDICTS
@@ -47,6 +49,9 @@ class ClaimsResult(Record):
     finished: bool
     profile: str
     target: str | None = None
+    target_python: str | None = None
+    target_args: str | None = None
+    engine_versions: Mapping[str, str] = {}
     notes: tuple[str, ...] = ()
     engines: Engines
     claims: tuple[ClaimResult, ...]
@@ -66,7 +71,8 @@ def about(result: ClaimsResult) -> list[str]:
     engines = result.engines
     weights = "random weights" if engines.load_format == ("dummy",) else "its own weights"
     threads = f", {listing(engines.num_threads)} thread an engine" if engines.num_threads else ""
-    engine = f"Engine: {result.target}. " if result.target else ""
+    versions = ", ".join(f"{name} {version}" for name, version in result.engine_versions.items())
+    engine = f"Engine: {result.target} ({versions or 'of an unknown version'}). " if result.target else ""
     model, dtype = listing(engines.model) or "unknown", listing(engines.dtype) or "its own dtype"
     return [
         f"{result.summary} on {result.cpu.model or 'an unknown processor'}, {result.profile} profile, commit "

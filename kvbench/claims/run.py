@@ -29,7 +29,7 @@ from kvbench.common.files import utc_now
 from kvbench.common.machine import environment
 from kvbench.common.records import write_record
 from kvbench.lockstep.sitting import MOST_LAUNCHES
-from kvbench.targets.choose import ChosenTarget, choose_target
+from kvbench.targets.choose import NOT_THE_BASELINE, ChosenTarget, choose_target
 from kvbench.targets.options import TargetOptions
 from kvbench.workload.file import Workload
 
@@ -83,6 +83,8 @@ class ClaimsRun:
             started=started,
             profile=self.profile,
             target=self.engine.target,
+            target_python=self.engine.target_python,
+            target_args=self.engine.target_args,
             seconds=0.0,
             ended=started,
             **environment(),
@@ -93,6 +95,8 @@ class ClaimsRun:
             self._judge(name)
             judged = {"claims": tuple(self._results()), "finished": finished, "ended": utc_now()}
             judged["notes"] = tuple(self._notes)
+            if self.engine.target:
+                judged["engine_versions"] = self._engine_versions()
             self._store(begun.model_copy(update=judged | {"seconds": time.monotonic() - began}))
 
         for number, name in enumerate(names, 1):
@@ -177,14 +181,19 @@ class ClaimsRun:
         except (MeasurementError, UsageError) as error:
             self._failed[name] = str(error)
 
+    def _engine_versions(self) -> Mapping[str, str]:
+        """Returns what the engine of any measurement so far says of its versions."""
+        facts = (measured for measured in self._measured.values() if isinstance(measured, WorkloadFacts))
+        return next((measured.sitting.versions for measured in facts if measured.sitting.versions), {})
+
     def _chosen_for(self, name: str) -> ChosenTarget:
         """Returns the engine of a measurement. Raises MeasurementError where it cannot have what the claim is about."""
         workload = self.workloads[name]
         target = choose_target(workload, self.engine)
         self._targets.callback(target.close)
         if any(target.workload.engine.get(setting) != workload.engine.get(setting) for setting in workload.sweep):
-            raise MeasurementError(target.notes[-1])
-        for note in (f"{name}: {note}" for note in target.notes):
+            raise MeasurementError(next(note for note in target.notes if note.startswith(NOT_THE_BASELINE)))
+        for note in (f"{name}: {note}" for note in target.plan()[0].notes):
             self._notes.append(note)
             self.say(note)
         return target

@@ -7,7 +7,7 @@ import shutil
 
 import click
 
-_NEEDED = ("torch", "transformers", "locust", "numpy")
+_NEEDED = ("locust", "numpy")
 _MISSING = "missing"
 _BUSY = {False: "load average {:.1f}", True: "load average {:.1f}: timings will be noisy"}
 _SHORT = ("processor", "cores", "memory", "busy now", "free disk here", "cuda", "gpu", "default profile")
@@ -71,12 +71,18 @@ def _show(rows: list[tuple[str, str]]) -> int:
     from rich.console import Console
 
     from kvbench.common.console import make_table, print_table
+    from kvbench.common.packages import missing_for_engine
 
     console = Console()
     print_table(console, make_table(("what this machine has", ""), rows, numbers_from=2))
     problems = [f"{name} is missing" for name in _NEEDED if importlib.util.find_spec(name) is None]
     if problems:
-        what = f"[red]not ready:[/red] {'; '.join(problems)}. Install kvbench in a virtual environment of its own."
+        what = f"[red]not ready:[/red] {'; '.join(problems)}. Install kvbench again."
+    elif missing := missing_for_engine():
+        what = (
+            "ready for servers that run already: kvbench load --help. The built-in engine needs "
+            f"{', '.join(missing)}: pip install 'kvbench\\[engine]'"
+        )
     else:
         what = "ready: kvbench sweep workloads/mixed.yaml"
     console.print(what, highlight=False)

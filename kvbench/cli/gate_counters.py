@@ -108,6 +108,8 @@ def accept_counters(request: AcceptRequest) -> int:
 
     if not (reason := " ".join(request.reason.split())):
         raise UsageError("--reason is empty: say in a few words why the counters changed")
+    if not (folder := request.lock.parent).is_dir():
+        raise UsageError(f"there is no folder {folder} in {Path.cwd()}: go to the repository's root, or give --lock")
     chosen = _read(request.workload, ())
     first, second = replay_twice(chosen)
     for name, run in first.items():

@@ -49,8 +49,9 @@ def help_command(request: HelpRequest) -> int:
         click.echo(text.rstrip())
         return 0
     group: click.Command = parent.command
-    pages = {page.stem: page for page in sorted((SHIPPED / "docs").glob("*.md"))}
-    if len(topic) == 1 and topic[0] in pages and topic[0] not in group.commands:
+    files = sorted((SHIPPED / "docs").glob("*.md"))
+    pages = {page.stem: page for page in files if page.stem not in group.commands and page.stem != "workload"}
+    if len(topic) == 1 and topic[0] in pages:
         click.echo(pages[topic[0]].read_text(encoding="utf-8").rstrip())
         return 0
     for name in topic:

@@ -62,9 +62,14 @@ def init(request: InitRequest) -> int:
     if request.copied is not None:
         if others := [name for name in request.given if name not in ("file", "copied")]:
             raise UsageError(f"--from copies a file as it is: leave {request.typed(others[0])} out, or change the copy")
-        source = find_file(Path(request.copied))
-        load_workload(source)
-        return _write(file, source.read_text(encoding="utf-8"))
+        load_workload(request.copied)  # says what is wrong with it
+        file.write_text(find_file(Path(request.copied)).read_text(encoding="utf-8"), encoding="utf-8")
+        try:
+            load_workload(file)
+        except UsageError as error:
+            file.unlink()
+            raise UsageError(f"the copy would not be whole, as its files lie beside the original: {error}") from None
+        return _written(file)
     answers = request.part(Answers)
     if sys.stdin.isatty():
         answers = _ask(answers)
@@ -72,11 +77,11 @@ def init(request: InitRequest) -> int:
     text = workload_text(answers, profile=chosen, name=slug(file.stem).lstrip("._-") or None)
     workload = load_workload(file, text=text, profile=chosen)  # refuses what no workload can have
     preflight(workload, plan_sweep(workload, (), check_configuration)[0], check_configuration)
-    return _write(file, text)
-
-
-def _write(file: Path, text: str) -> int:
     file.write_text(text, encoding="utf-8")
+    return _written(file)
+
+
+def _written(file: Path) -> int:
     click.echo(f"written: {file}. Next: kvbench plan {file}, then kvbench sweep {file}")
     return 0
 

@@ -40,7 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @dataclass(frozen=True)
-class LoadUnderTest:
+class LoadOutput:
     """A load that was sent. ``load["p95_ttft_ms"]``: a figure, by the names that limits in ci/gates.yaml have.
 
     exit_code: of `kvbench load`: 0 measured, 1 canaries were answered wrongly, 4 invalid
@@ -68,7 +68,7 @@ class LoadUnderTest:
 
 
 @dataclass(frozen=True)
-class VerdictUnderTest:
+class GateVerdict:
     """A verdict. ``outcome``: pass, fail, inconclusive, invalid or empty; ``folder``: verdict.json, summary.md."""
 
     exit_code: int
@@ -94,26 +94,26 @@ def kvbench_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.Temp
 @pytest.fixture
 def kvbench_load(
     request: pytest.FixtureRequest, kvbench_server: str, tmp_path: Path
-) -> Callable[..., LoadUnderTest]:
+) -> Callable[..., LoadOutput]:
     """A function that sends a load, in the words of `kvbench load` without --url and --output-dir."""
 
-    def load(*words: str) -> LoadUnderTest:
+    def load(*words: str) -> LoadOutput:
         from kvbench.runs.read import read_run
 
         folder = _new_folder(tmp_path, "load")
         code, output = _run(request, "load", "--url", kvbench_server, "--output-dir", str(folder), *words)
         (cell,) = read_run(folder).cells
-        return LoadUnderTest(code, output, folder, cell)
+        return LoadOutput(code, output, folder, cell)
 
     return load
 
 
 @pytest.fixture
-def kvbench_gate(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., VerdictUnderTest]:
+def kvbench_gate(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., GateVerdict]:
     """A function that judges, in the words of `kvbench gate`: a results folder, or `counters`."""
     _require(request)
 
-    def gate(*words: str) -> VerdictUnderTest:
+    def gate(*words: str) -> GateVerdict:
         folder = _new_folder(tmp_path, "gate")
         code, output = _run(request, "gate", *words, "--output-dir", str(folder))
         return _verdict(code, output, folder / "verdict.json")
@@ -122,11 +122,11 @@ def kvbench_gate(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[...
 
 
 @pytest.fixture
-def kvbench_compare(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., VerdictUnderTest]:
+def kvbench_compare(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., GateVerdict]:
     """A function that compares two sides, in the words of `kvbench compare`."""
     _require(request)
 
-    def compare(*words: str) -> VerdictUnderTest:
+    def compare(*words: str) -> GateVerdict:
         folder = _new_folder(tmp_path, "compare")
         code, output = _run(request, "compare", *words, "--output-dir", str(folder))
         return _verdict(code, output, next(folder.glob("compare/*/verdict.json"), folder))
@@ -147,17 +147,20 @@ def _run(request: pytest.FixtureRequest, *words: str) -> tuple[int, str]:
     """Runs a command of kvbench; returns its exit code and output. Bad input and failures fail the test."""
     limit_s = float(request.config.getini("kvbench_timeout"))
     command = [sys.executable, "-m", "kvbench", *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
+    except subprocess.TimeoutExpired:
+        pytest.fail(f"kvbench {words[0]} took more than {limit_s:g} s: shorten it, or raise kvbench_timeout", False)
     if done.returncode == 2:
         pytest.fail(f"kvbench {words[0]}: {done.stderr.strip()}", False)
     return done.returncode, done.stdout + done.stderr
 
 
-def _verdict(code: int, output: str, file: Path) -> VerdictUnderTest:
+def _verdict(code: int, output: str, file: Path) -> GateVerdict:
     if not file.is_file():
         pytest.fail(f"there is no verdict (exit code {code}): {output[-2000:]}", False)
     stored = json.loads(file.read_text(encoding="utf-8"))
-    return VerdictUnderTest(code, stored["outcome"], stored["sentence"], file.parent)
+    return GateVerdict(code, stored["outcome"], stored["sentence"], file.parent)
 
 
 @contextmanager
@@ -171,7 +174,10 @@ def _launched(command: str, log: Path, limit_s: float) -> Iterator[str]:
     port = free_port(0)
     url, words = f"http://127.0.0.1:{port}", shlex.split(command.replace("{port}", str(port)))
     with log.open("wb") as file:
-        server = processes.launch(words, stdout=file, stderr=subprocess.STDOUT)
+        try:
+            server = processes.launch(words, stdout=file, stderr=subprocess.STDOUT)
+        except OSError as error:
+            pytest.fail(f"kvbench_serve cannot be launched: {error}", False)
     try:
         server.watch()
         deadline = time.monotonic() + limit_s

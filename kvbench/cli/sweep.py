@@ -120,7 +120,8 @@ def sweep(request: SweepRequest) -> int:
         )
         if request.dry_run:
             return run_or_plan.describe()
-        if choice.manifest.is_built_in and not choice.manifest.simulated:
+        is_measured_here = choice.manifest.is_built_in and not (choice.manifest.simulated or machines)
+        if is_measured_here and run is None:  # a finished run that is resumed is reported again
             require_engine("a sweep without --target")
         return run_or_plan.execute()
 

@@ -65,7 +65,8 @@ def tune(request: TuneRequest) -> int:
       kvbench dev tune
       kvbench dev tune --kernel decode --kv-cache-dtype auto --head-dim 128 --max-minutes 5
     \b
-    Files written: kernels/tuned/sm_XX.json (of the GPU's architecture), added to if it is of the same GPU and versions.
+    Files written: kernels/tuned/sm_XX.json (of the GPU's architecture; in a wheel kvbench_kernels), added to if it is
+    of the same GPU and versions.
     Exit codes: 0 written, 2 bad input or no CUDA device, 4 a kernel's own default gives wrong numbers.
     """
     from kvbench.common.packages import require_engine

@@ -8,8 +8,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import kvbench
 from kvbench.common.errors import UsageError
+from kvbench.common.packages import ENGINE, IS_CHECKOUT, KERNELS, REPOSITORY
 
 _LIMIT_S = 300.0  # a large checkout on a slow disk takes minutes
 # `git rev-parse --local-env-vars`, less the configuration, by which CI says that it trusts a folder.
@@ -56,8 +56,13 @@ def try_git(folder: Path, *arguments: str, limit_s: float = _LIMIT_S) -> str | N
 
 
 def git_state(folder: Path | None = None) -> dict[str, Any]:
-    """Commit of the kvbench that runs, and whether tracked files differ from it."""
-    folder = folder or Path(kvbench.__file__).resolve().parent.parent
+    """Commit of the kvbench that runs, and whether tracked files differ from it; an installed wheel has none.
+
+    folder: of another repository
+    """
+    if folder is None and not IS_CHECKOUT:
+        return {"sha": None, "short_sha": "nogit", "dirty": None}
+    folder = folder or REPOSITORY
     sha = try_git(folder, "rev-parse", "HEAD", limit_s=10)
     changes = try_git(folder, "status", "--porcelain", "--untracked-files=no", limit_s=10)
     if sha is None or changes is None:
@@ -67,7 +72,8 @@ def git_state(folder: Path | None = None) -> dict[str, Any]:
 
 def code_sha256() -> str:
     """Hash of all Python files of kvbench, engine and kernels as they run here, uncommitted changes included."""
-    root, digest = Path(kvbench.__file__).resolve().parent.parent, hashlib.sha256()
-    for path in sorted(path for name in ("kvbench", "engine", "kernels") for path in (root / name).rglob("*.py")):
-        digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")
+    digest = hashlib.sha256()
+    for name, folder in (("engine", ENGINE), ("kernels", KERNELS), ("kvbench", REPOSITORY / "kvbench")):
+        for path in sorted(folder.rglob("*.py")):
+            digest.update(f"{name}/{path.relative_to(folder)}\0".encode() + path.read_bytes() + b"\0")
     return digest.hexdigest()

@@ -12,12 +12,17 @@ from kvbench import IS_INSTALLED
 from kvbench.common.errors import UsageError
 
 REPOSITORY = Path(__file__).resolve().parents[2]  # the folder that holds the packages, where they are installed
-_IS_CHECKOUT = (REPOSITORY / "pyproject.toml").is_file()
-SHIPPED = REPOSITORY if _IS_CHECKOUT else REPOSITORY / "kvbench" / "shipped"  # setup.py
-ENGINE = REPOSITORY / ("engine" if _IS_CHECKOUT else "kvbench_engine")
+IS_CHECKOUT = (REPOSITORY / "pyproject.toml").is_file()
+SHIPPED = REPOSITORY if IS_CHECKOUT else REPOSITORY / "kvbench" / "shipped"  # setup.py
+ENGINE, KERNELS = (REPOSITORY / f"{'' if IS_CHECKOUT else 'kvbench_'}{name}" for name in ("engine", "kernels"))
 ENGINE_MODULE = "kvbench_engine" if IS_INSTALLED else "engine"  # of `python -m`
 WORKLOADS = SHIPPED / "workloads"
 ENGINE_NEEDS = ("torch", "transformers", "safetensors", "numba")
+
+
+def missing_for_engine() -> list[str]:
+    """Lists the packages that the built-in engine needs and that are not installed."""
+    return [name for name in ENGINE_NEEDS if find_spec(name) is None]
 
 
 def require_engine(what: str) -> None:
@@ -25,7 +30,7 @@ def require_engine(what: str) -> None:
 
     ``what``: that needs them, as the subject of a sentence.
     """
-    if missing := [name for name in ENGINE_NEEDS if find_spec(name) is None]:
+    if missing := missing_for_engine():
         raise UsageError(
             f"{what} needs the built-in engine, and {', '.join(missing)} cannot be imported: pip install "
             "'kvbench[engine]'"

@@ -127,6 +127,7 @@ class Sitting:
     _preloaded: Preloaded | None = None  # forks processes
     _options: Collection[str] = ()  # that requests have
     _shared: bool = True  # whether one process has the engines of all configurations
+    versions: Mapping[str, str] = field(default_factory=dict)  # of the engines' packages, as one says
     _asynchronous: bool = False  # whether an engine says that it schedules while the device computes
     _loads: Sequence[LoadPoint] = ()  # that launches compute
     _questions: list[Comparison] = field(default_factory=list)  # effects on throughput, so far
@@ -301,6 +302,7 @@ class Sitting:
             if not self._shared and wave == [self.baseline]:
                 room = free_memory() - self._budget(self.baseline)
                 self._make_room(beside, room, engines[0].process.memory(), is_first)
+        self.versions = self.versions or next((info.versions for info in infos if info.versions), {})
         self._asynchronous |= any(info.fact("engine", ASYNCHRONOUS) for info in infos)
         if not self._shared:
             settings = {c.config_id: c.settings for c in configurations}

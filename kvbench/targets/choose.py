@@ -50,6 +50,7 @@ _INSTEAD = {
     "tokenizer": "change the workload's with -o model.tokenizer=VALUE",
 }
 _EXCLUDES = {("target", "serve_cmd"): "measure a running server or launch one (--preset NAME says of what kind)"}
+NOT_THE_BASELINE = "THE BASELINE IS NOT THE WORKLOAD'S"
 STORED = ("target", "serve_cmd", "preset", "target_args", "target_python", "exact")
 _START_S = 180.0
 START_GUESS_S = 8.0  # a launch of the built-in server, until one is measured
@@ -307,7 +308,7 @@ def _baseline(workload: Workload, launcher: Launcher, *, exact: bool) -> tuple[W
     settings, changes = launcher.nearest(workload.engine)
     if left := launcher.refusal(settings):
         raise UsageError(f"the baseline cannot be run, nor anything near it: {left}. {way}")
-    note = f"THE BASELINE IS NOT THE WORKLOAD'S: {', '.join(changes)} ({reason})"
+    note = f"{NOT_THE_BASELINE}: {', '.join(changes)} ({reason})"
     return replace(workload, engine=settings), [note]
 
 

@@ -125,6 +125,7 @@ class ModelFolders:
             spec = find_model(named, load_format)
         if model_format == "gguf" and (why := refusal(spec.config, tokenizer)):
             raise UsageError(f"model {spec.name}: {why}")
+        require_engine("a model with random weights, or a GGUF file, for another engine")
         return _WeightSource(folder or path, True, tokenizer, own)
 
     def _export(self, job: Settings, tokenizer: Path | None, model_format: str, drop_eos: bool) -> ServedModel:
@@ -147,7 +148,6 @@ class ModelFolders:
 
     def _write(self, task: Path, asked: Mapping[str, Any], log: Path) -> None:
         write_json(task, asked)
-        require_engine("random weights, or a GGUF file, for another engine")
         command = [sys.executable, "-m", f"{ENGINE_MODULE}.model.export", str(task)]
         with log.open("wb") as file:
             process = processes.launch(command, stdout=file, stderr=subprocess.STDOUT)

@@ -287,7 +287,7 @@ def resolve(data: Data, *, profile: str, source: Path | None, where: str = "the 
     """A Workload from plain data whose profile is merged already; ``where``: its name in messages.
 
     ``source``: the file; relative paths start in its folder. None: the data of a run's manifest, whose relative paths
-    start in kvbench's repository.
+    are those of files that kvbench ships, or start in the working folder.
     """
     folder = source.parent if source else None
     prefix = ""

@@ -29,8 +29,8 @@ def python(*words: str, path: tuple[Path, ...], installed: bool = True) -> str:
 
 @pytest.fixture
 def checkout(tmp_path) -> Path:
-    """Another checkout, whose engine and kernels say so."""
-    for folder, file in (("engine", "sizes.py"), ("kernels", "api.py")):
+    """Another checkout, whose packages say so."""
+    for folder, file in (("engine", "sizes.py"), ("kernels", "api.py"), ("kvbench", "common/secrets.py")):
         shutil.copytree(REPOSITORY / folder, tmp_path / folder, ignore=shutil.ignore_patterns("models", "__pycache__"))
         with (tmp_path / folder / file).open("a") as text:
             text.write("\nWHOSE = 'other'\n")
@@ -43,8 +43,9 @@ def test_a_checkout_works_without_being_installed():
     assert python("-c", code, path=(REPOSITORY,), installed=False) == "False True"
     code = "from kernels import get_backend; import kvbench_kernels; print(get_backend is kvbench_kernels.get_backend)"
     assert python("-c", code, path=(REPOSITORY,), installed=False) == "True"
-    code = "from kvbench.targets.builtin import BUILTIN_COMMAND; print(BUILTIN_COMMAND[-1])"
-    assert python("-c", code, path=(REPOSITORY,), installed=False) == "engine.server"
+    for first in ("kvbench", "engine.sizes"):
+        code = f"import {first}; from kvbench.targets.builtin import BUILTIN_COMMAND; print(BUILTIN_COMMAND[-1])"
+        assert python("-c", code, path=(REPOSITORY,), installed=False) == "engine.server"
     assert "unrecognized arguments" in python("-m", "engine.server", "--nothing", path=(REPOSITORY,))
 
 
@@ -52,7 +53,15 @@ def test_a_checkout_works_without_being_installed():
 def test_the_checkout_that_is_named_wins_over_the_installed_one(checkout, installed):
     code = "import engine.sizes, kernels.api, kvbench_engine.sizes as ours; print(ours.WHOSE, kernels.api.WHOSE)"
     assert python("-c", code, path=(checkout, REPOSITORY), installed=installed) == "other other"
+    code = "import kvbench.common.secrets as core, kvbench_engine.sizes as engine; print(core.WHOSE, engine.WHOSE)"
+    assert python("-c", code, path=(checkout,), installed=installed) == "other other"
     assert '"protocol": 2' in python("-m", "engine.lockstep", path=(checkout,), installed=installed)
+
+
+def test_the_engine_leaves_the_name_kernels_to_others(checkout):
+    """transformers uses PyPI's package of that name, and hides it from itself only while it is not imported."""
+    code = "import sys, engine.sizes; print('kernels' in sys.modules)"
+    assert python("-c", code, path=(checkout,)) == "False"
 
 
 def test_two_checkouts_in_one_process_are_refused(checkout):
@@ -62,6 +71,7 @@ def test_two_checkouts_in_one_process_are_refused(checkout):
 
 def test_an_engine_of_an_earlier_commit_stays_that_commits(checkout):
     (checkout / "engine" / "__init__.py").write_text("")
+    shutil.rmtree(checkout / "kvbench")
     code = "import engine.sizes, kvbench.common.text, kvbench_engine.sizes as ours; "
     code += "print(engine.sizes.WHOSE, hasattr(ours, 'WHOSE'))"
     for installed in (True, False):

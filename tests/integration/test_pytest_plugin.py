@@ -65,12 +65,16 @@ def test_times(kvbench_load, kvbench_server):
     assert kvbench_server.startswith("http://127.0.0.1:")
 def test_name(kvbench_load):
     kvbench_load(*USUAL)["p95_tftt_ms"]
+def test_counters(kvbench_gate):
+    assert kvbench_gate("counters", "--only", "async-forks/*").outcome == "pass"
+def test_compare(kvbench_compare):
+    kvbench_compare("no such side", ".")
 def test_word(kvbench_load):
     kvbench_load("--concurency", "4")
 """
     code, output = run_pytest("--kvbench", more=more)
-    assert code == 1 and "3 passed" in output and "2 failed" in output
-    assert "did you mean p95_ttft_ms?" in output and "--concurrency" in output
+    assert code == 1 and "4 passed" in output and "3 failed" in output
+    assert "did you mean p95_ttft_ms?" in output and "--concurrency" in output and "no such side" in output
     assert serving(tmp_path) == []
 
 

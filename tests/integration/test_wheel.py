@@ -17,13 +17,19 @@ import click
 import pytest
 
 from kvbench.cli.main import cli
-from kvbench.common.packages import REPOSITORY, find_file
+from kvbench.common.packages import REPOSITORY
 
 IN_WHEEL = ("engine", "kernels", "kvbench", "workloads", "docs", "ci")
 ENGINE_ONLY = ("torch", "triton", "transformers", "safetensors", "numba", "uvloop")
 _RUN = """
-import contextlib, io, json, sys
-sys.modules |= dict.fromkeys(sys.argv[2].split(","))  # as if they were not installed
+import contextlib, importlib.util, io, json, sys
+missing, find_spec = sys.argv[2].split(","), importlib.util.find_spec
+class Missing:  # as if they were not installed
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in missing:
+            raise ModuleNotFoundError(f"not installed: {name}", name=name)
+sys.meta_path.insert(0, Missing())
+importlib.util.find_spec = lambda name, package=None: None if name in missing else find_spec(name, package)
 from kvbench.cli.main import main
 ended = []
 for words in json.load(sys.stdin):
@@ -92,10 +98,10 @@ def test_the_wheel_has_no_import_name_but_kvbenchs_own(site):
     assert [name for name in shipped if name.endswith(".py")] == []
 
 
-def test_every_file_that_an_example_names_ships():
+def test_every_file_that_an_example_names_ships(site):
     words = [word for example in examples() for word in example if re.match(r"(workloads|ci)/", word)]
     written = {"workloads/canaries/kvbench-tiny.jsonl"}
-    assert len(words) > 30 and all(find_file(Path(word)).is_file() for word in set(words) - written)
+    assert len(words) > 30 and all((site / "kvbench/shipped" / word).is_file() for word in set(words) - written)
 
 
 def test_examples_run_without_the_engine_in_an_empty_folder(run):
@@ -106,7 +112,7 @@ def test_examples_run_without_the_engine_in_an_empty_folder(run):
             runnable.append([*example, "--dry-run"])
         elif example[0] in ("plan", "help") or (example[0] == "init" and len(example) > 2):
             runnable.append([word.replace("my.yaml", f"my-{len(runnable)}.yaml") for word in example])
-    commands = [*runnable, ["gate", "counters", "--only", "async-forks/*"], ["plan", "mixed"], ["trace", "--help"]]
+    commands = [*runnable, ["plan", "mixed"], ["trace", "--help"]]
     commands += [["simulate", "--device", "H200", "--model", "llama-3.1-8b", "--input-len", "64", "--output-len", "16",
                   "--concurrency", "4", "--num-prompts", "16"]]  # fmt: skip
     ended = run(*commands)
@@ -119,10 +125,17 @@ def test_what_needs_the_engine_says_so_and_leaves_nothing_behind(run, tmp_path):
              "dev canaries x --output y", "compare page_size=16 page_size=32 --workload ci_timing")  # fmt: skip
     for line, (code, out, _) in zip(lines, run(*map(str.split, lines)), strict=True):
         assert (code, "kvbench[engine]" in out, out.count("\n") <= 2) == (2, True, True), (line, out)
-    assert not list((tmp_path / "empty").rglob("*.json"))
+    assert not list((tmp_path / "empty").iterdir())
+
+
+def test_counters_are_judged_by_the_lock_that_ships_and_never_accepted_beside_it(run, tmp_path):
+    judged, accepted = run(["gate", "counters", "--only", "async-forks/*"], ["accept", "counters", "--reason", "x"])
+    assert judged[0] == 0 and "pass" in judged[1].lower()
+    assert accepted[0] == 2 and "no folder ci" in accepted[1]
+    assert not list((tmp_path / "empty").iterdir())
 
 
 def test_help_imports_none_of_the_packages_that_take_long(run):
-    (_, out, modules), (code, _, later) = run(["--help"], ["load", "--help"])
+    (_, out, modules), (code, _, later) = run(["--help"], ["load", "--help"], missing=())
     assert "Usage: kvbench" in out and code == 0
     assert not {*modules, *later} & {"numpy", "pandas", "scipy", "plotly", "locust", "pydantic", "pyarrow", "torch"}

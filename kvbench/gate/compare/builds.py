@@ -40,7 +40,7 @@ from kvbench.common import processes
 from kvbench.common.errors import MeasurementError, UsageError, storage_sentence
 from kvbench.common.files import write_json
 from kvbench.common.git import git, try_git
-from kvbench.common.packages import REPOSITORY
+from kvbench.common.packages import REPOSITORY, missing_for_engine
 from kvbench.gate.sentences import say
 
 WORKING_TREE = "."
@@ -209,7 +209,7 @@ class Builds:
         if self.build_cmd:
             how, title = COMMAND, "--build-cmd"
             command = ["/bin/sh", "-e", "-c", fill(self.build_cmd, python, source)]
-        elif is_kvbench(source) and same_dependencies(source):
+        elif is_kvbench(source) and same_dependencies(source) and not missing_for_engine():
             _make_venv(env, log, pip=False)
             site = Path(sysconfig.get_path("purelib", "venv", vars={"base": str(env), "platbase": str(env)}))
             (site / _LAYER_FILE).write_text("".join(f"{p}\n" for p in (source, *running_layers())), encoding="utf-8")

@@ -271,7 +271,7 @@ def require_used(sides: Sequence[PairSide], request: CompareRequest) -> None:
     if RUN in kinds and len(kinds) > 1:
         raise UsageError(say("side.stored_and_live", sides=" and ".join(side.text for side in sides)))
     commands = [side.text for side in sides if side.kind == CMD]
-    ours = {_SERVER[-1], BUILTIN_COMMAND[-1]}
+    ours = {_SERVER[-1], "kvbench_engine.server"}
     bare = [text for text in commands if not is_template(text) and not ours.intersection(text.split())]
     if bare and any(map(is_template, commands)):
         raise UsageError(say("side.port_missing", text=bare[0], no_port=say("side.no_port")))

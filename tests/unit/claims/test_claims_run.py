@@ -102,7 +102,7 @@ def test_another_engine_is_judged_only_where_it_can_have_what_the_claim_is_about
     assert budget.verdict == HELD and str(PRESETS["transformers"].adapter) in launch.command
     assert [note.split(":")[0] for note in result.notes] == ["max-num-batched-tokens"]
     assert launch.scratch is not None and not launch.scratch.exists()
-    assert "Engine: transformers." in markdown(result) and result.notes[0] in markdown(result)
+    assert "Engine: transformers (of an unknown version)." in markdown(result) and result.notes[0] in markdown(result)
 
 
 def test_a_launch_that_fails_ends_a_measurement_and_only_other_verdicts_are_printed(tmp_path, monkeypatch):
