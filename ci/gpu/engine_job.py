@@ -145,7 +145,8 @@ class EngineJob:
         self.engine: Engine | None = None
         self.load_seconds = 0.0
         self._warnings = WarningsAreFailures()
-        logging.getLogger("engine").addHandler(self._warnings)
+        package = build_engine.__module__.partition(".")[0]  # kvbench_engine, of earlier commits engine
+        logging.getLogger(package).addHandler(self._warnings)
 
     def plan(self) -> list[Planned]:
         """Lists runs before the profile; each variant alone, so that none finds another's memory taken."""

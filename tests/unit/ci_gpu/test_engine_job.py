@@ -115,6 +115,6 @@ def test_a_warning_of_the_engine_fails_the_case_that_runs(tmp_path):
     job, reports = job_of(tmp_path), [Report(600.0), Report(600.0)]
     for report in reports:
         job.run("run 0", report)
-    engine_job.logging.getLogger("engine.x").warning("no graphs")
+    engine_job.logging.getLogger("kvbench_engine.x").warning("no graphs")
     assert [len(report.data["failures"]) for report in reports] == [0, 1]
     assert [len(report.data["rows"]) for report in reports] == [1, 1]

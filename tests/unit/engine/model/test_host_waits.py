@@ -110,7 +110,7 @@ def test_the_families_that_cannot_be_captured(family: str, tmp_path: Path) -> No
 
 
 def ours(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
-    return [record for record in caplog.records if record.name.startswith("engine")]
+    return [record for record in caplog.records if record.name.startswith("kvbench_engine")]
 
 
 def test_it_is_said_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
