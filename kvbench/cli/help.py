@@ -10,6 +10,7 @@ import click
 from kvbench.common.errors import UsageError
 from kvbench.common.options import Options, argument, switch, takes
 from kvbench.common.packages import SHIPPED
+from kvbench.common.text import did_you_mean
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,10 +58,9 @@ def help_command(request: HelpRequest) -> int:
     for name in topic:
         command = group.get_command(parent, name) if isinstance(group, click.Group) else None
         if command is None:
-            names = ", ".join(getattr(group, "commands", ())) or "none below it"
+            others = ["workload", *pages] if group is parent.command else []
             raise UsageError(
-                f"there is no topic {' '.join(topic)!r}: write workload, or one of {names}; or a page: "
-                f"{', '.join(pages)}"
+                f"there is no topic {' '.join(topic)!r}{did_you_mean(name, [*others, *getattr(group, 'commands', ())])}"
             )
         group = command
     parent.command.main([*topic, "--help"], prog_name="kvbench", standalone_mode=False)

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -86,7 +88,8 @@ def kvbench_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.Temp
         return
     command, limit_s = request.config.getini("kvbench_serve"), float(request.config.getini("kvbench_start_timeout"))
     if "{port}" not in command:
-        pytest.fail("no server under test: give --kvbench-url URL, or set kvbench_serve = COMMAND with {port}", False)
+        problem = f"kvbench_serve = {command} lacks {{port}}" if command else "there is no server under test"
+        pytest.fail(f"{problem}: give --kvbench-url URL, or set kvbench_serve = COMMAND with {{port}}", False)
     with _launched(command, tmp_path_factory.mktemp("kvbench") / "server.log", limit_s) as url:
         yield url
 
@@ -145,15 +148,26 @@ def _new_folder(parent: Path, name: str) -> Path:
 
 def _run(request: pytest.FixtureRequest, *words: str) -> tuple[int, str]:
     """Runs a command of kvbench; returns its exit code and output. Bad input and failures fail the test."""
-    limit_s = float(request.config.getini("kvbench_timeout"))
-    command = [sys.executable, "-m", "kvbench", *map(str, words)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
-    except subprocess.TimeoutExpired:
+    from kvbench.common import processes
+
+    limit_s, code = float(request.config.getini("kvbench_timeout")), None
+    with tempfile.TemporaryFile() as written:
+        child = processes.launch(
+            [sys.executable, "-m", "kvbench", *map(str, words)], stdout=written, stderr=subprocess.STDOUT
+        )
+        try:
+            child.watch()
+            with suppress(subprocess.TimeoutExpired):
+                code = child.wait(timeout=limit_s)
+        finally:
+            processes.stop(child)
+        written.seek(0)
+        output = written.read().decode(errors="replace")
+    if code is None:
         pytest.fail(f"kvbench {words[0]} took more than {limit_s:g} s: shorten it, or raise kvbench_timeout", False)
-    if done.returncode == 2:
-        pytest.fail(f"kvbench {words[0]}: {done.stderr.strip()}", False)
-    return done.returncode, done.stdout + done.stderr
+    if code == 2:
+        pytest.fail(f"kvbench {words[0]}: {output.strip()}", False)
+    return code, output
 
 
 def _verdict(code: int, output: str, file: Path) -> GateVerdict:
@@ -174,10 +188,9 @@ def _launched(command: str, log: Path, limit_s: float) -> Iterator[str]:
     port = free_port(0)
     url, words = f"http://127.0.0.1:{port}", shlex.split(command.replace("{port}", str(port)))
     with log.open("wb") as file:
-        try:
-            server = processes.launch(words, stdout=file, stderr=subprocess.STDOUT)
-        except OSError as error:
-            pytest.fail(f"kvbench_serve cannot be launched: {error}", False)
+        if shutil.which(words[0]) is None:
+            pytest.fail(f"kvbench_serve cannot be launched: there is no program {words[0]!r}", False)
+        server = processes.launch(words, stdout=file, stderr=subprocess.STDOUT)
     try:
         server.watch()
         deadline = time.monotonic() + limit_s

@@ -48,7 +48,8 @@ class PairOptions(SeedOptions, TargetOptions, ClientOptions, heading="The compar
         "changed; and measure though --max-minutes allow too few pairs for a verdict."
     )
     repo: ExistingFolder | None = option(
-        "The repository that git refs are looked up in (default: kvbench's own).", metavar="DIR", rare=True
+        "The repository that git refs are looked up in (default: kvbench's own, of a wheel the working folder's).",
+        metavar="DIR", rare=True
     )
     build_cmd: str | None = option(
         "The command that builds a git ref of --repo, in its folder; {python} and {worktree} are replaced (default: "

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pydantic import ConfigDict, Field
 
-from kvbench.common.packages import REPOSITORY
+from kvbench.common.packages import IS_CHECKOUT, REPOSITORY
 from kvbench.common.records import Record
 
 TYPED = {"compare": "compare", "calibrate": "dev calibrate"}  # subcommand -> as it is typed
@@ -63,7 +63,7 @@ class CompareRequest(Record):
 
     @property
     def repository(self) -> Path:
-        return self.repo or REPOSITORY
+        return self.repo or (REPOSITORY if IS_CHECKOUT else Path.cwd())
 
     def for_any_folder(self, base: str, candidate: str) -> StoredRequest:
         """The request with these sides and absolute paths: it may be resumed from another folder."""

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -166,3 +170,12 @@ def test_what_is_not_wanted_is_not_measured_and_said(tmp_path, machine) -> None:
     calibrator = Calibrator(tmp_path, wanted=False)
     assert calibrator(ClientLoad(64)) is None
     assert machine.asked == [] and calibrator.facts() == {"left_out": True, "measured": []}
+
+
+def test_a_dropped_stream_is_no_request_that_was_sent_again(tmp_path: Path) -> None:
+    """A kept connection that a server closes at once may have crossed with the request, which is then sent again."""
+    words = ("--streams", "4", "--itl-ms", "3.5", "--seconds", "1", "--attempts", "1", "--json", str(tmp_path / "out"))
+    command = [sys.executable, "-m", "kvbench", "dev", "calibrate-client", *words]  # a client that is not forked
+    subprocess.run(command, capture_output=True, timeout=120, check=False)
+    figures = json.loads((tmp_path / "out").read_text())["figures"]
+    assert (figures["requests_repeated"], figures["requests_lost"]) == (0, 0) and figures["faults"] > 0

@@ -151,12 +151,12 @@ def _run_step(name: str, folder: Path, code: int, **inputs: str) -> tuple[int, l
 )
 def test_a_comparison_of_the_action_ends_as_it_should(code, on_inconclusive, ends, tmp_path):
     inputs = {"BASE": "v 1", "CANDIDATE": ".", "WORKLOADS": "a b.yaml", "POLICY": "p.yaml", "MAX_MINUTES": "7",
-              "OPTIONS": "-o sweep={}", "ON_INCONCLUSIVE": on_inconclusive}  # fmt: skip
+              "OPTIONS": "--serve-cmd\n{python} -m x --port {port}\n", "ON_INCONCLUSIVE": on_inconclusive}  # fmt: skip
     ended, words, output = _run_step("Compare", tmp_path, code, **inputs)
     assert (ended, output) == (ends, f"code={code}\n")
-    assert words[:5] == ["compare", "v 1", ".", "-o", "sweep={}"]
+    assert words[:5] == ["compare", "v 1", ".", "--serve-cmd", "{python} -m x --port {port}"]
     assert shlex.join(words[5:]) == (
-        "--workload a --workload b.yaml --max-minutes 7 --policy p.yaml --output-dir kvbench-results"
+        "--workload a --workload b.yaml --policy p.yaml --max-minutes 7 --output-dir kvbench-results"
     )
 
 
