@@ -1,6 +1,5 @@
 """kvbench: what did a paged KV-cache engine buy, what did it cost, and may it ship?"""
 
-import runpy
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,4 +17,6 @@ def _engine_is_installed() -> bool:
 
 IS_INSTALLED = _engine_is_installed()  # else a checkout on the import path
 if not IS_INSTALLED:
+    import runpy
+
     runpy.run_path(str(Path(__file__).parents[1] / "kernels" / "checkout_names.py"))["finder"]()

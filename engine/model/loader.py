@@ -71,7 +71,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
         support.check(heads, layer)
     check_logits(model, backend, kv_shape)
     loaded = LoadedModel(model, _describe(model, spec), kv_shape, backend, device, dtype, query_heads)
-    # Now, since it moves weights, whose addresses an engine's CUDA graphs would keep; on a CPU build does it.
+    # Now, since it moves weights, whose addresses an engine's CUDA graphs would keep; on a CPU build.py does it.
     if backend.name == "triton" and wants_fusion(config, backend):
         from kvbench_engine.model.cuda_layers import CudaKernels  # imports Triton, which not every machine has
         from kvbench_engine.model.fused_layers import fuse_layers

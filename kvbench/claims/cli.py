@@ -64,10 +64,9 @@ def claims(request: ClaimsRequest) -> int:
     from kvbench.common.errors import Interruption
     from kvbench.common.files import write_text
     from kvbench.common.git import git_state
-    from kvbench.common.option_rules import check_goes_with
     from kvbench.common.packages import require_engine
     from kvbench.runs.folder import create_run
-    from kvbench.targets.choose import BUILTIN, KINDS_OF, engine_with_adapter
+    from kvbench.targets.choose import BUILTIN, check_target_options, engine_with_adapter
     from kvbench.targets.options import TargetOptions
     from kvbench.workload.file import default_profile
 
@@ -78,7 +77,7 @@ def claims(request: ClaimsRequest) -> int:
     if request.target is not None:
         engine_with_adapter(request.target, request.target_python)
     else:
-        check_goes_with([name for name in request.given if name in KINDS_OF], KINDS_OF, [BUILTIN])
+        check_target_options([BUILTIN], request.given)
         require_engine("`kvbench claims` without --target")
     names = {name: getattr(request, name) for name in ("target", "target_python", "target_args")}
     workloads = workloads_of(selected, request.profile)

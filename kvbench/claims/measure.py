@@ -167,6 +167,7 @@ class WorkloadFacts:
 def measure(
     name: str,
     target: ChosenTarget,
+    design: Design,
     folder: Path,
     *,
     limit_s: float,
@@ -183,7 +184,6 @@ def measure(
     Raises MeasurementError, UsageError.
     """
     assert target.stepped is not None  # the command line has checked it
-    design, _ = target.plan()
     capacity = capacities(design, target.check)
     sitting = Sitting(
         RunFolder(folder), target.workload, design, capacity, limit_s, _OPEN_LIMIT_S, show, check, option="--minutes",

@@ -31,6 +31,7 @@ from kvbench.common.records import write_record
 from kvbench.lockstep.sitting import MOST_LAUNCHES
 from kvbench.targets.choose import NOT_THE_BASELINE, ChosenTarget, choose_target
 from kvbench.targets.options import TargetOptions
+from kvbench.workload.design import Design
 from kvbench.workload.file import Workload
 
 _LEAST_S = 15.0  # of each measurement, however little time is left
@@ -42,8 +43,8 @@ class ClaimsRun:
 
     ``folder``: of the results; ``workloads``: as ``workloads_of`` returns them; ``minutes``: for all claims.
     ``show``: replaces the status line, by a text or by what a function returns whenever it is shown; ``say``: prints a
-    line; ``check``: called twice a second, may raise. ``engine``: what is measured, the built-in
-    engine without a target. ``result``: the content of claims.json, which is there after each claim.
+    line; ``check``: called twice a second, may raise. ``engine``: what is measured, without a target the built-in
+    engine. ``result``: the content of claims.json, which is there after each claim.
     """
 
     folder: Path
@@ -167,10 +168,11 @@ class ClaimsRun:
                 self._measured[name] = OTHERS[name](folder, self.profile == "cpu", self._show, self.check)
                 self._seconds[name] = time.monotonic() - began
                 return
-            target = self._chosen_for(name)
+            target, design = self._chosen_for(name)
             self._measured[name] = measure(
                 name,
                 target,
+                design,
                 folder,
                 limit_s=limit_s,
                 exact=self._is_counted(name),
@@ -186,17 +188,21 @@ class ClaimsRun:
         facts = (measured for measured in self._measured.values() if isinstance(measured, WorkloadFacts))
         return next((measured.sitting.versions for measured in facts if measured.sitting.versions), {})
 
-    def _chosen_for(self, name: str) -> ChosenTarget:
-        """Returns the engine of a measurement. Raises MeasurementError where it cannot have what the claim is about."""
+    def _chosen_for(self, name: str) -> tuple[ChosenTarget, Design]:
+        """Returns the engine of a measurement and what it runs.
+
+        Raises MeasurementError where the engine cannot have what the claim is about.
+        """
         workload = self.workloads[name]
         target = choose_target(workload, self.engine)
         self._targets.callback(target.close)
         if any(target.workload.engine.get(setting) != workload.engine.get(setting) for setting in workload.sweep):
             raise MeasurementError(next(note for note in target.notes if note.startswith(NOT_THE_BASELINE)))
-        for note in (f"{name}: {note}" for note in target.plan()[0].notes):
+        design, _ = target.plan()
+        for note in (f"{name}: {note}" for note in design.notes):
             self._notes.append(note)
             self.say(note)
-        return target
+        return target, design
 
     def _is_enough(self, name: str, measured: WorkloadFacts) -> bool:
         """Tests whether each claim is decided that needs nothing else, and all intervals are narrow for the others."""

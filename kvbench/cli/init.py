@@ -62,13 +62,7 @@ def init(request: InitRequest) -> int:
     if request.copied is not None:
         if others := [name for name in request.given if name not in ("file", "copied")]:
             raise UsageError(f"--from copies a file as it is: leave {request.typed(others[0])} out, or change the copy")
-        load_workload(request.copied)  # says what is wrong with it
-        file.write_text(find_file(Path(request.copied)).read_text(encoding="utf-8"), encoding="utf-8")
-        try:
-            load_workload(file)
-        except UsageError as error:
-            file.unlink()
-            raise UsageError(f"the copy would not be whole, as its files lie beside the original: {error}") from None
+        _copy(request.copied, file)
         return _written(file)
     answers = request.part(Answers)
     if sys.stdin.isatty():
@@ -79,6 +73,19 @@ def init(request: InitRequest) -> int:
     preflight(workload, plan_sweep(workload, (), check_configuration)[0], check_configuration)
     file.write_text(text, encoding="utf-8")
     return _written(file)
+
+
+def _copy(workload: str, file: Path) -> None:
+    """Copies a workload. Raises UsageError for one that is wrong, or whose files would not be found any more."""
+    from kvbench.workload.file import load_workload
+
+    load_workload(workload)
+    file.write_text(find_file(Path(workload)).read_text(encoding="utf-8"), encoding="utf-8")
+    try:
+        load_workload(file)
+    except UsageError as error:
+        file.unlink()
+        raise UsageError(f"the copy would not be whole, as its files lie beside the original: {error}") from None
 
 
 def _written(file: Path) -> int:

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -115,26 +116,14 @@ def kvbench_load(
 def kvbench_gate(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., GateVerdict]:
     """A function that judges, in the words of `kvbench gate`: a results folder, or `counters`."""
     _require(request)
-
-    def gate(*words: str) -> GateVerdict:
-        folder = _new_folder(tmp_path, "gate")
-        code, output = _run(request, "gate", *words, "--output-dir", str(folder))
-        return _verdict(code, output, folder / "verdict.json")
-
-    return gate
+    return partial(_judge, request, tmp_path, "gate")
 
 
 @pytest.fixture
 def kvbench_compare(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., GateVerdict]:
     """A function that compares two sides, in the words of `kvbench compare`."""
     _require(request)
-
-    def compare(*words: str) -> GateVerdict:
-        folder = _new_folder(tmp_path, "compare")
-        code, output = _run(request, "compare", *words, "--output-dir", str(folder))
-        return _verdict(code, output, next(folder.glob("compare/*/verdict.json"), folder))
-
-    return compare
+    return partial(_judge, request, tmp_path, "compare")
 
 
 def _require(request: pytest.FixtureRequest) -> None:
@@ -170,8 +159,11 @@ def _run(request: pytest.FixtureRequest, *words: str) -> tuple[int, str]:
     return code, output
 
 
-def _verdict(code: int, output: str, file: Path) -> GateVerdict:
-    if not file.is_file():
+def _judge(request: pytest.FixtureRequest, parent: Path, command: str, *words: str) -> GateVerdict:
+    """Runs a command that writes a verdict; returns that. None fails the test."""
+    folder = _new_folder(parent, command)
+    code, output = _run(request, command, *words, "--output-dir", str(folder))
+    if (file := next(folder.rglob("verdict.json"), None)) is None:
         pytest.fail(f"there is no verdict (exit code {code}): {output[-2000:]}", False)
     stored = json.loads(file.read_text(encoding="utf-8"))
     return GateVerdict(code, stored["outcome"], stored["sentence"], file.parent)

@@ -52,5 +52,5 @@ def shipped_name(path: Path) -> str | None:
 
 def find_file(path: Path) -> Path:
     """Returns a file of the user's, else the one that kvbench ships: as workloads/mixed.yaml, or as mixed."""
-    candidates = (path, SHIPPED / path, WORKLOADS / f"{path}.yaml")
+    candidates = (path, shipped_path(str(path)), WORKLOADS / f"{path}.yaml")
     return next((candidate for candidate in candidates if candidate.is_file()), path)

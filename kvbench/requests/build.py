@@ -22,7 +22,7 @@ from kvbench.requests.canaries import CanarySet, fitting, mix
 from kvbench.requests.draw import DrawContext, check_fits, draw_conversations, draw_lengths, draw_requests
 from kvbench.requests.from_trace import TraceStream, draw_trace, stream_trace
 from kvbench.requests.request import Notes, RequestList, RequestSpec, conversations, distinct_prefixes
-from kvbench.traces.tokenizer import find_file, load_tokenizer
+from kvbench.traces.tokenizer import find_path, load_tokenizer
 from kvbench.workload.load_section import LoadConfig
 from kvbench.workload.prompts_section import SyntheticPrompts, TextPrompts, TracePrompts
 
@@ -159,7 +159,7 @@ def _text(prompts: TextPrompts, count: int, context: DrawContext) -> tuple[list[
 
 
 def _read_lines(file: str) -> list[str]:
-    path = find_file(file)
+    path = find_path(file)
     if path is None or not path.is_file():
         raise ValueError(f"the text file {file} does not exist; give a path in load.prompts.file.")
     lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]

@@ -17,7 +17,7 @@ from kvbench.requests.prefix_hits import shared_beginnings
 from kvbench.requests.request import Notes, RequestSpec, compact
 from kvbench.traces.model import UNKNOWN, Trace, file_names, known_times, select
 from kvbench.traces.read import read_trace
-from kvbench.traces.tokenizer import find_file, load_tokenizer, texts_sent, tokenised
+from kvbench.traces.tokenizer import find_path, load_tokenizer, texts_sent, tokenised
 from kvbench.workload.prompts_section import TracePrompts, fit_scale, scale_lengths
 
 Ids = tuple[int, ...]
@@ -149,7 +149,7 @@ def _paths(given: Sequence[str]) -> list[str]:
     """Files, patterns expanded in alphabetical order. ValueError for a pattern that nothing matches."""
     paths: list[str] = []
     for name in given:
-        path = find_file(name)
+        path = find_path(name)
         matched = [str(path)] if path is not None else sorted(glob.glob(name))
         if not matched:
             raise ValueError(

@@ -16,7 +16,7 @@ _SHIPPED = "engine/tokenizer/bpe8k"
 _BATCH = 1024
 
 
-def find_file(name: str) -> Path | None:
+def find_path(name: str) -> Path | None:
     """The path as given, or of a file that kvbench ships; None if there is no such file."""
     return next((p for p in (Path(name).expanduser(), shipped_path(name)) if p.exists()), None)
 
@@ -26,7 +26,7 @@ def load_tokenizer(folder: str | None, vocab_size: int | None = None) -> Tokeniz
 
     ``vocab_size``: of the model; None: any tokenizer will do.
     """
-    path = find_file(folder or _SHIPPED)
+    path = find_path(folder or _SHIPPED)
     file = path / "tokenizer.json" if path is not None and path.is_dir() else path
     if file is None or not file.is_file():
         raise ValueError(f"no tokenizer.json in {folder}; give the tokenizer's folder in load.prompts.tokenizer.")

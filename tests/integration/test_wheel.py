@@ -18,18 +18,12 @@ import pytest
 
 from kvbench.cli.main import cli
 from kvbench.common.packages import REPOSITORY
+from tests.support.without_packages import WITHOUT
 
 IN_WHEEL = ("engine", "kernels", "kvbench", "workloads", "docs", "ci")
 ENGINE_ONLY = ("torch", "triton", "transformers", "safetensors", "numba", "uvloop")
-_RUN = """
-import contextlib, importlib.util, io, json, sys
-missing, find_spec = sys.argv[2].split(","), importlib.util.find_spec
-class Missing:  # as if they were not installed
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in missing:
-            raise ModuleNotFoundError(f"not installed: {name}", name=name)
-sys.meta_path.insert(0, Missing())
-importlib.util.find_spec = lambda name, package=None: None if name in missing else find_spec(name, package)
+_RUN = f"""{WITHOUT}
+import contextlib, io, json
 from kvbench.cli.main import main
 ended = []
 for words in json.load(sys.stdin):
@@ -39,9 +33,9 @@ for words in json.load(sys.stdin):
             main(words)
         except SystemExit as end:
             code = end.code
-    imported = {name.partition(".")[0] for name, module in sys.modules.items() if module}
+    imported = {{name.partition(".")[0] for name, module in sys.modules.items() if module}}
     ended.append([code, out.getvalue(), sorted(imported)])
-open(sys.argv[1], "w").write(json.dumps(ended))
+open(sys.argv[2], "w").write(json.dumps(ended))
 """
 
 
@@ -70,7 +64,7 @@ def run(site, tmp_path):
         folder = tmp_path / "empty"
         folder.mkdir(exist_ok=True)
         subprocess.run(
-            [sys.executable, "-c", _RUN, str(result), ",".join(missing)], input=json.dumps(commands), text=True,
+            [sys.executable, "-c", _RUN, ",".join(missing), str(result)], input=json.dumps(commands), text=True,
             cwd=folder, env={**os.environ, "PYTHONPATH": str(site)}, timeout=200, check=True,
         )  # fmt: skip
         return json.loads(result.read_text())

@@ -260,7 +260,7 @@ def open_side(side: PairSide, workload: Workload, request: CompareRequest, build
         more |= build.facts()
     elif _is_builtin(choice):
         require_engine(side.name)
-        more |= {"git": git_state(REPOSITORY), "versions": versions()}
+        more |= {"git": git_state(), "versions": versions()}
     python = request.target_python if request.candidate_python else None
     return OpenSide(side, choice, side.facts(**more), build, python=python)
 

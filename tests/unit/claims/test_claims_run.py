@@ -22,7 +22,7 @@ from kvbench.targets.presets import PRESETS
 
 
 def test_an_interrupted_run_has_claims_json_from_the_beginning(tmp_path, monkeypatch):
-    def measure(name, workload, folder, **options):
+    def measure(name, target, design, folder, **options):
         folder.mkdir(parents=True)
         raise Interrupted("SIGTERM")
 

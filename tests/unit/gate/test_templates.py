@@ -17,6 +17,7 @@ import yaml
 from click.testing import CliRunner
 
 from kvbench.cli.main import cli
+from tests.support.without_packages import WITHOUT
 
 ROOT = Path(__file__).resolve().parents[3]
 GITHUB = sorted((ROOT / "ci" / "github").glob("*.yml"))
@@ -167,13 +168,7 @@ def test_the_counter_gate_of_the_action_ends_with_its_exit_code(code, tmp_path):
 
 
 # Runs kvbench as if only the packages that are named (by what they are imported as) had been installed.
-_WITHOUT = """
-import sys
-class Missing:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in sys.argv[1].split(","):
-            raise ModuleNotFoundError(f"not installed: {name}", name=name)
-sys.meta_path.insert(0, Missing())
+_WITHOUT = f"""{WITHOUT}
 from kvbench.cli.main import main
 sys.exit(main(sys.argv[2:]))
 """
