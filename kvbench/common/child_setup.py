@@ -13,6 +13,7 @@ NO_MARK = "0" * 32  # as long as one
 _BACKGROUND_NICE = 5  # the load client gets the better priority where both share a small machine
 
 _LIBC = ctypes.CDLL(None, use_errno=True)  # loaded before any fork: no import in the child
+_PRCTL = getattr(_LIBC, "prctl", None)  # Linux alone; elsewhere the watchdog ends what is left
 
 
 def prepare_child(parent: int, background: bool, adopts: bool, death_signal: int) -> None:
@@ -23,10 +24,10 @@ def prepare_child(parent: int, background: bool, adopts: bool, death_signal: int
     """
     if background:
         os.nice(_BACKGROUND_NICE)  # the kernel caps the sum at 19
-        with contextlib.suppress(OSError):  # its wake-ups do not interrupt the load client
+        with contextlib.suppress(OSError, AttributeError):  # its wake-ups do not interrupt the load client (Linux)
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    if adopts:
-        _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    if adopts and _PRCTL:
+        _PRCTL(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     die_with(parent, death_signal)
 
 
@@ -45,6 +46,7 @@ def show_mark(mark: str) -> None:
 
 def die_with(parent: int, death_signal: int = signal.SIGKILL) -> None:
     """Makes this child get ``death_signal`` when ``parent`` ends, even by a kill; ends it if that is gone."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, death_signal)
+    if _PRCTL:
+        _PRCTL(_PR_SET_PDEATHSIG, death_signal)
     if os.getppid() != parent:
         os._exit(1)

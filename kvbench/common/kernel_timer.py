@@ -1,21 +1,69 @@
-"""Linux's timerfd: a file descriptor that becomes readable at an exact moment of perf_counter's clock."""
+"""A file descriptor that becomes readable at an exact moment of perf_counter's clock: Linux's timerfd, else a pipe."""
 
 from __future__ import annotations
 
 import ctypes
 import heapq
+import math
 import os
 import time
+from _thread import allocate_lock, start_new_thread
 from collections.abc import Callable
 from itertools import count
 
 _CLOCK_MONOTONIC, _ABSOLUTE = 1, 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _TIMES = ctypes.c_long * 4  # seconds and nanoseconds of the period, then of the first moment
+_HAS_TIMERFD = hasattr(_LIBC, "timerfd_create")
+_ONE = (1).to_bytes(8, "little")  # ticks since the last read, as a timerfd tells them
+
+
+class _PipeTimer:
+    """A thread that writes to a pipe at given moments, where the kernel has no timerfd (macOS).
+
+    ``ends``: the descriptor that becomes readable, and the one that the thread writes to. gevent's threads would be
+    late by a millisecond, so this module is imported before gevent patches.
+    """
+
+    def __init__(self) -> None:
+        self.ends = os.pipe()
+        for end in self.ends:
+            os.set_blocking(end, False)
+        self._changed = allocate_lock()  # released when the moment has changed
+        self._changed.acquire()
+        self._due, self._period = math.inf, 0.0
+        start_new_thread(self._run, ())
+
+    def set(self, first: float, period: float) -> None:
+        self._due, self._period = first, period
+        if self._changed.locked():
+            self._changed.release()
+
+    def _run(self) -> None:
+        while True:
+            left = self._due - time.perf_counter()
+            if left > 0:
+                self._changed.acquire(timeout=min(left, 1e6))
+                continue
+            self._due = self._due + self._period if self._period else math.inf
+            try:
+                os.write(self.ends[1], _ONE)
+            except BlockingIOError:
+                pass  # nobody reads
+            except OSError:  # the owner closed the other end
+                os.close(self.ends[1])
+                return
+
+
+_pipe_timers: dict[int, _PipeTimer] = {}  # by descriptor
 
 
 def kernel_timer() -> int:
-    """A timer that is not set yet. OSError."""
+    """Opens a timer that is not set yet, for ``os.read`` and ``os.close``. Raises OSError."""
+    if not _HAS_TIMERFD:
+        timer = _PipeTimer()
+        _pipe_timers[timer.ends[0]] = timer
+        return timer.ends[0]
     fd = int(_LIBC.timerfd_create(_CLOCK_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC))
     if fd < 0:
         raise OSError(ctypes.get_errno(), f"no timer: {os.strerror(ctypes.get_errno())}")
@@ -24,6 +72,9 @@ def kernel_timer() -> int:
 
 def set_timer(fd: int, first: float, period: float = 0.0) -> None:
     """Makes ``fd`` readable at ``first`` [s, perf_counter] and every ``period`` [s] after."""
+    if not _HAS_TIMERFD:
+        _pipe_timers[fd].set(first, period)
+        return
     times = _TIMES(int(period), int(period % 1 * 1e9), int(first), int(first % 1 * 1e9))
     _LIBC.timerfd_settime(fd, _ABSOLUTE, times, None)
 

@@ -49,7 +49,7 @@ def machine() -> dict[str, Any]:
 
 def usable_cores() -> int:
     """Cores this process may run on (a container may have fewer than the machine)."""
-    return len(os.sched_getaffinity(0))
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def gpus() -> list[dict[str, str]]:

@@ -1,10 +1,12 @@
-"""``python -m kvbench.load SPEC.json``: one load in a process of its own. gevent patches before all else.
+"""``python -m kvbench.load SPEC.json``: one load in a process of its own. gevent patches before all else but timers.
 
 Two imports that no load needs are left out, since each load waits for them: Locust's web page with Flask below it, and
 pandas, which pyarrow imports to ask whether the rows it is to write are pandas'. Together they are half of all imports.
 """
 
 from gevent import monkey
+
+import kvbench.common.kernel_timer  # noqa: F401  # its threads, where it needs them, are real ones
 
 monkey.patch_all()
 

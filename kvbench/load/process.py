@@ -68,7 +68,7 @@ def end_users(runner: Runner) -> None:
 
 
 def _raise() -> str:
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, AttributeError):  # Linux alone
         # Children must not inherit it, hence the flag.
         os.sched_setscheduler(0, os.SCHED_RR | os.SCHED_RESET_ON_FORK, os.sched_param(_REALTIME))
         return "realtime"
@@ -85,7 +85,7 @@ def undisturbed() -> Iterator[str]:
     Yields its priority, as far as the system allows: ``realtime`` (SCHED_RR, needs CAP_SYS_NICE), ``nice N`` or
     ``normal``. The old one comes back after the block, so that writing results disturbs nobody.
     """
-    policy, parameters = os.sched_getscheduler(0), os.sched_getparam(0)
+    before = (os.sched_getscheduler(0), os.sched_getparam(0)) if hasattr(os, "sched_getscheduler") else None
     niceness = os.getpriority(os.PRIO_PROCESS, 0)
     gc.collect()
     gc.freeze()
@@ -95,7 +95,8 @@ def undisturbed() -> Iterator[str]:
         yield _raise()
     finally:
         with contextlib.suppress(OSError):
-            os.sched_setscheduler(0, policy, parameters)
+            if before:
+                os.sched_setscheduler(0, *before)
             os.setpriority(os.PRIO_PROCESS, 0, niceness)
         gc.enable()
 

@@ -20,9 +20,10 @@ def cores_for(threads: int | None) -> list[int]:
     """A core for each of a server's ``threads``, among those this process may run on: fewer if there are not so many.
 
     Hardware threads of one physical core are both given only if each physical core has one already. None: one hardware
-    thread of each physical core; empty on a machine with several memory nodes, where the server knows better.
+    thread of each physical core. Empty on a machine with several memory nodes, where the server knows better, and
+    where a process cannot be bound (macOS).
     """
-    if threads is None and len(list(_NODES.glob("node[0-9]*"))) > 1:
+    if not hasattr(os, "sched_getaffinity") or (threads is None and len(list(_NODES.glob("node[0-9]*"))) > 1):
         return []
     place, seen = {}, Counter[str]()
     for core in sorted(os.sched_getaffinity(0)):
@@ -38,6 +39,8 @@ def bound_cores(pid: int) -> list[int]:
 
     A thread is bound if it may run on fewer cores than this process.
     """
+    if not hasattr(os, "sched_getaffinity"):
+        return []
     everywhere = os.sched_getaffinity(0)
     try:
         root = psutil.Process(pid)

@@ -16,6 +16,7 @@ from typing import TypeVar
 
 from kvbench.common.child_setup import die_with
 from kvbench.common.errors import MeasurementError, UsageError, say
+from kvbench.common.machine import usable_cores
 from kvbench.common.text import and_more
 from kvbench.ray.cluster import (
     MAX_LOST,
@@ -66,7 +67,7 @@ def map_simulations(
     if ray is not None:
         with cluster_at(ray.address) as cluster:
             return _on_cluster(cluster, function, jobs, processes, ray.wait_s)
-    most = min(len(jobs), processes or len(os.sched_getaffinity(0)))
+    most = min(len(jobs), processes or usable_cores())
     if most <= 1:
         results = []
         for name, job in jobs.items():
