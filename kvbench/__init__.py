@@ -4,8 +4,6 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-__version__ = "0.1.0"
-
 
 def _engine_is_installed() -> bool:
     """Tests whether ``kvbench_engine`` is installed, and not that of another checkout."""
@@ -20,3 +18,12 @@ if not IS_INSTALLED:
     import runpy
 
     runpy.run_path(str(Path(__file__).parents[1] / "kernels" / "checkout_names.py"))["finder"]()
+
+
+def __getattr__(name: str) -> str:
+    """Reads ``__version__``, the tag or the commit that was installed, when somebody asks for it."""
+    if name != "__version__":
+        raise AttributeError(name)
+    from importlib.metadata import version
+
+    return version("kvbench") if IS_INSTALLED else "0+checkout"
