@@ -21,6 +21,7 @@ from tests.support.without_packages import WITHOUT
 
 ROOT = Path(__file__).resolve().parents[3]
 GITHUB = sorted((ROOT / "ci" / "github").glob("*.yml"))
+OWN = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 GITLAB = sorted((ROOT / "ci" / "gitlab").glob("*.yml"))
 ACTION = ROOT / "ci" / "github" / "action" / "action.yml"
 PAGE = ROOT / "docs" / "adopting.md"
@@ -32,7 +33,7 @@ def _jobs(path: Path) -> dict[str, dict]:
     data = yaml.safe_load(path.read_text(encoding="utf-8"))
     if path == ACTION:
         return {"action": data["runs"]}
-    return data["jobs"] if path.parent.name == "github" else data
+    return data if path in GITLAB else data["jobs"]
 
 
 def _steps(path: Path) -> Iterator[tuple[str, dict]]:
@@ -43,7 +44,7 @@ def _steps(path: Path) -> Iterator[tuple[str, dict]]:
 
 def _scripts(path: Path) -> list[str]:
     """The shell of a template, a text for each shell that runs it."""
-    if path in (*GITHUB, ACTION):
+    if path not in GITLAB:
         return [step["run"] for _, step in _steps(path) if "run" in step]
     return ["\n".join([*job.get("before_script", ()), *job["script"]]) for job in _jobs(path).values()]
 
@@ -74,12 +75,12 @@ def kvbench_commands(shell: str) -> list[list[str]]:
     return found
 
 
-@pytest.mark.parametrize("path", [*GITHUB, ACTION, *GITLAB, PAGE], ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("path", [*GITHUB, ACTION, *GITLAB, *OWN, PAGE], ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_command_and_option_exists_and_the_shell_parses(path):
     """click stops at an unknown command or option before it shows the help."""
     shells = _blocks(path) if path == PAGE else _scripts(path)
     commands = [words for shell in shells for words in kvbench_commands(shell)]
-    assert commands or path.name == "release.yml"  # which calls another workflow
+    assert commands or path in OWN or path.name == "release.yml"  # which calls another workflow
     for words in commands:
         if words[0] == "serve" or "bench-engine" in words:  # parse by themselves
             continue
@@ -99,7 +100,7 @@ def test_the_commands_of_a_shell_are_found_and_their_mistakes():
     assert CliRunner().invoke(cli, [*words, "--help"]).exception is not None
 
 
-@pytest.mark.parametrize("path", GITHUB, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [*GITHUB, *OWN], ids=lambda path: path.name)
 def test_github_is_safe(path):
     """No text of a pull request in a shell, least rights, a limit on every job, results kept whatever happens."""
     data = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -107,7 +108,7 @@ def test_github_is_safe(path):
     assert "pull_request_target" not in data[True]  # YAML 1.1 reads `on` as true
     for name, job in data["jobs"].items():
         writes = "write" in (job.get("permissions") or {}).values()
-        assert not writes or name == "history"
+        assert not writes or name in ("history", "attest", "pypi")
         if "uses" in job:
             continue
         assert job["timeout-minutes"] == "${{ inputs.timeout-minutes }}" or job["timeout-minutes"] > 0
@@ -117,7 +118,7 @@ def test_github_is_safe(path):
             assert not action or re.fullmatch(r"[\w.-]+/[\w.-]+@(v\d+|[0-9a-f]{40})", action), action
             if action.startswith("actions/checkout@"):
                 assert writes or step["with"]["persist-credentials"] is False
-            if action.startswith("actions/upload-artifact@"):
+            if action.startswith("actions/upload-artifact@") and path not in OWN:
                 assert step["if"].startswith("always()") and step["with"]["overwrite"] is True
         if any(kvbench_commands(step.get("run", "")) for step in job["steps"]):
             assert not writes, "what is on trial runs where nothing can be written"
@@ -216,6 +217,20 @@ def test_the_page_names_files_and_inputs_that_are_there():
     assert set(given) <= set(called) and all(isinstance(value, str) for value in given.values())
     variables = set(_jobs(ROOT / "ci/gitlab/timing-gate.yml")["kvbench-timing"]["variables"])
     assert set(re.findall(r"KVBENCH_[A-Z_]+", text)) <= variables
+
+
+def test_the_component_only_sets_what_the_timing_gate_has_and_uses_its_inputs():
+    text = (ROOT / "ci/gitlab/component/kvbench.yml").read_text(encoding="utf-8")
+    header, jobs = yaml.safe_load_all(text)
+    (included,) = jobs.pop("include")
+    gate = yaml.safe_load((ROOT / included["local"].lstrip("/")).read_text(encoding="utf-8"))
+    assert set(jobs) <= set(gate)
+    assert set(jobs["kvbench-timing"]["variables"]) <= set(gate["kvbench-timing"]["variables"])
+    assert set(re.findall(r"\$\[\[ inputs\.([\w-]+) \]\]", text)) == set(header["spec"]["inputs"])
+    (block,) = [block for block in _blocks(PAGE) if block.startswith("include:") and included["local"] not in block]
+    given = yaml.safe_load(block)["include"][0]["inputs"]
+    needed = {name for name, field in header["spec"]["inputs"].items() if "default" not in field}
+    assert needed <= set(given) <= set(header["spec"]["inputs"])
 
 
 @pytest.mark.parametrize("path", GITLAB, ids=lambda path: path.name)
