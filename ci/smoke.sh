@@ -41,6 +41,6 @@ server=
 
 if [ "${1:-}" = engine ]; then
   measure kvbench sweep --input-len 16:64 --output-len 16 --concurrency 4 --vary layout=contiguous,paged \
-    -o engine.kv_budget=16MiB --repeats 1 --no-quality --lockstep-minutes 0.5
+    -o engine.kv_budget=32MiB --repeats 1 --no-quality --lockstep-minutes 0.5
 fi
 echo "kvbench works here: $(python3 -c 'import platform; print(platform.platform(), platform.python_version())')"

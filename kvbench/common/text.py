@@ -91,8 +91,8 @@ def csv_cell(value: Any) -> Any:
 
 
 def upper_first(text: str) -> str:
-    """Capitalise without lowering the rest, as str.capitalize would."""
-    return text[:1].upper() + text[1:]
+    """Capitalises without lowering the rest, as str.capitalize would; an address stays as it is."""
+    return text if "://" in text.partition(" ")[0] else text[:1].upper() + text[1:]
 
 
 def listing(items: Sequence[str]) -> str:
