@@ -23,10 +23,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pandas as pd
 from pydantic import TypeAdapter
 
 from kvbench.calibration.mock.process import MockProcess, self_signed
@@ -42,6 +41,9 @@ from kvbench.load.spec import LoadSpec
 from kvbench.load.validity import MAX_COALESCED_SHARE, MAX_CPU_FRACTION, MAX_SLIP_MS, RATE_MARGIN, lag_limit_ms
 from kvbench.metrics.model import ClientFigures, LoadOutcome
 from kvbench.requests.request import RequestSpec, write_requests
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 DEFAULT_SECONDS, DEFAULT_ITL_MS = 3.0, 20.0
 ATTEMPTS = 3
@@ -302,6 +304,8 @@ def calibrate(
 
 def _measure(settings: CalibrationSettings) -> tuple[CalibrationFigures, MachineReport]:
     """One attempt: what it found, and how the machine was meanwhile."""
+    import pandas as pd
+
     count = settings.requests
     rate = max(_FAULT_SHARE, 1.0 / count)  # exact for the mock: at least one of each kind
     with tempfile.TemporaryDirectory(prefix="kvbench-calibration-") as scratch:

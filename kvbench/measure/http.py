@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
 from kvbench.calibration.calibrate import ClientCalibration, ClientLoad
 from kvbench.common.errors import MeasurementError
 from kvbench.common.files import utc_now
@@ -302,5 +300,7 @@ def recalibrated(
 
 
 def read_metrics(folder: Path, load: LoadConfig, outcome: LoadOutcome) -> LoadMetrics:
+    import pandas as pd
+
     slo = load.slo.model_dump() if load.slo else None
     return summarise(pd.read_parquet(folder / "requests.parquet"), outcome, slo)

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
 from kvbench.common.files import write_json
 from kvbench.common.foreign_cpu import MachineReport
 from kvbench.measure import server_state
@@ -37,6 +35,8 @@ class ServerReadings:
 
     def store(self, out: Path, outcome: LoadOutcome, metrics: LoadMetrics) -> None:
         """Writes counters.json and server.parquet."""
+        import pandas as pd
+
         start, during = outcome.zero_perf_counter or 0.0, self.during(outcome, metrics)
         if self.samples:
             rows = [{"t": s.at - start, **s.gauges, **s.counters} for s in self.samples]

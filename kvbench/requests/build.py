@@ -14,17 +14,20 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvbench.requests.arrivals import draw_times, notes_of, recorded_times
 from kvbench.requests.canaries import CanarySet, fitting, mix
 from kvbench.requests.draw import DrawContext, check_fits, draw_conversations, draw_lengths, draw_requests
-from kvbench.requests.from_trace import TraceStream, draw_trace, stream_trace
 from kvbench.requests.request import Notes, RequestList, RequestSpec, conversations, distinct_prefixes
 from kvbench.traces.tokenizer import find_path, load_tokenizer
 from kvbench.workload.load_section import LoadConfig
 from kvbench.workload.prompts_section import SyntheticPrompts, TextPrompts, TracePrompts
+
+if TYPE_CHECKING:
+    from kvbench.requests.from_trace import TraceStream
 
 PIECE = 2000  # requests
 _ARRIVALS, _CANARIES, _PIECES = 1, 2, 3  # these have streams of random numbers of their own
@@ -97,6 +100,8 @@ def build_requests(draw: LoadDraw) -> RequestList:
     if isinstance(prompts, TextPrompts):
         requests, notes = _text(prompts, count or 0, context)
     elif not isinstance(prompts, SyntheticPrompts):
+        from kvbench.requests.from_trace import draw_trace
+
         requests, notes = draw_trace(prompts, count, context, count_sessions=load.counted_by_time)
     elif load.sessions is None:
         requests, notes = draw_requests(prompts, count or 0, context)
@@ -195,6 +200,8 @@ def stream_requests(draw: LoadDraw) -> RequestStream:
     """
     load, count = draw.load, draw.count
     if isinstance(load.prompts, TracePrompts) and not load.counted_by_time:
+        from kvbench.requests.from_trace import stream_trace
+
         rng, clock = draw.random_streams()
         trace = stream_trace(load.prompts, count, DrawContext(draw.vocab_size, draw.max_model_len, rng, rng))
         if trace is not None:

@@ -13,9 +13,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-import pandas as pd
+from typing import TYPE_CHECKING, Any
 
 from kvbench.common.files import write_atomically, write_json, write_text
 from kvbench.common.records import Record, read_record, write_record
@@ -35,6 +33,9 @@ from kvbench.runs.results import (
     Spread,
 )
 from kvbench.workload.design import Cell, LoadPoint
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 _SAMPLES = 8
 _OF_CANARIES = ("canary", "canary_wrong")
@@ -113,6 +114,8 @@ def aggregate_cell(run: RunFolder, cell: Cell, manifest: Manifest) -> CellSummar
 
 def _pool_table(folder: Path, loads: Mapping[int, Path], name: str) -> pd.DataFrame:
     """Pools one table of all repeats, with the column ``repeat``; it is written when it has rows."""
+    import pandas as pd
+
     frames = [
         read_table(path / name).assign(repeat=repeat) for repeat, path in loads.items() if (path / name).is_file()
     ]

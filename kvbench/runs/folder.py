@@ -25,13 +25,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import pandas as pd
-
 from kvbench.common.errors import UsageError, say, storage_sentence
 from kvbench.common.files import flush, read_json
 from kvbench.common.parsing import parse_json
 from kvbench.common.records import read_record, record_of
 from kvbench.runs.results import COMPLETE, LoadResult, Manifest
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -252,6 +253,8 @@ def open_run(path: Path) -> RunFolder:
 
 def read_table(path: Path) -> pd.DataFrame:
     """Reads the rows of a file; empty without it. Raises UsageError for a damaged one."""
+    import pandas as pd
+
     if not path.is_file():
         return pd.DataFrame()
     check_table(path)

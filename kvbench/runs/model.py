@@ -9,10 +9,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pandas as pd
 
 from kvbench.metrics.definitions import SERVED, SIMULATED
 from kvbench.metrics.latency import SEVERAL_TOKENS, in_steady, most_frequent_failures
@@ -36,6 +35,9 @@ from kvbench.runs.results import (
     prefix_hits,
 )
 from kvbench.workload.settings import Settings
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 # Keys of a workload's load that are in each cell's own definition, or that do not change the requests.
 NOT_OF_REQUESTS = ("repeats", "slo", "concurrency", "request_rate", "num_requests", "timeout_s")
@@ -284,6 +286,8 @@ class MeasuredCell:
 
     def requests(self, steady: bool = False) -> pd.DataFrame:
         """Reads all successful requests; empty without the file. ``steady``: those that came in the steady windows."""
+        import pandas as pd
+
         frame = read_table(self.folder / REQUESTS)
         if steady and len(frame):
             ends = {r.repeat: (r.metrics.steady_start_s, r.metrics.steady_end_s) for r in self.repeats}
@@ -401,6 +405,8 @@ def number(value: Any) -> float | None:
 
 def read_gauges(folder: Path) -> pd.DataFrame:
     """Reads server.parquet with all the columns that the report reads; empty without the file."""
+    import pandas as pd
+
     frame = read_table(folder / GAUGES)
     if frame.empty or "num_requests_running" not in frame:
         return pd.DataFrame(columns=list(_GAUGES))

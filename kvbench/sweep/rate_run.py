@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 from rich.console import Console
 
 from kvbench.calibration.calibrate import ClientCalibration
@@ -385,6 +384,8 @@ def client_alone(kept: StoredLoad, run: Path) -> bool:
 
 def request_times(path: Path) -> tuple[np.ndarray, np.ndarray]:
     """The starts and ends [s] of requests; a conversation lasts from its first turn to the end of its last."""
+    import pandas as pd
+
     if not path.is_file():
         return np.empty(0), np.empty(0)
     rows = pd.read_parquet(path, columns=["index", "session", "t0", "end"])

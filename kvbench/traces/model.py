@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 
 from kvbench.common.text import and_more
 
@@ -79,6 +78,8 @@ class Trace:
 
 def count_turns(session: np.ndarray) -> np.ndarray:
     """The number of requests of its session before each request. int64 [requests]"""
+    import pandas as pd
+
     return pd.Series(session).groupby(session).cumcount().to_numpy(dtype=np.int64)
 
 
@@ -124,6 +125,8 @@ def select(
 
 def known_times(trace: Trace) -> np.ndarray:
     """Returns ``arrival_s``; a turn without a time gets that of the turn before it. float64 [requests]"""
+    import pandas as pd
+
     assert trace.arrival_s is not None
     if trace.session is None:
         return trace.arrival_s
