@@ -23,11 +23,12 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 python3 -m venv "$work/tool"
 "$work/tool/bin/pip" install --quiet --disable-pip-version-check cyclonedx-bom
+sed "s/^dynamic = .*/version = \"$version\"/" pyproject.toml > "$work/pyproject.toml"  # the bill's own name and version
 bill() {  # NAME EXTRA: what pip installs with it today
   python3 -m venv --without-pip "$work/$1"
   "$work/tool/bin/pip" --python "$work/$1/bin/python" install --quiet --disable-pip-version-check \
     "$dist/kvbench-$version-py3-none-any.whl$2"
-  "$work/tool/bin/cyclonedx-py" environment "$work/$1/bin/python" --pyproject pyproject.toml --output-reproducible \
+  "$work/tool/bin/cyclonedx-py" environment "$work/$1/bin/python" --pyproject "$work/pyproject.toml" --output-reproducible \
     --of JSON --output-file "$out/$1.cdx.json"
 }
 bill sbom ""
