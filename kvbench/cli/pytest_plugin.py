@@ -106,7 +106,10 @@ def kvbench_load(
 
         folder = _new_folder(tmp_path, "load")
         code, output = _run(request, "load", "--url", kvbench_server, "--output-dir", str(folder), *words)
-        (cell,) = read_run(folder).cells
+        try:
+            (cell,) = read_run(folder).cells
+        except ValueError:  # nothing was measured
+            pytest.fail(f"kvbench load (exit code {code}): {output.strip()}", False)
         return LoadOutput(code, output, folder, cell)
 
     return load

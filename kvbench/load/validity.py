@@ -105,7 +105,8 @@ def invalid_reasons(client: ClientFigures, missing: int) -> list[str]:
         reasons.append(
             f"{coalesced:.1%} of the chunks were read together with the one before, and the client was late enough to "
             f"have joined them itself: its loop's lag p99 is {late:.2f} ms; the limits are {MAX_COALESCED_SHARE:.0%} "
-            f"and {limit:.2f} ms (1 ms or 2 % of the median ITL); give the client a core of its own."
+            f"and {limit:.2f} ms (1 ms or 2 % of the median ITL); give the client a core of its own, and let the "
+            "server set TCP_NODELAY: without it the kernel joins small chunks."
         )
     slip = client.schedule_slip_beyond_bursts_p99_ms
     if slip is not None and slip > MAX_SLIP_MS:

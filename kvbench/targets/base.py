@@ -399,6 +399,8 @@ class Target:
         body = self.dialect.body(self.model.name, self._request(prompt, max_tokens), self.form.temperature)
         body |= {"stream": False}
         answer = self.http.call("POST", api.path, body=body, timeout_s=timeout_s, headers=self._api_headers())
+        if answer.status == 200 and answer.body.lstrip().startswith((b"data:", b"event:")):
+            raise self.http.error(f"{api.path} streamed its answer to a request with stream: false: answer with JSON")
         whole = self.http.check_access(answer).json()
         if answer.status != 200 or not isinstance(whole, dict) or api.answer not in whole:  # or it is a proxy's page
             kind = RefusedError if answer.status in REFUSED else MeasurementError

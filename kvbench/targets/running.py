@@ -186,8 +186,16 @@ class OpenAITarget(Target):
         return super()._make_text(ids)
 
     def reset_prefix_cache(self) -> bool | None:
-        """Empties the cache as ``Target`` does; one that the server says is off is empty."""
-        return super().reset_prefix_cache() if self._caches_prefixes else True
+        """Empties the cache as ``Target`` does; one that the server says is off is empty.
+
+        A server that breaks off instead of answering such a path does not have it.
+        """
+        if not self._caches_prefixes:
+            return True
+        try:
+            return super().reset_prefix_cache()
+        except MeasurementError:
+            return None
 
     def _row_of(self, name: str | None) -> ModelRow:
         """The model's row of /v1/models; a server that lists none must be healthy, and its row is empty."""

@@ -36,9 +36,11 @@ def run_pytest(tmp_path):
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(QUIET)
 
-    def run(*words: str, times: str = f"--ttft-ms {TTFT_MS} --itl-ms {ITL_MS}", more: str = "") -> tuple[int, str]:
+    def run(
+        *words: str, times: str = f"--ttft-ms {TTFT_MS} --itl-ms {ITL_MS}", more: str = "", serve: str = SERVE
+    ) -> tuple[int, str]:
         (tmp_path / "pytest.ini").write_text(
-            f"[pytest]\nkvbench_serve = {sys.executable} {SERVE} {times}\nkvbench_start_timeout = 30\n"
+            f"[pytest]\nkvbench_serve = {sys.executable} {serve} {times}\nkvbench_start_timeout = 30\n"
         )
         (tmp_path / "test_more.py").write_text(more)
         command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-ra", *words]
@@ -81,6 +83,30 @@ def test_word(kvbench_load):
 def test_a_server_that_is_too_slow_fails_both_tests(run_pytest):
     code, output = run_pytest("--kvbench", times="--ttft-ms 550 --itl-ms 65")
     assert code == 1 and "2 failed" in output and "p95_itl_ms" in output
+
+
+ALWAYS_STREAMS = """
+import json, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.answer(json.dumps({"data": [{"id": "toy", "max_model_len": 4096}]}).encode())
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))  # fails where there is none
+        self.answer(b'data: {"choices": [{"index": 0, "text": "a", "finish_reason": "length"}]}\\n\\n')
+    def answer(self, data):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(data)
+HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def test_a_server_that_answers_no_warm_up_fails_with_what_kvbench_said(run_pytest, tmp_path):
+    (tmp_path / "toy.py").write_text(ALWAYS_STREAMS)
+    code, output = run_pytest("--kvbench", "-k", "limits", serve="toy.py {port}", times="")
+    assert code == 1 and "1 failed" in output and "(exit code 4)" in output and "stream: false" in output
+    assert "ValueError" not in output
 
 
 def test_without_the_option_they_are_skipped_and_nothing_is_launched(run_pytest):

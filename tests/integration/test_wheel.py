@@ -116,7 +116,8 @@ def test_examples_run_without_the_engine_in_an_empty_folder(run):
 
 def test_what_needs_the_engine_says_so_and_leaves_nothing_behind(run, tmp_path):
     lines = ("sweep mixed", "serve", "claims", "quality mixed", "dev tune", "dev bench-engine",
-             "dev canaries x --output y", "compare page_size=16 page_size=32 --workload ci_timing")  # fmt: skip
+             "dev canaries x --output y",
+             "compare page_size=16 page_size=32 --workload ci_timing --policy ci/gates.yaml")  # fmt: skip
     for line, (code, out, _) in zip(lines, run(*map(str.split, lines)), strict=True):
         assert (code, "kvbench[engine]" in out, out.count("\n") <= 2) == (2, True, True), (line, out)
     assert not list((tmp_path / "empty").iterdir())

@@ -21,7 +21,7 @@ class PairOptions(SeedOptions, TargetOptions, ClientOptions, heading="The compar
         "--workload", default=(), metavar="FILE",
     )  # fmt: skip
     only: tuple[str, ...] = option("Measure only cells whose id matches. Repeatable.", default=(), metavar="GLOB")
-    policy: ExistingFile | None = option(
+    policy: Path | None = option(
         "A file with the rules of the verdict (looks, floors, margins, classes), such as ci/gates.yaml (default: "
         "kvbench's own).",
         metavar="FILE",
