@@ -13,7 +13,7 @@ for file in "kvbench-$version-py3-none-any.whl" "kvbench-$version.tar.gz"; do
   fi
 done
 
-awk -v version="$version" '$1 == "##" {on = ($2 == version); next} on' CHANGELOG.md > "$out/notes.md"
+awk -v version="$version" '$1 == "##" {on = ($0 == "## " version); next} on' CHANGELOG.md > "$out/notes.md"
 if ! grep -q '[^[:space:]]' "$out/notes.md"; then
   echo "CHANGELOG.md has no section '## $version': write what changes for users" >&2
   exit 1

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Tries an installed kvbench in an empty folder: each kind of command once, against the mock server. Any system, 1 minute.
+# Tries an installed kvbench in an empty folder: plan, simulate, gate, load, compare, report. Any system, 2 minutes.
 #   ci/smoke.sh            the light core
 #   ci/smoke.sh engine     also a sweep of the built-in engine (3 minutes)
 set -euo pipefail
@@ -11,7 +11,7 @@ clean() {
   rm -rf "$folder"
 }
 trap clean EXIT
-measure() {  # a shared machine may disturb a load (4) or leave a comparison undecided (3); the figures are there
+measure() {  # a shared machine may disturb a load (4) or leave a comparison undecided (3)
   code=0
   "$@" || code=$?
   case "$code" in 0 | 3 | 4) ;; *) return 1 ;; esac
@@ -32,8 +32,10 @@ for _ in $(seq 600); do
 done
 url=$(sed -n 's/^ready //p' server.txt)
 measure kvbench load --url "$url" --input-len 64 --output-len 16 --concurrency 4 --num-prompts 64 --output-dir load
+python3 -c "import json; assert json.load(open('load/metrics.json'))['completed'] == 64"
 kvbench init load.yaml --input-len 64 --output-len 16 --concurrency 4 --num-prompts 64
 measure kvbench compare "$url" "$url" --workload load.yaml --max-minutes 2
+test -n "$(find results/compare -name done.json)"
 kvbench report load
 kill "$server"
 wait "$server" || true
@@ -41,6 +43,7 @@ server=
 
 if [ "${1:-}" = engine ]; then
   measure kvbench sweep --input-len 16:64 --output-len 16 --concurrency 4 --vary layout=contiguous,paged \
-    -o engine.kv_budget=32MiB --repeats 1 --no-quality --lockstep-minutes 0.5
+    -o engine.kv_budget=32MiB --repeats 1 --no-quality --lockstep-minutes 0.5 --output-dir swept
+  test "$(find swept -name done.json | wc -l)" -ge 2
 fi
 echo "kvbench works here: $(python3 -c 'import platform; print(platform.platform(), platform.python_version())')"

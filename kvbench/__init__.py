@@ -21,9 +21,11 @@ if not IS_INSTALLED:
 
 
 def __getattr__(name: str) -> str:
-    """Reads ``__version__``, the tag or the commit that was installed, when somebody asks for it."""
+    """Reads ``__version__`` when somebody asks for it: the tag or commit of a wheel, ``0+checkout`` of a checkout."""
     if name != "__version__":
         raise AttributeError(name)
+    if (Path(__file__).parents[1] / "pyproject.toml").is_file():
+        return "0+checkout"  # git tells more
     from importlib.metadata import version
 
-    return version("kvbench") if IS_INSTALLED else "0+checkout"
+    return version("kvbench")

@@ -13,7 +13,7 @@ NO_MARK = "0" * 32  # as long as one
 _BACKGROUND_NICE = 5  # the load client gets the better priority where both share a small machine
 
 _LIBC = ctypes.CDLL(None, use_errno=True)  # loaded before any fork: no import in the child
-_PRCTL = getattr(_LIBC, "prctl", None)  # Linux alone; elsewhere the watchdog ends what is left
+_PRCTL = getattr(_LIBC, "prctl", None)  # Linux alone; elsewhere only a watchdog ends what is left after a kill
 
 
 def prepare_child(parent: int, background: bool, adopts: bool, death_signal: int) -> None:

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import platform
+import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 
 def cpu_model() -> str:
-    """Returns the processor's name as Linux tells it, else as Python does, else "unknown"."""
-    try:
+    """Returns the processor's name as Linux or macOS tells it, else as Python does, else "unknown"."""
+    facts = {}
+    with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.lower().startswith(("model name", "hardware")):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
+            name, _, value = line.partition(":")
+            facts.setdefault(name.strip().lower(), value.strip())
+    if name := facts.get("model name") or facts.get("hardware"):
+        return name
+    if part := facts.get("cpu part"):  # arm64
+        return f"{platform.machine()} implementer {facts.get('cpu implementer')} part {part}"
+    with suppress(OSError, subprocess.SubprocessError):
+        command = ["sysctl", "-n", "machdep.cpu.brand_string"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     return platform.processor() or "unknown"

@@ -33,14 +33,14 @@ import struct
 import sys
 import warnings
 from collections.abc import Sequence
-from os import close, fork, waitid  # the system's own: a module that is imported may patch those of ``os``
+from os import close, fork  # the system's own: a module that is imported may patch those of ``os``
 from pathlib import Path
 from select import POLLIN, poll
 from typing import Any, NamedTuple
 
 from kvbench.common.child_setup import MARK, prepare_child, show_mark
 
-Socket = socket.socket  # as above
+Socket, waitid = socket.socket, getattr(os, "waitid", None)  # as above; macOS has it from Python 3.13 on
 MESSAGE_BYTES = 1 << 20
 _READ_LATER = frozenset(
     {"PYTHONUNBUFFERED", "COLUMNS", "LINES", "PWD", "OLDPWD", "SHLVL", "_", "PATH", "NO_COLOR", "TMPDIR"}

@@ -21,8 +21,9 @@ _ONE = (1).to_bytes(8, "little")  # ticks since the last read, as a timerfd tell
 class _PipeTimer:
     """A thread that writes to a pipe at given moments, where the kernel has no timerfd (macOS).
 
-    ``ends``: the descriptor that becomes readable, and the one that the thread writes to. gevent's threads would be
-    late by a millisecond, so this module is imported before gevent patches.
+    ``ends``: the descriptor that becomes readable, and the one that the thread writes to. The thread ends at the first
+    tick after the first is closed. gevent's threads would be late by a millisecond, so ``kvbench.load`` imports this
+    module before gevent patches.
     """
 
     def __init__(self) -> None:
@@ -31,21 +32,25 @@ class _PipeTimer:
             os.set_blocking(end, False)
         self._changed = allocate_lock()  # released when the moment has changed
         self._changed.acquire()
+        self._setting = allocate_lock()
         self._due, self._period = math.inf, 0.0
         start_new_thread(self._run, ())
 
     def set(self, first: float, period: float) -> None:
-        self._due, self._period = first, period
-        if self._changed.locked():
-            self._changed.release()
+        with self._setting:
+            self._due, self._period = first, period
+            if self._changed.locked():
+                self._changed.release()
 
     def _run(self) -> None:
         while True:
-            left = self._due - time.perf_counter()
+            with self._setting:
+                left = self._due - time.perf_counter()
+                if left <= 0:
+                    self._due = self._due + self._period if self._period else math.inf
             if left > 0:
                 self._changed.acquire(timeout=min(left, 1e6))
                 continue
-            self._due = self._due + self._period if self._period else math.inf
             try:
                 os.write(self.ends[1], _ONE)
             except BlockingIOError:

@@ -6,7 +6,7 @@ pandas, which pyarrow imports to ask whether the rows it is to write are pandas'
 
 from gevent import monkey
 
-import kvbench.common.kernel_timer  # noqa: F401  # its threads, where it needs them, are real ones
+import kvbench.common.kernel_timer  # noqa: F401  # before gevent replaces threads
 
 monkey.patch_all()
 

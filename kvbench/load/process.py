@@ -28,6 +28,7 @@ _STALL_MARGIN_S = 30.0
 _SWITCH_S = 0.0002
 _LOOK_S = 0.005
 _NICENESS = -10
+_MACOS_FILES = 10240  # the most there (OPEN_MAX), though its hard limit says that there is none
 _REALTIME = 1  # the lowest real-time priority: before every ordinary process, behind every other real-time one
 
 
@@ -253,5 +254,6 @@ def watch(session: LoadSession, tick: Callable[[], None] = _nothing) -> str | No
 def allow_many_sockets() -> None:
     """Raises the soft limit of open files to the hard one: one stream is one socket."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):  # too many streams then fail with a sentence of their own
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    for limit in (_MACOS_FILES, hard):  # too many streams then fail with a sentence of their own
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))

@@ -115,7 +115,7 @@ class EngineProcess:
         for pid in (self._process.pid, *(member.pid for member in self._process.remember())):
             with contextlib.suppress(psutil.Error):  # one that has ended meanwhile
                 memory = psutil.Process(pid).memory_info()
-                total += memory.rss - memory.shared
+                total += memory.rss - getattr(memory, "shared", 0)  # of Linux
         return total
 
     def fileno(self) -> int:
@@ -256,8 +256,10 @@ def stay_on_same_cores(
 ) -> None:
     """Keeps all engines on as many cores as one has threads, drawn by ``rng``.
 
-    They stay where they are if they use all cores, or a GPU.
+    They stay where they are if they use all cores, or a GPU, or the system binds no process (macOS).
     """
+    if not hasattr(os, "sched_setaffinity"):
+        return
     threads = max(settings.get("num_threads") or sys.maxsize for settings in engines.values())
     cores = sorted(os.sched_getaffinity(0))
     if threads >= len(cores) or any(info.resolved.device != "cpu" for info in infos):

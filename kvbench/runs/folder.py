@@ -33,8 +33,6 @@ from kvbench.runs.results import COMPLETE, LoadResult, Manifest
 
 if TYPE_CHECKING:
     import pandas as pd
-
-if TYPE_CHECKING:
     import pyarrow as pa
 
 MANIFEST = "manifest.json"

@@ -128,7 +128,7 @@ class HttpCalls:
             if not (response.complete or response.until_close):
                 raise ConnectionError("the connection closed before the answer's end")
         except (OSError, UnicodeError, MalformedStream) as error:
-            raise self.error(f"{path} {_no_answer(error, connection is not None, limit)}") from None
+            raise self.error(f"{path} {_no_answer(error, connection is not None, limit)}") from error
         if response.encoding:
             raise self.error(f"{path}: {response.sentence}")
         return HttpAnswer(response.status, response.body, response.headers.get("location"))

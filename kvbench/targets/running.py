@@ -188,14 +188,16 @@ class OpenAITarget(Target):
     def reset_prefix_cache(self) -> bool | None:
         """Empties the cache as ``Target`` does; one that the server says is off is empty.
 
-        A server that breaks off instead of answering such a path does not have it.
+        An unknown server that breaks off instead of answering such a path does not have it.
         """
         if not self._caches_prefixes:
             return True
         try:
             return super().reset_prefix_cache()
-        except MeasurementError:
-            return None
+        except MeasurementError as error:
+            if self.preset is GENERIC and isinstance(error.__cause__, ConnectionError):
+                return None
+            raise
 
     def _row_of(self, name: str | None) -> ModelRow:
         """The model's row of /v1/models; a server that lists none must be healthy, and its row is empty."""

@@ -154,7 +154,8 @@ def stored_differences(stored: Mapping[str, Path], workloads: Sequence[PairedWor
     if not stored:
         return []
     then, now = (RunFolder(stored[side]).manifest() for side in SIDES)
-    differences, _ = environment_differences(then.model_copy(update={"git": GitState()}), now)
+    same_code = {"git": GitState(), "versions": {**then.versions, "kvbench": now.versions.get("kvbench")}}
+    differences, _ = environment_differences(then.model_copy(update=same_code), now)
     for match in (match for workload in workloads for match in workload.matches):
         base = then.servers.get(match.base.config_id, ServerInfo())
         candidate = now.servers.get(match.candidate.config_id, ServerInfo())

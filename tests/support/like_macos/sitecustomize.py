@@ -5,7 +5,7 @@ import os
 import pathlib
 import socket
 
-for name in [*filter(lambda name: name.startswith(("sched_", "SCHED_")), dir(os)), "pidfd_open"]:
+for name in [*filter(lambda name: name.startswith(("sched_", "SCHED_")), dir(os)), "pidfd_open", "waitid"]:
     if name != "sched_yield":
         delattr(os, name)
 
