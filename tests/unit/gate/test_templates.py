@@ -78,7 +78,10 @@ def kvbench_commands(shell: str) -> list[list[str]]:
     return found
 
 
-@pytest.mark.parametrize("path", [*GITHUB, ACTION, *GITLAB, *OWN, SMOKE, PAGE], ids=lambda path: str(path.relative_to(ROOT)))
+ALL = [*GITHUB, ACTION, *GITLAB, *OWN, SMOKE, PAGE]
+
+
+@pytest.mark.parametrize("path", ALL, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_command_and_option_exists_and_the_shell_parses(path):
     """click stops at an unknown command or option before it shows the help."""
     shells = _blocks(path) if path == PAGE else _scripts(path)
