@@ -9,10 +9,13 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from kvbench.common.preloaded import Preloaded
 from tests.support.browser import Browser, chromium
 
+settings.register_profile("kvbench", deadline=None)  # a busy machine is no failure
+settings.load_profile("kvbench")
 os.environ.setdefault("KVBENCH_NO_CALIBRATION", "1")
 os.environ.setdefault("KVBENCH_NO_QUALITY", "1")
 # Tests start some 500 processes: without byte code each of them compiles every file of this repository again.
