@@ -24,7 +24,9 @@ def __getattr__(name: str) -> str:
     """Reads ``__version__`` when somebody asks for it: the tag or commit of a wheel, ``0+checkout`` of a checkout."""
     if name != "__version__":
         raise AttributeError(name)
-    if (Path(__file__).parents[1] / "pyproject.toml").is_file():
+    from kvbench.common.packages import IS_CHECKOUT
+
+    if IS_CHECKOUT:
         return "0+checkout"  # git tells more
     from importlib.metadata import version
 

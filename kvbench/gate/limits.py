@@ -69,7 +69,7 @@ def judge_sweep(results: Path, policy: Policy, *, force: bool = False) -> Verdic
     if not policy.limits and not has_canaries:
         return _verdict(run, policy, EMPTY, say("limits.no_limits", source=policy.source))
     if not run.cells:
-        return _verdict(run, policy, EMPTY, say("limits.no_cell", folder=run.folder, resume=_resume(run)))
+        return _verdict(run, policy, EMPTY, say("limits.no_cell", folder=run.folder, resume=run.resume_command))
     doubt = None
     if quality is not None and not force and (different := quality.differs_from(run.manifest)):
         doubt = say("limits.other_quality", differences="; ".join(different), folder=run.folder)
@@ -191,7 +191,8 @@ def _judge_completeness(run: Run) -> list[Finding]:
         return []
     what = "readable run"
     if wrong:
-        what, sentence = "complete run", say("limits.incomplete", reasons=" and ".join(wrong), resume=_resume(run))
+        what, reasons = "complete run", " and ".join(wrong)
+        sentence = say("limits.incomplete", reasons=reasons, resume=run.resume_command)
     else:
         sentence = say("limits.problems", first=and_more(problems, 1))
     title = say("limits.of_workload", what=what, workload=run.workload)
@@ -362,10 +363,6 @@ def _reasons(cell: MeasuredCell) -> str:
 
 def _name(run: Run, cell: MeasuredCell) -> str:
     return f"{run.workload}/{cell.cell_id}"
-
-
-def _resume(run: Run) -> str:
-    return shlex.join(["kvbench", "sweep", "--resume", str(run.folder)])
 
 
 def _verdict(

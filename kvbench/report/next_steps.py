@@ -42,11 +42,7 @@ def next_steps(decision: Decision) -> list[NextStep]:
 def again(decision: Decision) -> Iterator[NextStep]:
     """Measures what is missing or invalid."""
     if decision.validity.status in ("invalid", "incomplete"):
-        run = decision.run
-        command = ["kvbench", "sweep", "--resume", str(run.folder)]
-        if run.manifest.kind == "load":
-            command = [*(word for word in run.manifest.command if word != "--resume"), "--resume"]
-        yield NextStep(say("next_steps.again"), shlex.join(command))
+        yield NextStep(say("next_steps.again"), decision.run.resume_command)
 
 
 def quality_step(decision: Decision) -> Iterator[NextStep]:

@@ -17,8 +17,9 @@ from __future__ import annotations
 import fcntl
 import itertools
 import os
+import shlex
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -247,6 +248,11 @@ def open_run(path: Path) -> RunFolder:
     run = RunFolder(path)
     run.manifest()
     return run
+
+
+def load_resume_command(command: Sequence[str]) -> str:
+    """Writes the command that goes on with a load that was begun by ``command``, perhaps with --resume itself."""
+    return shlex.join([*(word for word in command if word != "--resume"), "--resume"])
 
 
 def read_table(path: Path) -> pd.DataFrame:

@@ -6,6 +6,7 @@ What may be absent (a server without /metrics, a cell that never finished, a fie
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +24,7 @@ from kvbench.metrics.model import (
     PooledLatencies,
 )
 from kvbench.runs.engine_time import EngineTime
-from kvbench.runs.folder import GAUGES, REQUESTS, read_table
+from kvbench.runs.folder import GAUGES, REQUESTS, load_resume_command, read_table
 from kvbench.runs.predictions import Predictions
 from kvbench.runs.quality import QualityResult
 from kvbench.runs.results import (
@@ -320,6 +321,13 @@ class Run:
         """Tests whether it was measured to its end and no file of its cells is here: some references are kept so."""
         finished = bool(self.missing) and self.status == COMPLETE
         return finished and not self.cells and self.folder.is_dir() and not (self.folder / "cells").exists()
+
+    @property
+    def resume_command(self) -> str:
+        """The command that measures what is missing or invalid."""
+        if self.manifest.kind == "load":
+            return load_resume_command(self.manifest.command)
+        return shlex.join(["kvbench", "sweep", "--resume", str(self.folder)])
 
     @property
     def problems(self) -> tuple[str, ...]:

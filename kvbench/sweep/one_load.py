@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shlex
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,7 +32,7 @@ from kvbench.measure.instrument import Job, Listener
 from kvbench.measure.warm_up import warm_up
 from kvbench.requests.request import RequestList
 from kvbench.runs.aggregate import aggregate_cell
-from kvbench.runs.folder import RunFolder
+from kvbench.runs.folder import RunFolder, load_resume_command
 from kvbench.runs.manifest import new_manifest
 from kvbench.runs.results import CellLoad, LoadResult, WarmUpResult
 from kvbench.runs.work import FolderWork, kept, work_in
@@ -97,7 +96,7 @@ def load_command(request: LoadRequest) -> int:
             drawn = text and loaded.load.prompts.kind == "synthetic"
             raise UsageError(f"{error}{' (here --input-len and --output-len)' if drawn else ''}") from None
         manifest = describe(loaded, block, instrument.server.target, plan, clients.facts)
-        with _work(output_dir, manifest.command, request.resume, say) as (path, work):
+        with _work(output_dir, manifest.command, say) as (path, work):
             folder = open_folder(path, manifest, resume=request.resume)
             calibrator = Calibrator(path, not request.no_calibration, display.say, console.print)
             job.folder, job.check = SearchRuns(path) if plan else RunFolder(path), work.check
@@ -106,7 +105,7 @@ def load_command(request: LoadRequest) -> int:
                 say(notice)
             loads = OneLoad(instrument, block, folder, console, request.num_warmups, calibrator, requests, display)
             if output_dir is not None:
-                work.close = partial(loads.say_what_is_kept, work, resume_command(manifest.command, request.resume))
+                work.close = partial(loads.say_what_is_kept, work, load_resume_command(manifest.command))
             next_step = "give the same command and --resume" if output_dir is not None else ""
             return loads.search(plan, next_step) if plan else loads.run(next_step)
         return EXIT_INTERRUPTED
@@ -162,7 +161,7 @@ def describe(
 
 @contextmanager
 def _work(
-    output_dir: Path | None, command: Sequence[str], resume: bool, say: Callable[[str], None]
+    output_dir: Path | None, command: Sequence[str], say: Callable[[str], None]
 ) -> Iterator[tuple[Path, FolderWork]]:
     """The work in ``output_dir``, or in a folder that is removed afterwards."""
     if output_dir is None:
@@ -171,13 +170,8 @@ def _work(
         return
     check_output_dir(output_dir)
     output_dir.mkdir(parents=True, exist_ok=True)
-    with work_in(output_dir, kept(resume_command(command, resume)), say) as work:
+    with work_in(output_dir, kept(load_resume_command(command)), say) as work:
         yield output_dir, work
-
-
-def resume_command(command: Sequence[str], resume: bool) -> str:
-    """The command that goes on with a load that was begun by ``command``. ``resume``: it was given --resume itself."""
-    return shlex.join([*command, *([] if resume else ["--resume"])])
 
 
 _PHASES = {
