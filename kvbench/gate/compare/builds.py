@@ -224,7 +224,7 @@ class Builds:
         else:
             raise UsageError(say("build.unknown", name=commit.name, repo=commit.repo))
         _make_venv(env, log, pip=True)
-        _run(command, log, self.limit_s, title, cwd=source, env=_variables(folder, how, importable=False))
+        run_to_end(command, log, self.limit_s, title, cwd=source, env=_variables(folder, how, importable=False))
         return how
 
     def _drop_oldest(self) -> None:
@@ -438,10 +438,10 @@ def _make_venv(env: Path, log: Path, *, pip: bool) -> None:
     command = [sys.executable, "-I", "-m", "venv", str(env)]
     if not pip:
         command.append("--without-pip")
-    _run(command, log, _VENV_LIMIT_S, "python -m venv", cwd=env.parent, env={})
+    run_to_end(command, log, _VENV_LIMIT_S, "python -m venv", cwd=env.parent, env={})
 
 
-def _run(
+def run_to_end(
     command: Sequence[str], log: Path, limit_s: float, title: str, *, cwd: Path, env: Mapping[str, str | None]
 ) -> None:
     """Runs a command to its end, its output into ``log``. Raises MeasurementError when it fails or takes too long."""

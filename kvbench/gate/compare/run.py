@@ -73,8 +73,11 @@ POLL_S = 1.0
 
 
 @dataclass(frozen=True)
-class _Plan:
-    """A comparison that is to be measured. ``folder``, ``state``: of one that is resumed, None for a new one."""
+class ComparisonPlan:
+    """A comparison that is to be measured. ``folder``, ``state``: of one that is resumed, None for a new one.
+
+    ``method``: how pairs are measured, where the caller knows that the sides can be measured so.
+    """
 
     subcommand: str
     request: CompareRequest
@@ -83,13 +86,14 @@ class _Plan:
     workloads: Sequence[Workload]
     folder: CompareFolder | None = None
     state: CompareState | None = None
+    method: str | None = None
 
 
 def compare_command(request: CompareRequest) -> int:
     """Runs ``kvbench compare``. Raises UsageError and MeasurementError."""
     with ExitStack() as held:
         plan = _make_plan(request, COMPARE, held)
-        folder, state, verdict = _run(plan, Console(), held)
+        folder, state, verdict = run_plan(plan, Console(), held)
         if verdict is None:
             return EXIT_INTERRUPTED
         code = report_verdict(verdict, folder.path)
@@ -102,7 +106,7 @@ def calibrate_pairs_command(request: CompareRequest) -> int:
     console = Console()
     with ExitStack() as held:
         plan = _make_plan(request, CALIBRATE, held)
-        folder, state, verdict = _run(plan, console, held)
+        folder, state, verdict = run_plan(plan, console, held)
         if verdict is None:
             return EXIT_INTERRUPTED
         if verdict.facts["pairs"] < FEWEST_PAIRS:
@@ -110,7 +114,7 @@ def calibrate_pairs_command(request: CompareRequest) -> int:
         return store_noise(folder, state, plan.policy.timing, plan.request, partial(print_plain, console))
 
 
-def _make_plan(request: CompareRequest, subcommand: str, held: ExitStack) -> _Plan:
+def _make_plan(request: CompareRequest, subcommand: str, held: ExitStack) -> ComparisonPlan:
     """The plan, checked before anything is built. Raises UsageError.
 
     A folder that is resumed is locked in ``held`` and keeps the workloads and the policy that it began with, whatever
@@ -119,7 +123,7 @@ def _make_plan(request: CompareRequest, subcommand: str, held: ExitStack) -> _Pl
     if request.resume is None:
         if not request.base or not request.candidate:
             raise UsageError(say("compare.two_sides"))
-        policy, sides = load_policy(request.policy), _sides(request)
+        policy, sides = load_policy(request.policy), parse_sides(request)
         if sides[BASE].kind == RUN:
             if request.workloads:
                 raise UsageError(say("compare.stored_workload"))
@@ -129,7 +133,7 @@ def _make_plan(request: CompareRequest, subcommand: str, held: ExitStack) -> _Pl
             workloads = [load_workload(path, **given) for path in request.workloads]
         else:
             raise UsageError(say("compare.no_workload"))
-        return _Plan(subcommand, request, policy, sides, workloads)
+        return ComparisonPlan(subcommand, request, policy, sides, workloads)
     folder = CompareFolder.open(request.resume)
     held.enter_context(folder.locked())
     state = folder.state()
@@ -137,15 +141,20 @@ def _make_plan(request: CompareRequest, subcommand: str, held: ExitStack) -> _Pl
         raise UsageError(say("compare.begun_by", folder=folder.path, command=TYPED[state.subcommand]))
     begun = state.options.resumed_by(request)
     workloads = [stored_workload(given) for given in state.given]
-    return _Plan(subcommand, begun, Policy.of(state.policy), _sides(begun), workloads, folder, state)
+    return ComparisonPlan(subcommand, begun, Policy.of(state.policy), parse_sides(begun), workloads, folder, state)
 
 
-def _sides(request: CompareRequest) -> dict[str, PairSide]:
+def parse_sides(request: CompareRequest) -> dict[str, PairSide]:
     return {side: parse_side(getattr(request, side), request.repository) for side in SIDES}
 
 
-def _run(plan: _Plan, console: Console, held: ExitStack) -> tuple[CompareFolder, CompareState, Verdict | None]:
-    """Opens both sides and measures; no verdict when it was interrupted. The folder stays locked in ``held``."""
+def run_plan(
+    plan: ComparisonPlan, console: Console, held: ExitStack, make_run: Callable[..., ComparisonRun] | None = None
+) -> tuple[CompareFolder, CompareState, Verdict | None]:
+    """Opens both sides and measures; no verdict when it was interrupted. The folder stays locked in ``held``.
+
+    make_run: measures in another way than ``ComparisonRun``
+    """
     request, folder, state, tell = plan.request, plan.folder, plan.state, partial(print_plain, console)
     if folder is not None and state is not None:
         if finished := finished_verdict(folder, state, plan.policy):
@@ -172,7 +181,7 @@ def _run(plan: _Plan, console: Console, held: ExitStack) -> tuple[CompareFolder,
     tell(say("compare.results", folder=folder.path))
     for note in filter(None, (*state.notes, state.doubt)):
         tell(say("compare.note", text=note))
-    comparison = ComparisonRun(folder, state, workloads, plan.policy, request, console, time)
+    comparison = (make_run or ComparisonRun)(folder, state, workloads, plan.policy, request, console, time)
     try:
         verdict = comparison.judge_stored() if folder.stored else comparison.execute()
         return folder, comparison.state, verdict
@@ -185,10 +194,10 @@ def _run(plan: _Plan, console: Console, held: ExitStack) -> tuple[CompareFolder,
         raise
 
 
-def _begin(plan: _Plan, workloads: Sequence[PairedWorkload]) -> tuple[CompareFolder, CompareState]:
+def _begin(plan: ComparisonPlan, workloads: Sequence[PairedWorkload]) -> tuple[CompareFolder, CompareState]:
     """Makes the folder of a new comparison."""
     request, rules = plan.request, plan.policy.timing
-    method, why = choose_method(request.method, workloads)
+    method, why = (plan.method, None) if plan.method else choose_method(request.method, workloads)
     notes = list(filter(None, [why]))
     if plan.subcommand == COMPARE:
         names = [workload.name for workload in workloads]
@@ -219,7 +228,7 @@ def choose_method(wanted: str, workloads: Sequence[PairedWorkload]) -> tuple[str
 
 
 def _write_invalid(
-    plan: _Plan, folder: Path, state: CompareState | None, error: Exception, tell: Callable[[str], None]
+    plan: ComparisonPlan, folder: Path, state: CompareState | None, error: Exception, tell: Callable[[str], None]
 ) -> None:
     """Writes the files of an invalid verdict for CI, if they fit on the disk."""
     if plan.subcommand != COMPARE:
@@ -407,10 +416,13 @@ class ComparisonRun:
                 measured += 1
                 self._say_pair(pair, looks)
             self.state = with_compared_requests(self.folder, self.state, pair, force=self.request.force)
-            is_look = self.stop_early and pair in looks
-            if is_look and conclude(self.folder, self.state, self.policy, pairs=pair).outcome != INCONCLUSIVE:
+            if self.stop_early and pair in looks and self.is_decided(pair):
                 return None
         return None
+
+    def is_decided(self, pair: int) -> bool:
+        """Tests whether the look after so many pairs ends the comparison."""
+        return conclude(self.folder, self.state, self.policy, pairs=pair).outcome != INCONCLUSIVE
 
     def _measure_pair(self, runner: PairRunner, pair: int, measured: int) -> str | None:
         """Measures one pair, after ``measured`` others; why it could not, None where it did."""

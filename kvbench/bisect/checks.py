@@ -1,0 +1,119 @@
+"""The exact checks of a search, which read values off a commit: counters, its start, its KV capacity, its answers."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+from kvbench.bisect.sentences import say
+from kvbench.common.errors import MeasurementError
+from kvbench.common.packages import find_file
+from kvbench.gate.compare.builds import Builds, Commit, run_to_end
+from kvbench.gate.compare.request import CompareRequest
+from kvbench.gate.compare.sides import REF, PairSide, open_side
+from kvbench.gate.counters import WORKLOAD
+from kvbench.gate.counters.lock import read_lock
+from kvbench.measure.server import requests_for
+from kvbench.workload.file import Workload
+
+By = Literal["timing", "counters", "start", "capacity", "answers"]
+START, STARTS, FAILS = "start", "starts", "does not start"
+_COUNTING_LIMIT_S = 600.0
+_PROMPTS, _ANSWER_LIMIT_S = 16, 120.0
+
+
+class ExactCheck(Protocol):
+    """Reads what a commit does; the same commit gives the same values each time."""
+
+    def values(self, commit: Commit, folder: Path) -> Mapping[str, str]:
+        """Returns the values by name. ``folder``: for logs.
+
+        Raises MeasurementError where they cannot be had, so that the commit is skipped.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class CountersCheck:
+    """The counters of the counter gate, replayed by the commit's own code.
+
+    ``counter``: a glob; all counters without one. ``check``: raises when the search must end.
+    """
+
+    request: CompareRequest
+    builds: Builds
+    counter: str | None
+    check: Callable[[], None]
+
+    def values(self, commit: Commit, folder: Path) -> Mapping[str, str]:
+        build, lock = self.builds.build(commit), folder / "counters.lock.json"
+        lock.unlink(missing_ok=True)
+        workload = Path(find_file(Path(self.request.workloads[0] if self.request.workloads else WORKLOAD))).resolve()
+        words = ["accept", "counters", str(workload), "--lock", str(lock), "--reason", "bisect"]
+        command, log = [str(build.python), "-m", "kvbench", *words], folder / "counters.log"
+        self.check()
+        run_to_end(command, log, _COUNTING_LIMIT_S, say("check.replay"), cwd=build.source, env=build.env)
+        if (counted := read_lock(lock)) is None:
+            raise MeasurementError(say("check.no_counters", log=log))
+        values = {}
+        for name, scenario in counted.scenarios.items():
+            if not any(fnmatch.fnmatchcase(name, glob) for glob in self.request.only or ("*",)):
+                continue
+            read = {**dict.fromkeys(counted.counters, 0), **scenario.counters}
+            values |= {f"{name}: {counter}": str(value) for counter, value in read.items()}
+            values |= {f"{name}: {column} by step": changes for column, changes in scenario.history.items()}
+            values[f"{name}: output tokens"] = scenario.outputs
+        pattern = f"*: {self.counter or '*'}"
+        return {name: value for name, value in values.items() if fnmatch.fnmatchcase(name, pattern)}
+
+
+@dataclass(frozen=True)
+class LaunchCheck:
+    """The behaviour of a server of the commit once it is launched.
+
+    ``what``: whether it starts, its KV capacity, or its answers.
+    """
+
+    request: CompareRequest
+    builds: Builds
+    workload: Workload
+    what: Literal["start", "capacity", "answers"]
+    check: Callable[[], None]
+
+    def values(self, commit: Commit, folder: Path) -> Mapping[str, str]:
+        request = self.request.model_copy(update={"repo": commit.repo})
+        opened = open_side(PairSide(commit.sha, REF, commit.sha), self.workload, request, self.builds)
+        try:
+            design, _ = opened.choice.plan(request.only)
+            target = opened.choice.new_target()
+            target.check = self.check
+            try:
+                target.start(design.configurations[0].settings, folder / "server.log")
+            except MeasurementError as error:
+                if self.what == START:
+                    return {START: FAILS, "reason": str(error)}
+                raise
+            try:
+                if self.what == START:
+                    return {START: STARTS}
+                if self.what == "capacity":
+                    room = target.server_info().capacity.model_dump(exclude_none=True)
+                    if not room:
+                        raise MeasurementError(say("check.no_capacity"))
+                    return {name: str(value) for name, value in room.items()}
+                requests = requests_for(
+                    opened.choice.workload.load, design.cells[0].load, target, self.workload.seed, 1
+                )
+                answers = {}
+                for number, request in enumerate(requests[:_PROMPTS], 1):
+                    prompt = request.prompt or list(request.prompt_token_ids or ())
+                    answer = target.complete(prompt, request.max_tokens, _ANSWER_LIMIT_S)
+                    answers[f"answer {number}"] = str(answer[target.dialect.api.answer])
+                return answers
+            finally:
+                target.stop()
+        finally:
+            opened.choice.close()
