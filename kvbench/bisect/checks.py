@@ -49,7 +49,7 @@ class CountersCheck:
     check: Callable[[], None]
 
     def values(self, commit: Commit, folder: Path) -> Mapping[str, str]:
-        build, lock = self.builds.build(commit), folder / "counters.lock.json"
+        build, lock = self.builds.build(commit), folder.resolve() / "counters.lock.json"
         lock.unlink(missing_ok=True)
         workload = Path(find_file(Path(self.request.workloads[0] if self.request.workloads else WORKLOAD))).resolve()
         words = ["accept", "counters", str(workload), "--lock", str(lock), "--reason", "bisect"]

@@ -64,7 +64,7 @@ def pooled_interval(harms: Sequence[float], others: Sequence[Sequence[float]], a
 
     The scatter is that of all series about their own means, or of ``harms`` alone where that is larger.
     """
-    from scipy.stats import t  # slow to import
+    from scipy.special import stdtrit  # slow to import
 
     series = [np.asarray(one, dtype=np.float64) for one in (harms, *others)]
     freedom = sum(len(one) - 1 for one in series)
@@ -72,7 +72,7 @@ def pooled_interval(harms: Sequence[float], others: Sequence[Sequence[float]], a
         return -math.inf, math.inf
     pooled = math.sqrt(sum(float(((one - one.mean()) ** 2).sum()) for one in series) / freedom)
     own = float(series[0].std(ddof=1)) if len(harms) > 1 else math.inf
-    half = float(t.ppf(1 - alpha, freedom)) * max(pooled, own) / math.sqrt(len(harms))
+    half = float(stdtrit(freedom, 1 - alpha)) * max(pooled, own) / math.sqrt(len(harms))
     return float(series[0].mean()) - half, float(series[0].mean()) + half
 
 

@@ -71,8 +71,8 @@ class Measurements:
     """
 
     folder: Path
-    limit_s: float = float("inf")
-    began: float = field(default_factory=time.monotonic)
+    limit_s: float
+    began: float
     taken: dict[str, MeasuredCommit] = field(default_factory=dict)
 
     def take(self, base: str, sha: str, measure: Callable[[Path], MeasuredCommit], kind: str = "") -> MeasuredCommit:
@@ -261,7 +261,8 @@ class ExactQuestion:
         """Reads the values of both ends; returns why there is nothing to search for. Raises MeasurementError."""
         self.good = history.good
         good, bad = (self._values(history, sha) for sha in (history.good, history.bad))
-        self.moved = differing(good, bad)
+        # Of a part of the range, only what lasts to the end of the whole.
+        self.moved = tuple(name for name in differing(good, bad) if not self.moved or name in self.moved)
         return None if self.moved else say("exact.no_change", title=self.title, n=len(good))
 
     def answer(self, history: History, sha: str) -> tuple[Answer, str]:

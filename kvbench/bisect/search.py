@@ -22,7 +22,7 @@ from kvbench.common.console import print_plain, status_line
 from kvbench.common.errors import EXIT_INTERRUPTED, MeasurementError
 from kvbench.common.files import utc_now, write_text
 from kvbench.common.records import Record, write_record
-from kvbench.common.text import clock, plural
+from kvbench.common.text import clock, plural, shorten
 from kvbench.gate.compare.builds import Builds
 from kvbench.gate.compare.folder import GivenWorkload
 from kvbench.gate.compare.request import StoredRequest
@@ -34,6 +34,7 @@ from kvbench.workload.file import Workload, resolve
 
 STATE = "bisect.json"
 _MOST_PIECES = 8  # causes that are looked for
+_WORDS = 200  # characters of a step
 
 
 class SearchState(Record):
@@ -87,8 +88,8 @@ class Search:
             builds = held.enter_context(Builds(build_cmd=self.state.request.build_cmd, tell=self._say))
             with status_line(self.console, say("search.starting")) as show:
                 self._say(say("search.folder", folder=self.folder))
-                measurements = Measurements(self.folder, self.limit_s)
                 began = time.monotonic()
+                measurements = Measurements(self.folder, self.limit_s, began)
                 show_elapsed = lambda text, work="": show(lambda: f"{text}, {clock(time.monotonic() - began)}")  # noqa: E731
                 question = self._question(measurements, builds, work.check, show_elapsed)
                 try:
@@ -152,23 +153,23 @@ class Search:
             history.mark(sha, answer)
             left = len(history.candidates())
             took = clock(time.monotonic() - began)
-            step = {"n": len(self.steps), "commit": self._commit(history, sha), "answer": answer, "words": words}
-            self._say(say("search.step", **step, left=plural(left, "commit"), took=took))
+            step = {"n": len(self.steps), "commit": self._commit(history, sha), "words": shorten(words, _WORDS)}
+            self._say(say("search.step", answer, **step, left=plural(left, "commit"), took=took))
             if history.next() == sha:
                 break  # git did not take the answer
         left = history.candidates()
-        if len(left) != 1:
+        if not left:
             self.findings.append(self._range(history, left))
             return []
-        (sha,) = left
-        parent = history.parent(sha) or history.good
+        sha, parent = left[0], history.parent(left[-1]) or history.good
         try:
-            finding = question.culprit(history, parent, sha)
+            self.findings.append(
+                question.culprit(history, parent, sha) if len(left) == 1 else self._range(history, left)
+            )
         except MeasurementError as error:
             self.findings.append(self._range(history, left, str(error)))
             return []
-        self.findings.append(finding)
-        self._say(finding.sentence)
+        self._say(self.findings[-1].sentence)
         return question.rests(history, parent, sha)
 
     def _history(self, good: str, bad: str) -> History:

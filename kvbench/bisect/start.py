@@ -16,7 +16,7 @@ from kvbench.bisect.history import INSTALL, make_package_repository, versions_be
 from kvbench.bisect.options import BisectOptions
 from kvbench.bisect.search import STATE, Search, SearchState
 from kvbench.bisect.sentences import say
-from kvbench.common.errors import UsageError
+from kvbench.common.errors import UsageError, as_usage_error
 from kvbench.common.files import read_json, utc_now
 from kvbench.common.packages import find_file
 from kvbench.common.records import read_record
@@ -25,9 +25,8 @@ from kvbench.gate.compare.folder import CompareFolder, GivenWorkload
 from kvbench.gate.compare.request import CompareRequest
 from kvbench.gate.counters import LOCK
 from kvbench.gate.counters.lock import read_lock
-from kvbench.metrics.definitions import THROUGHPUT
+from kvbench.metrics.definitions import THROUGHPUT, figure
 from kvbench.runs.folder import MANIFEST, RunFolder, create_run
-from kvbench.runs.metric_names import check_name
 from kvbench.workload.file import Workload, load_workload, resolve
 
 _OF_AN_EXECUTION = ("resume", "max_minutes")
@@ -57,7 +56,8 @@ def start(options: BisectOptions) -> int:
     if not ends.workloads and ends.by != "counters":
         raise UsageError(say("start.no_workload"))
     if ends.by == "timing":
-        check_name(ends.metric or THROUGHPUT)
+        with as_usage_error():
+            figure(ends.metric or THROUGHPUT)
     if options.package:
         return _search_package(options, ends, limit_s)
     repo = ends.request.repository

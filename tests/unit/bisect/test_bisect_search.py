@@ -1,0 +1,222 @@
+"""``kvbench bisect`` from its command line to its verdict, with simulated pairs in the place of engines."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import xml.etree.ElementTree as ET
+
+import pytest
+import yaml
+
+from kvbench.bisect import questions
+from kvbench.cli import main as cli
+from kvbench.common.files import read_json
+from kvbench.gate.counters import lock
+from kvbench.gate.verdict.outputs import write_outputs
+from kvbench.gate.verdict.verdict import Verdict
+from tests.support.git_repo import commit_all, git, make_tiny_kvbench, write
+from tests.support.sweep_parts import TINY
+
+FILLER = [0] * 5
+
+
+@pytest.fixture
+def bisect(tmp_path, monkeypatch, capfd):
+    """Runs the command in tmp_path; returns the exit code, the verdict (None without one) and the output."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(TINY))
+
+    def command(*words):
+        before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("results/bisect/*/verdict.json")}
+        with pytest.raises(SystemExit) as left:
+            cli.main(["bisect", *map(str, words)])
+        written = [p for p in tmp_path.glob("results/bisect/*/verdict.json") if before.get(p) != p.stat().st_mtime_ns]
+        return left.value.code, read_json(written[0]) if written else None, "".join(capfd.readouterr())
+
+    return command
+
+
+def words(history, bad="HEAD", *more):
+    named = ["--metric", "mean_tpot_ms", "--workload", "tiny.yaml", "--profile", "cpu"]
+    return [history.good, git(history.repo, "rev-parse", bad), "--repo", history.repo, *named, *more]
+
+
+def culprits(verdict):
+    return [finding["id"].removeprefix("culprit/") for finding in verdict["findings"] if finding["outcome"] == "fail"]
+
+
+def test_the_commit_is_named_whatever_lies_around_it(slowing, bisect):
+    # One is reverted, three cannot be measured, one made it faster by a little.
+    entries = [0, 0.03, *FILLER, ("revert", 1), *FILLER, "broken", 0, 0.02, 0, "broken", *FILLER, "broken", -0.002, 0]
+    history = slowing(entries)
+    code, verdict, said = bisect(*words(history))
+    assert code == 1, said
+    assert culprits(verdict) == [history.shas[entries.index(0.02)]]
+    (finding,) = verdict["findings"]
+    low, high = finding["interval"]
+    assert low < 0.0202 < high and high - low < 0.01 and len(finding["series"]) == 8
+    assert verdict["facts"]["commits"] == len(entries) and verdict["facts"]["measured"] <= 9
+    assert f"of {len(entries)} commits" in verdict["sentence"] and "1 %" in verdict["sentence"]
+    folder = next(path.parent for path in (history.repo.parent / "results/bisect").glob("*/verdict.json"))
+    assert ET.parse(folder / "junit.xml").getroot().get("failures") == "1"
+    log = (folder / "bisect-1.log").read_text()
+    assert f"# first bad commit: [{culprits(verdict)[0]}]" in log
+
+
+@pytest.mark.parametrize("at", [0, 4])
+def test_the_first_commit_and_the_last_are_named(slowing, bisect, at):
+    entries = [0] * 5
+    entries[at] = 0.02
+    history = slowing(entries)
+    code, verdict, said = bisect(*words(history))
+    assert code == 1 and culprits(verdict) == [history.shas[at]], said
+
+
+@pytest.mark.parametrize("costs", [(0.03, 0.015), (0.015, 0.03), (0.02, 0.02)])
+def test_two_culprits_are_found_the_larger_one_first(slowing, bisect, costs):
+    entries = [*FILLER, costs[0], *FILLER, costs[1], *FILLER]
+    history = slowing(entries, sd=0.001)
+    code, verdict, said = bisect(*words(history))
+    shas = [history.shas[5], history.shas[11]]
+    assert code == 1 and sorted(culprits(verdict)) == sorted(shas), said
+    changes = [finding["change"] for finding in verdict["findings"]]
+    assert changes == sorted(changes, reverse=True)
+    if costs[0] != costs[1]:
+        assert culprits(verdict)[0] == shas[costs.index(max(costs))]
+    assert "2 pieces" in verdict["sentence"]
+
+
+def test_a_history_without_a_change_is_refused_with_the_interval(slowing, bisect):
+    history = slowing([0.0001, *FILLER], sd=0.003)
+    code, verdict, said = bisect(*words(history))
+    assert code == 5 and verdict["outcome"] == "empty" and "[" in verdict["sentence"], said
+    assert len(history.measured) == 1  # nothing was searched
+    better = slowing([-0.05, *FILLER], folder="better")
+    code, verdict, said = bisect(*words(better))
+    assert code == 5 and "better" in verdict["sentence"], said
+
+
+def test_neighbouring_skips_end_in_a_range(slowing, bisect):
+    history = slowing([*FILLER, "broken", "broken 0.02", 0, *FILLER])
+    code, verdict, said = bisect(*words(history))
+    assert code == 3 and verdict["outcome"] == "inconclusive", said
+    (finding,) = verdict["findings"]
+    listed = " ".join(finding["details"])
+    assert all(sha[:10] in listed for sha in history.shas[5:8]) and len(finding["details"]) == 3
+
+
+def test_a_culprit_that_its_parent_does_not_confirm_is_not_named(slowing, bisect, monkeypatch):
+    history = slowing([*FILLER, 0.02, *FILLER])
+    monkeypatch.setattr(questions, "is_worse", _only_for_bad(questions.is_worse))
+    code, verdict, said = bisect(*words(history))
+    assert code == 3 and not culprits(verdict), said
+    assert history.shas[5][:10] in verdict["sentence"]
+
+
+def _only_for_bad(is_worse):
+    asked = []
+
+    def once(harms):
+        answer = is_worse(harms)
+        if answer is not None:
+            asked.append(tuple(harms))
+        return answer if not asked or tuple(harms) == asked[0] or (len(harms) < 16 and answer is None) else False
+
+    return once
+
+
+def test_minutes_end_a_search_which_goes_on_where_it_was(slowing, bisect, monkeypatch):
+    history = slowing([*FILLER, 0.02, *FILLER, *FILLER])
+    now = [0.0]
+    monkeypatch.setattr(questions.time, "monotonic", lambda: now.__setitem__(0, now[0] + 20.0) or now[0])
+    code, verdict, said = bisect(*words(history), "--max-minutes", "2")
+    assert code == 3 and "--resume" in said, said
+    taken = list(history.measured)
+    assert 1 < len(taken) < 6
+    folder = next((history.repo.parent / "results/bisect").glob("*/bisect.json")).parent
+    code, verdict, said = bisect("--resume", folder)
+    assert code == 1 and culprits(verdict) == [history.shas[5]], said
+    assert history.measured[: len(taken)] == taken
+    assert len({pair[:2] for pair in history.measured}) == len(history.measured)  # nothing was measured twice
+    measured = len(history.measured)
+    assert bisect("--resume", folder)[0] == 1 and len(history.measured) == measured
+    code, _, said = bisect("--resume", folder, "--metric", "p95_itl_ms")
+    assert code == 2 and "--metric" in said
+
+
+def test_ends_and_metric_are_taken_from_runs_and_verdicts(slowing, bisect, tmp_path):
+    history = slowing([*FILLER, 0.02, *FILLER])
+    for bad, sentence in (
+        (["no-such-ref"], "no-such-ref"),
+        ([history.good], "same commit"),
+        (["."], "working tree"),
+        ([], "GOOD and BAD"),
+    ):
+        code, _, said = bisect(history.good, *bad, *words(history)[2:])
+        assert code == 2 and (sentence in said or not bad), said
+    code, _, said = bisect(*words(history)[:4])
+    assert code == 2 and "--workload" in said
+    code, _, said = bisect(*words(history, "HEAD"), "--metric", "p95_nothing")
+    assert code == 2 and "p95_nothing" in said
+    passed = tmp_path / "passed"
+    passed.mkdir()
+    write_outputs(Verdict("compare", "pass", "all pass"), passed)
+    code, _, said = bisect(passed)
+    assert code == 2 and "no failed finding" in said
+
+
+def test_a_side_that_cannot_be_measured_is_invalid(slowing, bisect):
+    history = slowing([0, "broken"])
+    code, verdict, said = bisect(*words(history))
+    assert code == 4 and verdict["outcome"] == "invalid" and "does not start" in verdict["sentence"], said
+
+
+# --- exact values
+
+
+COUNTING = """
+import json, pathlib, sys
+words = sys.argv[1:]
+assert words[:2] == ["accept", "counters"], words
+lock = pathlib.Path(words[words.index("--lock") + 1])
+counters = json.loads(pathlib.Path("counters.json").read_text())
+scenarios = {name: {"definition": "d", "steps": 2, "outputs": "o", "counters": values, "history": {}}
+             for name, values in counters.items()}
+from kvbench_lock import digest
+lock.write_text(json.dumps({"format": "kvbench-counters/2", "workload": "w", "workload_digest": "d",
+    "accepted": [{"reason": "r", "git": "g", "date": "d", "changed": "c"}], "counters": ["preempted", "copied"],
+    "scenarios": scenarios, "scenarios_digest": digest(scenarios)}))
+"""
+
+
+@pytest.fixture
+def counting(tmp_path, monkeypatch):
+    """A repository whose commits count what a file says: counters.json, or fail where it is none."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    repo = make_tiny_kvbench(tmp_path / "repo")
+    source = inspect.getsource(lock.digest)
+    shared = {"kvbench_lock.py": f"import hashlib, json\nfrom typing import Any\n\n{source}"}
+    write(repo, shared | {"kvbench/__main__.py": COUNTING, "counters.json": '{"full": {"preempted": 3, "copied": 1}}'})
+    return repo, commit_all(repo, "good")
+
+
+def test_counters_are_exact_and_each_change_that_lasts_is_found(counting, bisect):
+    repo, good = counting
+    shas = []
+    for preempted, copied in ((3, 1), (3, 2), (0, 0), (4, 2), (4, 2), (4, 1), (5, 1), (5, 1)):
+        values = {"full": {"preempted": preempted, "copied": copied}}
+        write(repo, {"counters.json": json.dumps(values) if preempted else "not JSON", "n": str(len(shas))})
+        shas.append(commit_all(repo, f"preempted {preempted}, copied {copied}"))
+    code, verdict, said = bisect(good, shas[-1], "--repo", repo, "--by", "counters")
+    assert code == 1, said
+    # `copied` is again what it was, so it is not looked for; 3 to 4 may have been made by the commit that cannot count.
+    found = [finding for finding in verdict["findings"] if finding["outcome"] == "fail"]
+    assert [finding["id"] for finding in found] == [f"culprit/{shas[6]}"]
+    assert found[0]["details"] == ["full: preempted 4 -> 5"]
+    (left,) = [finding for finding in verdict["findings"] if finding["outcome"] == "inconclusive"]
+    assert [sha[:10] in " ".join(left["details"]) for sha in shas] == [False, False, True, True, *[False] * 4]
+    code, verdict, said = bisect(good, shas[-1], "--repo", repo, "--by", "counters", "--metric", "cop*")
+    assert code == 5 and verdict["outcome"] == "empty", said
+    code, verdict, said = bisect(shas[3], shas[-1], "--repo", repo, "--by", "counters", "--metric", "cop*")
+    assert code == 1 and culprits(verdict) == [shas[5]], said
