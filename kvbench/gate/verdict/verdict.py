@@ -88,7 +88,7 @@ class Verdict:
     the command that makes an intended change the new baseline. ``facts``: pairs, looks, times, machine.
     """
 
-    kind: Literal["counters", "compare", "limits", "bisect"]
+    kind: Literal["counters", "compare", "limits", "bisect", "audit"]
     outcome: str
     sentence: str
     findings: tuple[Finding, ...] = ()

@@ -1,0 +1,1 @@
+"""Holds benchmark results of other tools against their own data."""

@@ -1,0 +1,120 @@
+"""The audit of some files as a verdict, for the terminal, programs, CI and pull requests."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from kvbench.audit.checks import BROKEN, OK, OPEN, Answer, audit, check_names
+from kvbench.audit.compare import comparable, repeats_of, shared_figures
+from kvbench.audit.readers import read_results
+from kvbench.audit.result import AuditedResult
+from kvbench.audit.sentences import say
+from kvbench.common.console import make_table, print_plain, print_table
+from kvbench.common.errors import UsageError
+from kvbench.common.files import check_output_dir
+from kvbench.common.text import did_you_mean, plural, significant
+from kvbench.gate.verdict.outputs import publish, write_outputs
+from kvbench.gate.verdict.verdict import FAIL, INVALID, PASS, Finding, Verdict, worst
+
+_WORDS = {OK: ("ok", "green"), BROKEN: ("broken", "bold red"), OPEN: ("undecided", "yellow"), INVALID: ("empty", "red")}
+
+
+def report_audit(paths: Sequence[Path], allowed: Sequence[str], folder: Path | None, *, as_json: bool) -> int:
+    """Audits the files, prints and writes what was found, and returns the exit code. Raises UsageError."""
+    for name in allowed:
+        if name not in check_names():
+            raise UsageError(say("verdict.no_check", name=name, near=did_you_mean(name, check_names())))
+    if folder:
+        check_output_dir(folder)
+    results = _named_apart([result for path in paths for result in read_results(path)])
+    results = [replace(result, runs=max(result.runs, repeats_of(result, results))) for result in results]
+    answers = {result.name: _audited(result, allowed) for result in results}
+    pairs = [(results[0], other) for other in results[1:]]
+    compared = [(first, other, comparable(first, other)) for first, other in pairs]
+    verdict = _verdict(answers, [answer for _, _, answer in compared])
+    if as_json:
+        print(json.dumps(verdict.to_json(), indent=1))
+    else:
+        _print(Console(), verdict, results, answers, compared)
+    if folder:
+        for path in write_outputs(verdict, folder):
+            if not as_json:
+                print_plain(Console(), f"written: {path}")
+    publish(verdict, folder)
+    return verdict.exit_code
+
+
+def _named_apart(results: Sequence[AuditedResult]) -> list[AuditedResult]:
+    """Numbers results of the same name: files in folders that are called alike."""
+    names = [result.name for result in results]
+    return [
+        replace(result, name=f"{name} ({names[:i].count(name) + 1})") if names.count(name) > 1 else result
+        for i, (name, result) in enumerate(zip(names, results, strict=True))
+    ]
+
+
+def _audited(result: AuditedResult, allowed: Sequence[str]) -> list[Answer]:
+    if not result.completed and not result.failed and not result.latencies:
+        return [Answer("empty", INVALID, say("empty.broken"))]
+    answers = audit(result)
+    return [replace(a, outcome=OK) if a.check in allowed and a.outcome == BROKEN else a for a in answers]
+
+
+def _verdict(answers: dict[str, list[Answer]], compared: Sequence[Answer]) -> Verdict:
+    findings = [_finding(name, answer) for name, every in answers.items() for answer in every]
+    findings += [replace(_finding(say("compare.suite"), a), id=f"compare/{n}") for n, a in enumerate(compared, 1)]
+    outcomes = [finding.outcome for finding in findings]
+    failed = [finding for finding in findings if finding.outcome in (FAIL, INVALID)]
+    count, open_checks = plural(len(answers), "result"), outcomes.count(OPEN)
+    if failed:
+        text = say("verdict.found", results=count, broken=plural(len(failed), "broken check"), worst=failed[0].sentence)
+    else:
+        text = say("verdict.nothing", results=count, open=say("verdict.open", n=open_checks))
+    outcome = worst([outcome for outcome in outcomes if outcome != OPEN]) if failed else PASS
+    again = shlex.join(["kvbench", *sys.argv[1:]])
+    return Verdict("audit", outcome, text, tuple(findings), reproduce=again, facts={"results": len(answers)})
+
+
+def _finding(name: str, answer: Answer) -> Finding:
+    title = say("verdict.title", check=say(f"{answer.check}.title"), name=name)
+    text = "; ".join(filter(None, [answer.sentence, answer.advice]))
+    return Finding(f"{answer.check}/{name}", name, title, answer.outcome, text)
+
+
+def _print(
+    console: Console,
+    verdict: Verdict,
+    results: Sequence[AuditedResult],
+    answers: dict[str, list[Answer]],
+    compared: Sequence[tuple[AuditedResult, AuditedResult, Answer]],
+) -> None:
+    for result in results:
+        about = filter(None, [result.tool, result.version, result.model, result.date])
+        print_table(console, _table(f"{result.name} ({', '.join(about)})", answers[result.name]))
+    for first, second, answer in compared:
+        print_table(console, _table(say("compare.suite"), [answer]))
+        rows = [
+            [f.name, significant(f.first), significant(f.second), f"{f.second / f.first:.3f}", f.definition]
+            for f in shared_figures(first, second)
+        ]
+        heads = ("figure", first.name, second.name, "ratio", "definition")
+        print_table(console, make_table(heads, rows, tight=True), drop_first=("definition",))
+    word, style = _WORDS[verdict.outcome]
+    console.print(Text.assemble((word.upper(), style), "  ", verdict.sentence))
+
+
+def _table(title: str, answers: Sequence[Answer]) -> object:
+    rows = []
+    for answer in answers:
+        word, style = _WORDS[answer.outcome]
+        text = "; ".join(filter(None, [answer.sentence, answer.advice]))
+        rows.append([say(f"{answer.check}.title"), Text(word, style=style), text])
+    return make_table(("check", "answer", "why"), rows, numbers_from=3, title=title, tight=True)
