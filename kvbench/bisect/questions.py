@@ -23,12 +23,14 @@ from kvbench.bisect.decide import (
     has_part,
     is_worse,
     step_alpha,
+    trimmed_interval,
+    trimmed_mean,
 )
 from kvbench.bisect.history import History
 from kvbench.bisect.sentences import say
 from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.common.records import Record, read_record, write_record
-from kvbench.common.stats import bounded_log, t_interval
+from kvbench.common.stats import bounded_log
 from kvbench.common.text import listing, shorten
 from kvbench.gate.compare.series import PairQuestion
 from kvbench.gate.verdict.verdict import FAIL, Finding
@@ -157,7 +159,7 @@ class TimedQuestion:
         if step.skipped or not is_worse(step.harms):
             why = step.skipped or self._in_words(step)
             raise MeasurementError(say("timing.not_confirmed", parent=parent[:10], why=why))
-        change, ends = self._relative(float(np.mean(step.harms))), self._interval(step.harms)
+        change, ends = self._relative(trimmed_mean(step.harms)), self._interval(step.harms)
         smaller, larger = sorted(map(abs, ends))
         commit = say("search.commit", sha=sha[:10], subject=history.subject(sha))
         text = say(
@@ -186,30 +188,30 @@ class TimedQuestion:
         harms = {taken.sha: taken.harms for taken in self.measurements.taken.values() if taken.base == history.good}
         before, after, rests = harms.get(parent) or none, harms.get(sha) or self.bad.harms, []
         if has_part(none, before, self._effect):
-            rests.append((float(np.mean(before)), (history.good, parent)))
+            rests.append((trimmed_mean(before), (history.good, parent)))
         if has_part(after, self.bad.harms, self._effect):
-            rests.append((self._effect - float(np.mean(after)), (sha, history.bad)))
+            rests.append((self._effect - trimmed_mean(after), (sha, history.bad)))
         return [commits for _, commits in sorted(rests, reverse=True)]
 
     def parts(self, history: History, sha: str) -> list[tuple[str, str]]:
         """The two ranges around a commit that has a part of the effect, the larger part first."""
         harms = self.measurements.of(history.good, sha).harms
         ranges = [(history.good, sha), (sha, history.bad)]
-        return ranges if float(np.mean(harms)) >= self._effect / 2 else ranges[::-1]
+        return ranges if trimmed_mean(harms) >= self._effect / 2 else ranges[::-1]
 
     @property
     def _effect(self) -> float:
-        return float(np.mean(self.bad.harms))
+        return trimmed_mean(self.bad.harms)
 
     def _in_words(self, step: MeasuredCommit) -> str:
         return say("timing.step", change=self._change(step.harms), n=len(step.harms))
 
     def _change(self, harms: Sequence[float]) -> str:
         low, high = (percent(end, sign="") for end in self._interval(harms))
-        return say("timing.change", change=percent(self._relative(float(np.mean(harms)))), low=low, high=high)
+        return say("timing.change", change=percent(self._relative(trimmed_mean(harms))), low=low, high=high)
 
     def _interval(self, harms: Sequence[float]) -> tuple[float, float]:
-        low, high = sorted(map(self._relative, t_interval(harms)))
+        low, high = sorted(map(self._relative, trimmed_interval(harms)))
         return low, high
 
     def _relative(self, harm: float) -> float:

@@ -21,6 +21,7 @@ SCATTERS = {
     "normal": lambda rng, n: rng.normal(size=n),
     "heavy tails": lambda rng, n: rng.standard_t(3, size=n) / math.sqrt(3),
     "two speeds": lambda rng, n: rng.choice([-1.0, 1.0], size=n),
+    "disturbed": lambda rng, n: rng.normal(size=n) * np.where(rng.random(n) < 0.1, 10.0, 1.0),
 }
 
 
@@ -61,6 +62,15 @@ def test_one_noisy_commit_is_not_answered_by_the_scatter_of_the_others():
     assert StepRule(0.02, others, ERROR).answer([0.024, 0.026, 0.025, 0.025]) == "bad"
 
 
+def test_a_disturbed_pair_costs_little():
+    rng = np.random.default_rng(2)
+    effect, pairs = [0.02 + 0.001 * rng.normal(size=8)], 0.02 + 0.001 * rng.normal(size=9)
+    pairs[2] = -0.05
+    assert StepRule(0.02, effect, ERROR / 6).answer(pairs[:4]) is None
+    assert StepRule(0.02, effect, ERROR / 6).answer(pairs[:6]) == "bad"
+    assert is_worse([*pairs, 0.02, 0.021, 0.019]) is True
+
+
 def test_the_steps_of_a_search_spend_what_it_may_err():
     spent, left = 0.0, 64
     while left > 1:
@@ -84,6 +94,9 @@ def test_the_fewest_pairs_that_can_confirm_anything_do():
     assert is_worse(harms) is True and is_worse([-harm for harm in harms]) is False
     assert is_worse(harms[:-1]) is None
     assert is_worse([*harms[:-1], -0.01]) is None
+    assert is_worse([-0.5] + [0.01] * 11) is True and is_worse([-0.5] * 2 + [0.01] * 10) is None
+    assert is_worse([-0.5] * 2 + [0.01] * 14) is True and is_worse([-0.5] * 3 + [0.01] * 13) is None
+    assert is_worse([0.0] * 16) is None
 
 
 def test_a_rest_is_a_part_only_if_it_is_shown_and_large_enough():

@@ -1,0 +1,1 @@
+"""Writes stored loads as other programs read them."""
