@@ -26,7 +26,6 @@ from typing import Literal
 
 import numpy as np
 
-
 ERROR = 0.01
 STEP_LOOKS = (4, 6, 9, 14, 20)  # pairs
 EXACT_LOOKS = ((8, 0.004), (12, 0.0035), (16, 0.0025))  # pairs, and the part of ERROR that a look spends

@@ -96,7 +96,7 @@ def vllm(load: ExportedLoad, *, detailed: bool = False) -> dict[str, Any]:
 
 
 def _peaks(load: ExportedLoad) -> tuple[float, int]:
-    """The most chunks and requests in a second, in buckets of a second from the first sending on, as vLLM counts."""
+    """The most chunks and requests in a second, counted as vLLM does: from the first sending on."""
     if not load.ok.any():
         return 0.0, 0
     zero = load.start[load.ok].min()
@@ -130,7 +130,10 @@ def llmd(load: ExportedLoad) -> dict[str, Any]:
         "version": "0.2.1",
         "run": {
             "uid": f"{load.workload}-{load.name}-{began:%Y%m%dT%H%M%SZ}",
-            "time": {"start": began.isoformat(), "end": ended.isoformat(), "duration": f"PT{(ended - began).total_seconds():.3f}S"},
+            "time": {
+                "start": began.isoformat(), "end": ended.isoformat(),
+                "duration": f"PT{(ended - began).total_seconds():.3f}S",
+            },
         },
         "scenario": {
             "stack": [{
@@ -160,7 +163,9 @@ def llmd(load: ExportedLoad) -> dict[str, Any]:
                 title: _statistics(samples, unit)
                 for name, samples in load.latencies().items() if len(samples) for title, unit in [_LLMD_LATENCIES[name]]
             },
-            "throughput": {name: {"units": unit, "mean": float(total / seconds)} for name, (total, unit) in rates.items()},
+            "throughput": {
+                name: {"units": unit, "mean": float(total / seconds)} for name, (total, unit) in rates.items()
+            },
         }}},
     }  # fmt: skip
 

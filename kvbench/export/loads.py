@@ -42,7 +42,7 @@ class ExportedLoad:
 
     @cached_property
     def ok(self) -> np.ndarray:
-        """Which requests succeeded. bool [requests]"""
+        """The requests that succeeded. bool [requests]"""
         return self.rows["ok"].to_numpy(dtype=bool)
 
     @cached_property
