@@ -18,13 +18,13 @@ from kvbench.gate.verdict.verdict import FAIL, INCONCLUSIVE, PASS, Outcome
 OK, BROKEN, OPEN = PASS, FAIL, INCONCLUSIVE
 _CACHED = 0.05  # of the prompt tokens
 _COUNTS = 0.02  # by which two token counts differ
-_CHUNK = 1.1  # tokens in a chunk
-_BUNCHED = 0.5  # median gap over mean gap
+_CHUNK, _INFERRED_CHUNK = 1.1, 1.5  # tokens in a chunk: counted, and told from ITL and TPOT alone
+_BUNCHED = 0.1  # median gap over mean gap
 _CONCURRENCY = 0.9  # of what was asked
 _LIMIT = 0.8  # of the most that may be in flight: then the limit holds requests back
 _RATE = 0.95  # of what was asked, less what random arrivals vary by
 _FAILED = 0.01  # of the requests
-_WAIT = 0.1  # of the TTFT, in the client
+_WAIT, _WAIT_MS = 0.1, 20.0  # of the TTFT, in the client, and at least so long
 _WAVES = 5  # of requests, so that the first and the last are a small part
 _MISNAMED = 0.15
 _PEAK_S = 2.0  # a peak by seconds says nothing of a shorter run
@@ -32,7 +32,7 @@ _REPORTED = ("p90", "p95", "p99")
 
 
 @dataclass(frozen=True)
-class Answer:
+class CheckAnswer:
     """A check's answer about one result. ``advice``: what to run again so that it can be decided."""
 
     check: str
@@ -40,19 +40,25 @@ class Answer:
     sentence: str
     advice: str = ""
 
+    @property
+    def text(self) -> str:
+        return "; ".join(filter(None, [self.sentence, self.advice]))
 
-def audit(result: AuditedResult) -> list[Answer]:
+
+def audit(result: AuditedResult) -> list[CheckAnswer]:
     """Holds a result against itself, by every check that its tool's numbers are subject to."""
     return [answer for check in _CHECKS if (answer := check(result)) is not None]
 
 
-def _answer(check: str, outcome: Outcome, result: AuditedResult, form: str | None = None, **values: object) -> Answer:
+def _answer(
+    check: str, outcome: Outcome, result: AuditedResult, form: str | None = None, **values: object
+) -> CheckAnswer:
     text = say(f"{check}.{form or {OK: 'ok', BROKEN: 'broken', OPEN: 'open'}[outcome]}", **values)
     advice = say("advice", advice=say(f"{check}.again", rerun=result.rerun)) if outcome == OPEN else ""
-    return Answer(check, outcome, text, advice)
+    return CheckAnswer(check, outcome, text, advice)
 
 
-def _failures(result: AuditedResult) -> Answer:
+def _failures(result: AuditedResult) -> CheckAnswer:
     if result.failed is None:
         return _answer("failures", OPEN, result)
     every = result.failed + (result.completed or 0)
@@ -64,16 +70,16 @@ def _failures(result: AuditedResult) -> Answer:
     return _answer("failures", BROKEN, result, form, n=result.failed, every=every, ok=result.completed, why=why)
 
 
-def _cache(result: AuditedResult) -> Answer:
+def _cache(result: AuditedResult) -> CheckAnswer:
     if result.cached_share is None:
         return _answer("cache", OPEN, result)
     outcome = BROKEN if result.cached_share > _CACHED else OK
     return _answer("cache", outcome, result, percent=100 * result.cached_share)
 
 
-def _chunks(result: AuditedResult) -> Answer:
+def _chunks(result: AuditedResult) -> CheckAnswer:
     tokens, gap, token = result.tokens_a_chunk, result.figure(GAP), result.figure(TPOT)
-    if tokens is None:
+    if tokens is None or (not result.counts_chunks and _CHUNK < tokens < _INFERRED_CHUNK):
         return _answer("chunks", OPEN, result)
     if tokens <= _CHUNK:
         return _answer("chunks", OK, result, tokens=tokens)
@@ -82,7 +88,7 @@ def _chunks(result: AuditedResult) -> Answer:
     return _answer("chunks", BROKEN, result, tokens=tokens, gap=gap, token=token, called=called)
 
 
-def _token_counts(result: AuditedResult) -> Answer:
+def _token_counts(result: AuditedResult) -> CheckAnswer:
     for what, expected, seen in result.token_counts:
         if abs(seen - expected) > _COUNTS * expected:
             return _answer("token_counts", BROKEN, result, what=what, expected=expected, seen=seen)
@@ -92,7 +98,7 @@ def _token_counts(result: AuditedResult) -> Answer:
     return _answer("token_counts", OK if result.token_counts else OPEN, result)
 
 
-def _client(result: AuditedResult) -> Answer:
+def _client(result: AuditedResult) -> CheckAnswer:
     """Tests whether the client kept up: even chunks are read evenly, and requests start when they should."""
     bunching, tokens = result.bunching, result.tokens_a_chunk or 1.0
     late = _late(result)
@@ -110,10 +116,10 @@ def _client(result: AuditedResult) -> Answer:
 def _late(result: AuditedResult) -> bool:
     """Tests whether requests waited in the client for longer than a part of the TTFT that is reported."""
     ttft = result.figure(TTFT)
-    return bool(result.waits_count and result.queue_ms and ttft and result.queue_ms > _WAIT * ttft)
+    return bool(result.waits_count and result.queue_ms and ttft and result.queue_ms > max(_WAIT * ttft, _WAIT_MS))
 
 
-def _queue(result: AuditedResult) -> Answer | None:
+def _queue(result: AuditedResult) -> CheckAnswer | None:
     """Tests whether TTFT leaves out how long requests waited in the client before they were sent."""
     if result.asked.rate is None:
         return None  # in a closed loop a request is made when there is room for it
@@ -127,15 +133,17 @@ def _queue(result: AuditedResult) -> Answer | None:
 
 def _kept_rate(result: AuditedResult) -> bool | None:
     asked, every = result.asked.rate, (result.completed or 0) + (result.failed or 0)
-    if not asked or not every or not result.duration_s:
-        return None
-    arriving_s = result.duration_s - (result.figure(E2EL) or result.figure(TTFT) or 0.0) / 1e3
-    if arriving_s <= 0:
+    starts = [request.start_s for request in result.requests if request.start_s is not None]
+    latency_ms = result.figure(E2EL) or (_mean_latency(result) or 0.0) * 1e3
+    arriving_s = (result.duration_s or 0.0) - latency_ms / 1e3 if latency_ms else 0.0
+    if len(starts) == every > 1:
+        arriving_s = max(starts) - min(starts)
+    if not asked or not every or arriving_s <= 0:
         return None
     return every / arriving_s >= asked * (_RATE - 2.5 / math.sqrt(every))
 
 
-def _load(result: AuditedResult) -> Answer:
+def _load(result: AuditedResult) -> CheckAnswer:
     """Tests whether the concurrency or the rate that was asked for was delivered."""
     every = (result.completed or 0) + (result.failed or 0)
     if result.asked.rate is not None:
@@ -167,14 +175,14 @@ def _mean_latency(result: AuditedResult) -> float | None:
     return sum(times) / len(times) if times else None
 
 
-def _ramp(result: AuditedResult) -> Answer:
+def _ramp(result: AuditedResult) -> CheckAnswer:
     waves = _waves(result)
     if waves is None:
         return _answer("ramp", OPEN, result)
     return _answer("ramp", OK if waves >= _WAVES else BROKEN, result, waves=waves)
 
 
-def _samples(result: AuditedResult) -> Answer | None:
+def _samples(result: AuditedResult) -> CheckAnswer | None:
     """Tests whether there is a sample beyond the highest percentile that people quote."""
     names = [name for name in _REPORTED if result.figure(TTFT, name) is not None]
     if not names or not result.completed:
@@ -186,14 +194,14 @@ def _samples(result: AuditedResult) -> Answer | None:
     return _answer("samples", BROKEN if wrong else OK, result, **values)
 
 
-def _peak(result: AuditedResult) -> Answer | None:
+def _peak(result: AuditedResult) -> CheckAnswer | None:
     peak, mean = result.peak_tokens_per_s, result.output_tokens_per_s
     if peak is None or not mean or (result.duration_s or 0.0) < _PEAK_S:
         return None
     return _answer("peak", BROKEN if peak < mean else OK, result, peak=peak, mean=mean)
 
 
-def _names(result: AuditedResult) -> Answer | None:
+def _names(result: AuditedResult) -> CheckAnswer | None:
     if result.misnamed is None:
         return None
     name, value, what, by_name = result.misnamed
@@ -201,11 +209,11 @@ def _names(result: AuditedResult) -> Answer | None:
     return _answer("names", outcome, result, name=name, value=value, what=what, by_name=by_name)
 
 
-def _runs(result: AuditedResult) -> Answer:
+def _runs(result: AuditedResult) -> CheckAnswer:
     return _answer("runs", OK if result.runs > 1 else OPEN, result, runs=plural(result.runs, "run"))
 
 
-_CHECKS: tuple[Callable[[AuditedResult], Answer | None], ...] = (
+_CHECKS: tuple[Callable[[AuditedResult], CheckAnswer | None], ...] = (
     _failures, _cache, _chunks, _token_counts, _client, _queue, _load, _ramp, _samples, _peak, _names, _runs,
 )  # fmt: skip
 

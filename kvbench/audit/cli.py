@@ -32,7 +32,7 @@ def audit(request: AuditRequest) -> int:
     requests; a peak below the mean; ramp and drain in the percentiles; queueing left out of TTFT; a single run; a name
     for another definition.
 
-    Of several results it says whether they are comparable with the first, and shows their figures by one definition.
+    Of several results at one load it says whether they are comparable, and shows their figures by one definition.
 
     \b
     Examples:
@@ -45,7 +45,7 @@ def audit(request: AuditRequest) -> int:
       0  no check found anything broken
       1  something is broken
       2  usage, or a file that is not such a result
-      4  a result holds no measurement at all
+      4  a result has neither a request nor a figure
     """
     from kvbench.audit.report import report_audit
 

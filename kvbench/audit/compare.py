@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
-from kvbench.audit.checks import BROKEN, OK, OPEN, Answer, audit
+from kvbench.audit.checks import BROKEN, OK, OPEN, CheckAnswer
 from kvbench.audit.result import DEFINITIONS, E2EL, GAP, TPOT, TTFT, Asked, AuditedResult
 from kvbench.audit.sentences import say
 from kvbench.common.text import listing
@@ -28,8 +28,33 @@ class SharedFigure:
     second: float
 
 
-def comparable(first: AuditedResult, second: AuditedResult) -> Answer:
-    """Tests whether two results may be compared: the same load and model, and neither is broken."""
+def pairs_to_compare(results: Sequence[Sequence[AuditedResult]]) -> Iterator[tuple[AuditedResult, AuditedResult]]:
+    """Pairs each result with the first one at the same load, or the only results of two files.
+
+    ``results``: of each file. A file may hold one load after another, which are not to be compared.
+    """
+    before: list[AuditedResult] = []
+    for group in results:
+        for result in group:
+            partner = next((other for other in before if _load(other) == _load(result)), None)
+            if partner is None and len(group) == len(results[0]) == 1 and result is not results[0][0]:
+                partner = results[0][0]
+            if partner is not None:
+                yield partner, result
+            before.append(result)
+
+
+def _load(result: AuditedResult) -> tuple[object, ...]:
+    return tuple(getattr(result.asked, name) for name in _ASKED)
+
+
+def comparable(
+    first: AuditedResult, second: AuditedResult, answers: Sequence[Sequence[CheckAnswer]] = ()
+) -> CheckAnswer:
+    """Tests whether two results may be compared: the same load and model, and neither is broken.
+
+    ``answers``: of the checks of both.
+    """
     reasons, unknown = [], []
     for name, title in _ASKED.items():
         a, b = getattr(first.asked, name), getattr(second.asked, name)
@@ -39,27 +64,31 @@ def comparable(first: AuditedResult, second: AuditedResult) -> Answer:
             unknown.append(title)
     if first.model and second.model and first.model != second.model:
         reasons.append(say("compare.differs", what="model", a=first.model, b=second.model))
-    for result in (first, second):
-        wrong = [a.check for a in audit(result) if a.outcome == BROKEN and a.check not in _NO_MATTER]
-        if wrong:
+    for result, every in zip((first, second), answers, strict=False):
+        if wrong := [a.check for a in every if a.outcome == BROKEN and a.check not in _NO_MATTER]:
             titles = ", ".join(say(f"{check}.title") for check in wrong)
             reasons.append(say("compare.faulty", name=result.name, checks=titles))
     if not reasons and (warm := _warm(first, second)):
         reasons.append(warm)
+    also = [
+        say("compare.differs", what=title, a=a, b=b)
+        for title, a, b in (("seed", first.asked.seed, second.asked.seed), ("version", first.version, second.version))
+        if a is not None and b is not None and a != b and first.tool == second.tool
+    ]
     values = {"a": first.name, "b": second.name, "why": "; ".join(reasons), "what": listing(unknown)}
     outcome, form = (BROKEN, "broken") if reasons else (OPEN, "open") if unknown else (OK, "ok")
     advice = say("advice", advice=say("compare.again")) if outcome == OPEN else ""
-    return Answer("compare", outcome, say(f"compare.{form}", **values), advice)
+    return CheckAnswer("compare", outcome, say(f"compare.{form}", also=listing(also), **values), advice)
 
 
 def _warm(first: AuditedResult, second: AuditedResult) -> str:
-    """Says that the same command met a warm cache the second time; empty where it did not."""
+    """Says that one of two runs of a command met a warm cache; empty where neither did."""
     ttfts, tokens = ([result.figure(name) for result in (first, second)] for name in (TTFT, TPOT))
-    if first.tool != second.tool or _settings(first) != _settings(second) or not all((*ttfts, *tokens)):
+    if _settings(first) != _settings(second) or not all((*ttfts, *tokens)):
         return ""
-    (cold, warm), (a, b) = ttfts, tokens
+    (a, b), (cold, warm) = tokens, sorted(ttfts, reverse=True)
     if warm < _WARM * cold and abs(b / a - 1) < _SAME:
-        return say("compare.warm", first=cold, second=warm)
+        return say("compare.warm", first=ttfts[0], second=ttfts[1])
     return ""
 
 
@@ -70,8 +99,8 @@ def _settings(result: AuditedResult) -> tuple[object, ...]:
 
 
 def repeats_of(result: AuditedResult, results: Sequence[AuditedResult]) -> int:
-    """Counts the results that the same tool measured with the same settings."""
-    return sum(_settings(other) == _settings(result) for other in results)
+    """Counts the runs of the same tool with the same settings; one that is given twice counts once."""
+    return len({(other.duration_s, other.date) for other in results if _settings(other) == _settings(result)})
 
 
 def shared_figures(first: AuditedResult, second: AuditedResult) -> list[SharedFigure]:

@@ -31,13 +31,19 @@ def read_results(path: Path) -> list[AuditedResult]:
     """Reads every result of a file, or of the files in a folder. Raises UsageError where there is none."""
     if not path.exists():
         raise UsageError(say("read.missing", path=path))
-    files = sorted(p for p in path.iterdir() if p.suffix in _SUFFIXES) if path.is_dir() else [path]
+    files = _result_files(path) if path.is_dir() else [path]
     results = [result for file in files for result in _of_file(file, alone=not path.is_dir())]
     if not results:
         raise UsageError(say("read.unknown", path=path, tools=", ".join(tool for tool, _, _ in _FORMATS)))
-    # A stage of inference-perf says more than the summary beside it, and AIPerf's summary more than its records.
-    whole = [result for result in results if not result.name.endswith(_LESS)]
-    return whole or results
+    return results
+
+
+def _result_files(folder: Path) -> list[Path]:
+    """The files of a folder that may be results, without those that say less than another file beside them."""
+    files = sorted(path for path in folder.iterdir() if path.suffix in _SUFFIXES)
+    names = " ".join(path.name for path in files)
+    less = [pattern for more, pattern in _LESS if more in names]
+    return [path for path in files if not any(re.search(pattern, path.name) for pattern in less)]
 
 
 def _of_file(path: Path, *, alone: bool) -> Iterator[AuditedResult]:
@@ -126,6 +132,8 @@ def _read_vllm(path: Path, documents: Sequence[Any]) -> Iterator[AuditedResult]:
         is_sglang = "total_output_tokens_retokenized" in data
         rate = _number(data, "request_rate")  # "inf" and Infinity are a closed loop's, or all at once
         failed, requests = _whole(data, "failed"), list(_flat_requests(data))
+        if failed is None and (asked := _whole(data, "num_prompts")) is not None:  # older versions of vLLM
+            failed = asked - data["completed"]
         if is_sglang and requests:
             failed = sum(bool(request.error) for request in requests)
         waits = [wait for wait in data.get("queue_times") or () if isinstance(wait, int | float)]
@@ -211,6 +219,10 @@ def _read_guidellm(path: Path, documents: Sequence[Any]) -> Iterator[AuditedResu
     for number, data in enumerate(benchmarks, 1):
         metrics, strategy = data["metrics"], _at(data, "config.strategy") or {}
         made = _at(data, "scheduler_metrics.requests_made") or metrics["request_totals"]
+        # A limit of time cuts off what is in flight, which is no failure.
+        is_cut = _at(data, "config.constraints.max_duration") is not None
+        cut = 0 if is_cut else _whole(made, "incomplete") or 0
+        is_chat = "chat" in str(_at(data, "config.backend.request_format"))
         asked = Asked(
             concurrency=_number(strategy, "streams"),
             rate=_number(strategy, "rate"),
@@ -231,7 +243,7 @@ def _read_guidellm(path: Path, documents: Sequence[Any]) -> Iterator[AuditedResu
         with_ttft = _number(metrics, "time_per_output_token_ms.successful.mean")
         token = named[TPOT].get("mean")
         counts = []
-        if asked.input_tokens and prompts and not sizes.get("prompt_tokens_stdev"):
+        if asked.input_tokens and prompts and not sizes.get("prompt_tokens_stdev") and not is_chat:
             counts.append(("prompt tokens a request", asked.input_tokens, sum(prompts) / len(prompts)))
         yield AuditedResult(
             tool="GuideLLM",
@@ -239,8 +251,9 @@ def _read_guidellm(path: Path, documents: Sequence[Any]) -> Iterator[AuditedResu
             asked=asked,
             version=_at(report, "metadata.guidellm_version"),
             model=_at(data, "config.backend.model"),
-            completed=_whole(made, "successful"),
-            failed=(_whole(made, "errored") or 0) + (_whole(made, "incomplete") or 0),
+            # Rates and percentiles are of the window without warm-up and cool-down; failures are of the whole run.
+            completed=_whole(metrics, "request_totals.successful"),
+            failed=(_whole(made, "errored") or 0) + cut,
             duration_s=_number(data, "duration"),
             requests_per_s=_number(metrics, "requests_per_second.successful.mean"),
             output_tokens_per_s=_number(metrics, "output_tokens_per_second.successful.mean"),
@@ -253,7 +266,6 @@ def _read_guidellm(path: Path, documents: Sequence[Any]) -> Iterator[AuditedResu
             chunk_tokens=_number(metrics, "output_tokens_per_iteration.successful.mean"),
             token_counts=counts,
             misnamed=("time_per_output_token_ms", with_ttft, "with TTFT in it", token) if with_ttft and token else None,
-            warmed_up=bool(_number(data, "warmup_duration")),
             requests=requests,
         )
 
@@ -292,6 +304,8 @@ def _read_aiperf(path: Path, documents: Sequence[Any]) -> Iterator[AuditedResult
     seen = mean.get("usage_prompt_tokens"), mean.get("usage_completion_tokens")
     client = mean.get("input_sequence_length"), mean.get("output_sequence_length")
     kinds = ("prompt tokens a request, client and usage", "output tokens a request, client and usage")
+    if _at(config, "endpoint.type") == "chat":  # usage counts the template, too
+        seen = (None, seen[1])
     counts = [(kind, a, b) for kind, a, b in zip(kinds, client, seen, strict=True) if a and b]
     if (osl := _number(prompts, "osl.mean")) and client[1] and not _number(prompts, "osl.stddev"):
         counts.append(("output tokens a request, asked", osl, client[1]))
@@ -333,7 +347,6 @@ def _read_aiperf(path: Path, documents: Sequence[Any]) -> Iterator[AuditedResult
         waits_count=True,
         cached_share=None if cached is None else cached / 100,
         token_counts=counts,
-        warmed_up=any(one.get("kind") == "warmup" for one in phases),
         runs=_whole(data, "aggregate.num_runs") or 1,
         requests=list(_aiperf_requests(_lines(records))) if records.is_file() else (),
         rerun="--export-level records",
@@ -383,7 +396,9 @@ def _read_inference_perf(path: Path, documents: Sequence[Any]) -> Iterator[Audit
     stage = re.search(r"stage_(\d+)", path.name)
     plans = _at(config, "load.stages") or []
     plan = plans[int(stage[1])] if stage and int(stage[1]) < len(plans) else {}
+    # Run as a rate over a second, whose schedule means nothing. A summary alone does not tell.
     is_closed = "concurrency" in load or _at(config, "load.type") == "concurrent"
+    rate = None if is_closed else _number(load, "requested_rate") or _number(plan, "rate")
     latency = successes.get("latency") or {}
     prompts = successes.get("prompt_tokens") or {}
     mismatches = _number(successes, "token_count_mismatches") or 0.0
@@ -396,7 +411,7 @@ def _read_inference_perf(path: Path, documents: Sequence[Any]) -> Iterator[Audit
         name=_name(path),
         asked=Asked(
             concurrency=_number(load, "concurrency") or _number(plan, "concurrency_level"),
-            rate=None if is_closed else _number(load, "requested_rate") or _number(plan, "rate"),
+            rate=rate,
             limit=_product(config, "load.num_workers", "load.worker_max_concurrency"),
             requests=_whole(load, "count"),
             input_tokens=lengths[0],
@@ -415,8 +430,8 @@ def _read_inference_perf(path: Path, documents: Sequence[Any]) -> Iterator[Audit
             E2EL: _statistics(latency.get("request_latency"), 1e3),
         }),
         titles={TTFT: "time_to_first_token", TPOT: "time_per_output_token"},
-        queue_ms=None if is_closed else _times(_number(load, "schedule_delay.mean"), 1e3),
-        waits_count=not is_closed,
+        queue_ms=None if rate is None else _times(_number(load, "schedule_delay.mean"), 1e3),
+        waits_count=rate is not None,
         cached_share=prompts["cached"] / prompts["total"] if prompts.get("total") and "cached" in prompts else None,
         token_counts=counts,
         requests=list(_inference_perf_requests(requests_file)) if requests_file.is_file() and len(plans) < 2 else (),
@@ -458,7 +473,7 @@ def _read_llmd(path: Path, documents: Sequence[Any]) -> Iterator[AuditedResult]:
     names = {TTFT: "time_to_first_token", TPOT: "time_per_output_token", E2EL: "request_latency"}
     rate = _number(whole, "throughput.request_rate.mean")
     parts = _at(data, "results.observability.components") or []
-    hits = [h for part in parts if (h := _number(part, "aggregate.cache_hit_rate.mean")) is not None]
+    hits = [_share(hit) for part in parts if (hit := _at(part, "aggregate.cache_hit_rate")) and "mean" in hit]
     yield AuditedResult(
         tool="llm-d",
         name=_name(path),
@@ -484,6 +499,10 @@ def _read_llmd(path: Path, documents: Sequence[Any]) -> Iterator[AuditedResult]:
     )
 
 
+def _share(figures: Mapping[str, Any]) -> float:
+    return figures["mean"] / (1.0 if figures.get("units") == "fraction" else 100.0)
+
+
 def _with_units(figures: Any) -> Statistics:
     """The figures in ms: the report says in which unit they are, and its sources differ."""
     unit = str((figures or {}).get("units", "s")).partition("/")[0]
@@ -500,7 +519,7 @@ def _seconds(duration: Any) -> float | None:
 
 
 def _read_inferencex(path: Path, documents: Sequence[Any]) -> Iterator[AuditedResult]:
-    for number, data in enumerate(documents[0] if isinstance(documents[0], list) else documents, 1):
+    for number, data in enumerate(documents, 1):
         accounting = data.get("request_accounting") or {}
         latency = _at(data, "request_metrics.latency") or {}
         named = {TTFT: "ttft", TPOT: "tpot", GAP: "itl", E2EL: "e2el"}
@@ -533,7 +552,10 @@ def _name(path: Path, number: int = 1, count: int = 1) -> str:
     return f"{name} [{number}]" if count > 1 else name
 
 
-_LESS = ("summary_lifecycle_metrics.json", "profile_export.jsonl", ".partial.stage_0.yaml")
+_LESS = (  # a part of a name, and the names of what says less beside such a file
+    ("profile_export_aiperf.json", r"^profile_export\.jsonl$|^inputs\.json$"),
+    ("stage_0_lifecycle_metrics.json", r"^summary_lifecycle|^per_request_lifecycle|\.partial\.stage_\d+\.yaml$"),
+)
 _Reader = Callable[[Path, Sequence[Any]], Iterator[AuditedResult]]
 _FORMATS: tuple[tuple[str, Callable[[Any], bool], _Reader], ...] = (
     ("AIPerf", _has("aiperf_version", "input_config", "run_info"), _read_aiperf),

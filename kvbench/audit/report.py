@@ -12,8 +12,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from kvbench.audit.checks import BROKEN, OK, OPEN, Answer, audit, check_names
-from kvbench.audit.compare import comparable, repeats_of, shared_figures
+from kvbench.audit.checks import BROKEN, OK, OPEN, CheckAnswer, audit, check_names
+from kvbench.audit.compare import comparable, pairs_to_compare, repeats_of, shared_figures
 from kvbench.audit.readers import read_results
 from kvbench.audit.result import AuditedResult
 from kvbench.audit.sentences import say
@@ -34,11 +34,13 @@ def report_audit(paths: Sequence[Path], allowed: Sequence[str], folder: Path | N
             raise UsageError(say("verdict.no_check", name=name, near=did_you_mean(name, check_names())))
     if folder:
         check_output_dir(folder)
-    results = _named_apart([result for path in paths for result in read_results(path)])
+    groups = [read_results(path) for path in paths]
+    results = _named_apart([result for group in groups for result in group])
     results = [replace(result, runs=max(result.runs, repeats_of(result, results))) for result in results]
     answers = {result.name: _audited(result, allowed) for result in results}
-    pairs = [(results[0], other) for other in results[1:]]
-    compared = [(first, other, comparable(first, other)) for first, other in pairs]
+    rest = iter(results)
+    pairs = pairs_to_compare([[next(rest) for _ in group] for group in groups])
+    compared = [(a, b, comparable(a, b, (answers[a.name], answers[b.name]))) for a, b in pairs]
     verdict = _verdict(answers, [answer for _, _, answer in compared])
     if as_json:
         print(json.dumps(verdict.to_json(), indent=1))
@@ -48,7 +50,8 @@ def report_audit(paths: Sequence[Path], allowed: Sequence[str], folder: Path | N
         for path in write_outputs(verdict, folder):
             if not as_json:
                 print_plain(Console(), f"written: {path}")
-    publish(verdict, folder)
+    if not as_json:  # annotations are lines of the output, too
+        publish(verdict, folder)
     return verdict.exit_code
 
 
@@ -61,14 +64,14 @@ def _named_apart(results: Sequence[AuditedResult]) -> list[AuditedResult]:
     ]
 
 
-def _audited(result: AuditedResult, allowed: Sequence[str]) -> list[Answer]:
+def _audited(result: AuditedResult, allowed: Sequence[str]) -> list[CheckAnswer]:
     if not result.completed and not result.failed and not result.latencies:
-        return [Answer("empty", INVALID, say("empty.broken"))]
+        return [CheckAnswer("empty", INVALID, say("empty.broken"))]
     answers = audit(result)
     return [replace(a, outcome=OK) if a.check in allowed and a.outcome == BROKEN else a for a in answers]
 
 
-def _verdict(answers: dict[str, list[Answer]], compared: Sequence[Answer]) -> Verdict:
+def _verdict(answers: dict[str, list[CheckAnswer]], compared: Sequence[CheckAnswer]) -> Verdict:
     findings = [_finding(name, answer) for name, every in answers.items() for answer in every]
     findings += [replace(_finding(say("compare.suite"), a), id=f"compare/{n}") for n, a in enumerate(compared, 1)]
     outcomes = [finding.outcome for finding in findings]
@@ -83,18 +86,17 @@ def _verdict(answers: dict[str, list[Answer]], compared: Sequence[Answer]) -> Ve
     return Verdict("audit", outcome, text, tuple(findings), reproduce=again, facts={"results": len(answers)})
 
 
-def _finding(name: str, answer: Answer) -> Finding:
+def _finding(name: str, answer: CheckAnswer) -> Finding:
     title = say("verdict.title", check=say(f"{answer.check}.title"), name=name)
-    text = "; ".join(filter(None, [answer.sentence, answer.advice]))
-    return Finding(f"{answer.check}/{name}", name, title, answer.outcome, text)
+    return Finding(f"{answer.check}/{name}", name, title, answer.outcome, answer.text)
 
 
 def _print(
     console: Console,
     verdict: Verdict,
     results: Sequence[AuditedResult],
-    answers: dict[str, list[Answer]],
-    compared: Sequence[tuple[AuditedResult, AuditedResult, Answer]],
+    answers: dict[str, list[CheckAnswer]],
+    compared: Sequence[tuple[AuditedResult, AuditedResult, CheckAnswer]],
 ) -> None:
     for result in results:
         about = filter(None, [result.tool, result.version, result.model, result.date])
@@ -111,10 +113,9 @@ def _print(
     console.print(Text.assemble((word.upper(), style), "  ", verdict.sentence))
 
 
-def _table(title: str, answers: Sequence[Answer]) -> object:
+def _table(title: str, answers: Sequence[CheckAnswer]) -> object:
     rows = []
     for answer in answers:
         word, style = _WORDS[answer.outcome]
-        text = "; ".join(filter(None, [answer.sentence, answer.advice]))
-        rows.append([say(f"{answer.check}.title"), Text(word, style=style), text])
+        rows.append([say(f"{answer.check}.title"), Text(word, style=style), answer.text])
     return make_table(("check", "answer", "why"), rows, numbers_from=3, title=title, tight=True)

@@ -65,7 +65,6 @@ class AuditedResult:
     peak_tokens_per_s: the most in a second, as the tool counts it
     token_counts: pairs of (what was compared, expected tokens, seen tokens)
     misnamed: a figure whose name says another one: (name, value [ms], what it is, the value by its name [ms])
-    warmed_up: whether the tool sent requests before it measured
     rerun: what to add to the tool's command so that more can be checked
     """
 
@@ -90,17 +89,22 @@ class AuditedResult:
     peak_tokens_per_s: float | None = None
     token_counts: Sequence[tuple[str, float, float]] = ()
     misnamed: tuple[str, float, str, float] | None = None
-    warmed_up: bool = False
     runs: int = 1
     requests: Sequence[AuditedRequest] = ()
     rerun: str = ""
 
     def figure(self, latency: str, statistic: str = "mean") -> float | None:
+        """Returns a figure of a latency [ms], None where the file has none."""
         return self.latencies.get(latency, {}).get(statistic)
 
     @cached_property
     def succeeded(self) -> list[AuditedRequest]:
         return [request for request in self.requests if not request.error]
+
+    @property
+    def counts_chunks(self) -> bool:
+        """Tests whether chunks were counted, by the tool or in its requests."""
+        return bool(self.chunk_tokens or any(request.chunks and request.output_tokens for request in self.succeeded))
 
     @property
     def tokens_a_chunk(self) -> float | None:

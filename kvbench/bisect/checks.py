@@ -10,11 +10,9 @@ from typing import Literal, Protocol
 
 from kvbench.bisect.sentences import say
 from kvbench.common.errors import MeasurementError
-from kvbench.common.packages import find_file
 from kvbench.gate.compare.builds import Builds, Commit, run_to_end
 from kvbench.gate.compare.request import CompareRequest
 from kvbench.gate.compare.sides import REF, PairSide, open_side
-from kvbench.gate.counters import WORKLOAD
 from kvbench.gate.counters.lock import read_lock
 from kvbench.measure.server import requests_for
 from kvbench.workload.file import Workload
@@ -26,7 +24,9 @@ _PROMPTS, _ANSWER_LIMIT_S = 16, 120.0
 
 
 class ExactCheck(Protocol):
-    """Reads what a commit does; the same commit gives the same values each time."""
+    """Reads what a commit does. ``varies``: whether two readings of one commit may differ."""
+
+    varies: bool
 
     def values(self, commit: Commit, folder: Path) -> Mapping[str, str]:
         """Returns the values by name. ``folder``: for logs.
@@ -47,12 +47,12 @@ class CountersCheck:
     builds: Builds
     counter: str | None
     check: Callable[[], None]
+    varies: bool = False
 
     def values(self, commit: Commit, folder: Path) -> Mapping[str, str]:
         build, lock = self.builds.build(commit), folder.resolve() / "counters.lock.json"
         lock.unlink(missing_ok=True)
-        workload = Path(find_file(Path(self.request.workloads[0] if self.request.workloads else WORKLOAD))).resolve()
-        words = ["accept", "counters", str(workload), "--lock", str(lock), "--reason", "bisect"]
+        words = ["accept", "counters", self.request.workloads[0], "--lock", str(lock), "--reason", "bisect"]
         command, log = [str(build.python), "-m", "kvbench", *words], folder / "counters.log"
         self.check()
         run_to_end(command, log, _COUNTING_LIMIT_S, say("check.replay"), cwd=build.source, env=build.env)
@@ -82,6 +82,10 @@ class LaunchCheck:
     workload: Workload
     what: Literal["start", "capacity", "answers"]
     check: Callable[[], None]
+
+    @property
+    def varies(self) -> bool:
+        return self.what != START
 
     def values(self, commit: Commit, folder: Path) -> Mapping[str, str]:
         request = self.request.model_copy(update={"repo": commit.repo})

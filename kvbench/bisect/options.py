@@ -32,7 +32,8 @@ class BisectOptions(SeriesOptions, heading="The search"):
     )
     skip: tuple[str, ...] = option("Never test this commit. Repeatable.", default=(), metavar="REF")
     package: str | None = option(
-        "Search the versions of this package instead of commits: GOOD and BAD are versions. Needs --target.",
+        "Search the versions of this package instead of commits: GOOD..BAD, such as 0.28..0.32. Needs --target or "
+        "--serve-cmd.",
         metavar="NAME",
     )
     max_minutes: Positive | None = option("Stop after about N minutes; --resume goes on.")

@@ -1,7 +1,7 @@
 """The two kinds of questions that a search asks: by timing, in pairs against GOOD, and by values, exactly.
 
-Every measurement is a file of the search's folder, measured/<base>-<commit>.json. A search that goes on asks git the
-same questions again and finds the answers there.
+Every measurement is a file of the search's folder, measured/<base>-<commit>....json. A search that goes on asks git the
+same questions again and finds the answers there; what could not be measured is tried again.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from kvbench.bisect.checks import FAILS, START, ExactCheck
 from kvbench.bisect.decide import (
     EXACT_LOOKS,
     STEP_LOOKS,
-    Answer,
+    StepAnswer,
     StepRule,
     has_part,
     is_worse,
+    resolves,
     step_alpha,
     trimmed_interval,
     trimmed_mean,
@@ -44,8 +45,7 @@ _LONGEST = 60  # characters of a value
 class MeasuredCommit(Record):
     """A commit measured against ``base``, or alone where the check is exact.
 
-    harms: log(commit / base) of each pair, positive where worse
-    method: how the pairs were measured
+    harms: log(commit / base) of each pair, positive where worse; method: how the pairs were measured
     values: what the commit does, by name; skipped: why it could not be measured
     seconds: that it took, its build included
     """
@@ -62,35 +62,35 @@ class MeasuredCommit(Record):
 
 
 class SearchTimeError(Exception):
-    """The minutes of a search are over before its next measurement."""
+    """The minutes of a search are over."""
 
 
 @dataclass
 class Measurements:
     """The measurements of one search, in its folder.
 
-    ``limit_s``: none begins that would end later after ``began``, by the longest one so far.
+    ``limit_s``: none begins that would end later after ``began``, by the longest one so far. ``lenient``: what a commit
+    cannot be asked for is no mistake of the user, since GOOD and BAD could.
     """
 
     folder: Path
     limit_s: float
     began: float
+    lenient: bool = False
     taken: dict[str, MeasuredCommit] = field(default_factory=dict)
 
     def take(self, base: str, sha: str, measure: Callable[[Path], MeasuredCommit], kind: str = "") -> MeasuredCommit:
         """Returns the measurement of ``sha``, from its file or by ``measure``, which gets a folder for its logs."""
         key = "-".join(filter(None, [base[:12], sha[:12], kind]))
+        path = self.folder / "measured" / f"{key}.json"
         if key not in self.taken:
-            path = self.folder / "measured" / f"{key}.json"
-            if path.is_file():
-                self.taken[key] = read_record(MeasuredCommit, path, say("search.again"))
-            else:
-                self.taken[key] = self._measure(base, sha, path, measure)
+            stored = read_record(MeasuredCommit, path, say("search.again")) if path.is_file() else None
+            self.taken[key] = stored if stored and not stored.skipped else self._measure(base, sha, path, measure)
         return self.taken[key]
 
-    def of(self, base: str, sha: str) -> MeasuredCommit:
-        """Returns a measurement that was taken."""
-        return self.taken[f"{base[:12]}-{sha[:12]}"]
+    def of(self, base: str, sha: str) -> list[MeasuredCommit]:
+        """The measurements of a commit against ``base`` so far."""
+        return [taken for taken in self.taken.values() if (taken.base, taken.sha) == (base, sha)]
 
     def _measure(self, base: str, sha: str, path: Path, measure: Callable[[Path], MeasuredCommit]) -> MeasuredCommit:
         began = time.monotonic()
@@ -102,6 +102,10 @@ class Measurements:
         try:
             made = measure(logs)
         except MeasurementError as error:
+            made = MeasuredCommit(base=base, sha=sha, skipped=str(error))
+        except UsageError as error:
+            if not self.lenient:
+                raise
             made = MeasuredCommit(base=base, sha=sha, skipped=str(error))
         made = made.model_copy(update={"seconds": time.monotonic() - began})
         path.parent.mkdir(exist_ok=True)
@@ -118,9 +122,8 @@ class Measurements:
 class TimedQuestion:
     """A question of timing: is a commit as slow as BAD, by pairs against GOOD?
 
-    ``pairs``: what is measured; ``title``: the metric.
-
-    ``spent``: the chance of a wrong answer so far; ``bad``: BAD against GOOD.
+    ``pairs``: what is measured; ``title``: the metric. ``spent``: the chance of a wrong answer so far; ``bad``: BAD
+    against GOOD.
     """
 
     measurements: Measurements
@@ -132,22 +135,30 @@ class TimedQuestion:
     def open(self, history: History) -> str | None:
         """Measures BAD against GOOD; returns why there is nothing to search for, None where BAD is shown to be worse.
 
-        Raises MeasurementError where a side cannot be measured.
+        Raises MeasurementError where a side cannot be measured, or pairs scatter too much for a search.
         """
         self.spent, self.bad = 0.0, self._exact(history, history.good, history.bad)
+        harms = self.bad.harms
         if self.bad.skipped:
             raise MeasurementError(self.bad.skipped)
-        worse, harms = is_worse(self.bad.harms), self.bad.harms
-        if worse:
-            return None
-        return say("timing.no_effect", worse is None, title=self.title, change=self._change(harms), n=len(harms))
+        worse = is_worse(harms)
+        if not worse:
+            values = {"title": self.title, "change": self._change(harms), "n": len(harms)}
+            return say("timing.no_effect", worse is None, **values)
+        if not resolves(harms, len(history.candidates())):
+            raise MeasurementError(say("timing.too_noisy", change=self._change(harms), n=STEP_LOOKS[-1]))
+        return None
 
-    def answer(self, history: History, sha: str) -> tuple[Answer, str]:
+    def answer(self, history: History, sha: str) -> tuple[StepAnswer, str]:
         """Tests one commit; returns the answer, and what was measured in words."""
         alpha = step_alpha(self.spent, len(history.candidates()))
         others = [taken.harms for taken in self.measurements.taken.values() if taken.harms and taken.sha != sha]
         rule = StepRule(self._effect, others, alpha)
-        step = self._take(history, history.good, sha, STEP_LOOKS, lambda harms: rule.answer(harms) is not None)
+        # Another part of the range has another effect: what decided there may not decide here.
+        kept = [taken for taken in self.measurements.of(history.good, sha) if taken.harms and rule.answer(taken.harms)]
+        step = kept[0] if kept else self._take(
+            history, history.good, sha, STEP_LOOKS, lambda harms: rule.answer(harms) is not None, history.bad[:12]
+        )  # fmt: skip
         if step.skipped:
             return "skip", step.skipped
         self.spent += alpha
@@ -161,7 +172,7 @@ class TimedQuestion:
             raise MeasurementError(say("timing.not_confirmed", parent=parent[:10], why=why))
         change, ends = self._relative(trimmed_mean(step.harms)), self._interval(step.harms)
         smaller, larger = sorted(map(abs, ends))
-        commit = say("search.commit", sha=sha[:10], subject=history.subject(sha))
+        commit = history.title(sha)
         text = say(
             "timing.made", commit=commit, title=self.title, worse=say("timing.worse", rule.higher_is_better),
             size=percent(abs(change), signed=False), smaller=percent(smaller, signed=False, sign=""),
@@ -183,21 +194,20 @@ class TimedQuestion:
         )
 
     def rests(self, history: History, parent: str, sha: str) -> list[tuple[str, str]]:
-        """The ranges that hold a further cause: before the culprit and after it, the larger part first."""
-        none = (0.0,) * len(self.bad.harms)
-        harms = {taken.sha: taken.harms for taken in self.measurements.taken.values() if taken.base == history.good}
-        before, after, rests = harms.get(parent) or none, harms.get(sha) or self.bad.harms, []
+        """The ranges that hold a further cause: before the culprit and after it, the larger part first.
+
+        Of a commit with a part of the effect, which is its own ``parent`` here, both sides.
+        """
+        none, rests = (0.0,) * len(self.bad.harms), []
+        before, after = self._harms(history.good, parent) or none, self._harms(history.good, sha) or self.bad.harms
         if has_part(none, before, self._effect):
             rests.append((trimmed_mean(before), (history.good, parent)))
         if has_part(after, self.bad.harms, self._effect):
             rests.append((self._effect - trimmed_mean(after), (sha, history.bad)))
         return [commits for _, commits in sorted(rests, reverse=True)]
 
-    def parts(self, history: History, sha: str) -> list[tuple[str, str]]:
-        """The two ranges around a commit that has a part of the effect, the larger part first."""
-        harms = self.measurements.of(history.good, sha).harms
-        ranges = [(history.good, sha), (sha, history.bad)]
-        return ranges if trimmed_mean(harms) >= self._effect / 2 else ranges[::-1]
+    def _harms(self, base: str, sha: str) -> tuple[float, ...] | None:
+        return next((taken.harms for taken in self.measurements.of(base, sha) if taken.harms), None)
 
     @property
     def _effect(self) -> float:
@@ -219,7 +229,7 @@ class TimedQuestion:
         return float(np.expm1(bounded_log(-harm if self.pairs.rule.higher_is_better else harm)))
 
     def _exact(self, history: History, base: str, sha: str) -> MeasuredCommit:
-        return self._take(history, base, sha, _EXACT_POINTS, lambda harms: is_worse(harms) is not None, exact=True)
+        return self._take(history, base, sha, _EXACT_POINTS, lambda harms: is_worse(harms) is not None, "exact")
 
     def _take(
         self,
@@ -228,25 +238,15 @@ class TimedQuestion:
         sha: str,
         points: Sequence[int],
         is_decided: Callable[[Sequence[float]], bool],
-        *,
-        exact: bool = False,
+        kind: str,
     ) -> MeasuredCommit:
         def measure(logs: Path) -> MeasuredCommit:
-            sides = [history.commit(base), history.commit(sha)]
-            # Commits without what is reverted later are in the clone, which has the others, too.
-            repo = history.folder if any(side.repo == history.folder for side in sides) else history.repo
-            request = self.pairs.request.model_copy(
-                update={"repo": repo, "output_dir": logs, "base": sides[0].sha, "candidate": sides[1].sha}
-            )
-            try:
-                harms, method = self.pairs.measure(request, points, is_decided, self.bad.method)
-            except UsageError as error:
-                if not self.bad.sha:
-                    raise
-                raise MeasurementError(str(error)) from None  # the user's input was right for BAD
+            sides = {"base": history.commit(base).sha, "candidate": history.commit(sha).sha}
+            request = self.pairs.request.model_copy(update={"repo": history.repo, "output_dir": logs, **sides})
+            harms, method = self.pairs.measure(request, points, is_decided, self.bad.method)
             return MeasuredCommit(base=base, sha=sha, harms=harms, method=method)
 
-        return self.measurements.take(base, sha, measure, "exact" if exact else "")
+        return self.measurements.take(base, sha, measure, kind)
 
 
 @dataclass
@@ -260,25 +260,37 @@ class ExactQuestion:
     moved: tuple[str, ...] = ()
 
     def open(self, history: History) -> str | None:
-        """Reads the values of both ends; returns why there is nothing to search for. Raises MeasurementError."""
+        """Reads the values of both ends; returns why there is nothing to search for. Raises MeasurementError.
+
+        Where a second reading of GOOD may differ from the first, what does is not looked at.
+        """
         self.good = history.good
         good, bad = (self._values(history, sha) for sha in (history.good, history.bad))
+        vary = differing(good, self._values(history, history.good, again=True)) if self.check.varies else ()
         # Of a part of the range, only what lasts to the end of the whole.
-        self.moved = tuple(name for name in differing(good, bad) if not self.moved or name in self.moved)
+        moved = [name for name in differing(good, bad) if name not in vary]
+        self.moved = tuple(name for name in moved if not self.moved or name in self.moved)
         return None if self.moved else say("exact.no_change", title=self.title, n=len(good))
 
-    def answer(self, history: History, sha: str) -> tuple[Answer, str]:
+    def answer(self, history: History, sha: str) -> tuple[StepAnswer, str]:
+        """Tests one commit; returns the answer, and its values in words."""
         try:
             values, good = self._values(history, sha), self._values(history, self.good)
         except MeasurementError as error:
             return "skip", str(error)
-        changed = [name for name in differing(good, values) if name in self.moved]
+        changed = self._changed(good, values)
         return ("bad", words_of(changed, good, values)) if changed else ("good", say("exact.same"))
 
     def culprit(self, history: History, parent: str, sha: str) -> Finding:
+        """Holds the culprit against its parent. Raises MeasurementError where they do not differ, twice."""
         before, after = self._values(history, parent), self._values(history, sha)
-        changed = [name for name in differing(before, after) if name in self.moved]
-        commit = say("search.commit", sha=sha[:10], subject=history.subject(sha))
+        changed = self._changed(before, after)
+        if self.check.varies:
+            again = self._values(history, sha, again=True)
+            changed = [name for name in changed if again.get(name) == after.get(name)]
+        if not changed:
+            raise MeasurementError(say("exact.not_confirmed", parent=parent[:10]))
+        commit = history.title(sha)
         return Finding(
             id=f"culprit/{sha}",
             suite="culprit",
@@ -292,16 +304,16 @@ class ExactQuestion:
     def rests(self, history: History, parent: str, sha: str) -> list[tuple[str, str]]:
         """The range after the culprit, where BAD has still other values."""
         after, bad = self._values(history, sha), self._values(history, history.bad)
-        return [(sha, history.bad)] if set(differing(after, bad)) & set(self.moved) else []
+        return [(sha, history.bad)] if self._changed(after, bad) else []
 
-    def parts(self, history: History, sha: str) -> list[tuple[str, str]]:
-        raise AssertionError("a value is never between two others")
+    def _changed(self, before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
+        return [name for name in differing(before, after) if name in self.moved]
 
-    def _values(self, history: History, sha: str) -> Mapping[str, str]:
+    def _values(self, history: History, sha: str, *, again: bool = False) -> Mapping[str, str]:
         def measure(logs: Path) -> MeasuredCommit:
             return MeasuredCommit(base=sha, sha=sha, values=self.check.values(history.commit(sha), logs))
 
-        taken = self.measurements.take(sha, sha, measure)
+        taken = self.measurements.take(sha, sha, measure, "again" if again else "")
         if taken.skipped:
             raise MeasurementError(taken.skipped)
         return taken.values

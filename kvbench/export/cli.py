@@ -9,8 +9,6 @@ from typing import Literal
 from kvbench.common.errors import EXIT_OK, UsageError, say
 from kvbench.common.options import ExistingFolder, Options, argument, option, switch, takes
 
-_TEXT = {"prometheus": "metrics.prom", "otlp": "metrics-otlp.json"}
-
 
 @dataclass(frozen=True, kw_only=True)
 class ExportRequest(Options):
@@ -61,10 +59,10 @@ def export(request: ExportRequest) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     if request.form == "prometheus":
-        written.append(folder / _TEXT["prometheus"])
+        written.append(folder / "metrics.prom")
         write_text(written[-1], formats.prometheus(loads))
     elif request.form == "otlp":
-        written.append(folder / _TEXT["otlp"])
+        written.append(folder / "metrics-otlp.json")
         write_json(written[-1], formats.otlp(loads))
     else:
         for load in loads:

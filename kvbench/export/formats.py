@@ -11,6 +11,7 @@ import numpy as np
 
 from kvbench.common.errors import UsageError
 from kvbench.export.loads import ExportedLoad, quantiles
+from kvbench.metrics.rows import stored
 
 _ASKED = ("backend", "model_id", "tokenizer_id", "request_rate", "burstiness", "max_concurrency")
 _QUANTILES = (0.5, 0.9, 0.95, 0.99)
@@ -44,10 +45,11 @@ def vllm(load: ExportedLoad, *, detailed: bool = False) -> dict[str, Any]:
     metrics, asked = load.result.metrics, {name: load.fields.get(name) for name in _ASKED}
     ended = datetime.fromisoformat(load.result.ended_at)
     peak_tokens, peak_requests = _peaks(load)
+    backend = "openai-chat" if load.result.endpoint == "chat" else "openai"
     report: dict[str, Any] = {
         "date": ended.astimezone().strftime("%Y%m%d-%H%M%S"),
-        "endpoint_type": "openai-chat" if load.result.endpoint == "chat" else "openai",
-        "backend": "openai-chat" if load.result.endpoint == "chat" else "openai",
+        "endpoint_type": backend,
+        "backend": backend,
         "label": load.name,
         **{name: asked[name] for name in ("model_id", "tokenizer_id")},
         "num_prompts": len(load.rows),
@@ -73,17 +75,17 @@ def vllm(load: ExportedLoad, *, detailed: bool = False) -> dict[str, Any]:
             "ttfts": load.ttft.tolist(),
             "itls": [gaps.tolist() for gaps in load.gaps],
             "start_times": load.start.tolist(),
-            "generated_texts": [text or "" for text in load.rows["text"]],
+            "generated_texts": [text or "" for text in load.rows.get("text", [""] * len(load.rows))],
             "errors": ["" if ok else error or "failed" for ok, error in zip(load.ok, load.rows["error"], strict=True)],
         }
     report |= {
         "latencies": load.latency.tolist(),
-        "queue_times": load.rows["queued_s"].tolist(),
+        "queue_times": np.nan_to_num(stored(load.rows, "queued_s")).tolist(),
         "max_output_tokens_per_s": peak_tokens,
         "max_concurrent_requests": peak_requests,
         "rtfx": 0.0,
     }
-    for name, samples in load.latencies().items():
+    for name, samples in load.latencies.items():
         figures = (
             (samples.mean(), np.median(samples), samples.std(), *quantiles(samples, (0.99,)))
             if len(samples)
@@ -148,8 +150,11 @@ def llmd(load: ExportedLoad) -> dict[str, Any]:
                 "metadata": {"cfg_id": load.cell},
                 "standardized": {
                     "tool": "kvbench", "tool_version": load.manifest.versions.get("kvbench", "unknown"), **asked,
-                    "input_seq_len": _length(lengths["input_length"]), "source": "unknown",
-                    "output_seq_len": _length(lengths["output_length"]),
+                    "source": "unknown",
+                    **{
+                        name: {"distribution": "other", "value": float(np.mean(values)) if len(values) else 0.0}
+                        for name, values in zip(("input_seq_len", "output_seq_len"), lengths.values(), strict=True)
+                    },
                 },
                 "native": {"args": {}, "envars": {}, "config": {}},
             },
@@ -161,7 +166,7 @@ def llmd(load: ExportedLoad) -> dict[str, Any]:
             },
             "latency": {
                 title: _statistics(samples, unit)
-                for name, samples in load.latencies().items() if len(samples) for title, unit in [_LLMD_LATENCIES[name]]
+                for name, samples in load.latencies.items() if len(samples) for title, unit in [_LLMD_LATENCIES[name]]
             },
             "throughput": {
                 name: {"units": unit, "mean": float(total / seconds)} for name, (total, unit) in rates.items()
@@ -178,11 +183,6 @@ def _statistics(samples: np.ndarray, units: str) -> dict[str, Any]:
     return {"units": units, "mean": float(samples.mean()), "stddev": float(samples.std()), **ends, **figures}
 
 
-def _length(values: Any) -> dict[str, Any]:
-    mean = float(np.mean(values)) if len(values) else 0.0
-    return {"distribution": "other", "value": mean}
-
-
 def prometheus(loads: Sequence[ExportedLoad]) -> str:
     """The text format of Prometheus: a summary of each latency, and gauges, with a label set for each load."""
     lines = []
@@ -192,7 +192,7 @@ def prometheus(loads: Sequence[ExportedLoad]) -> str:
             f"# TYPE kvbench_{name}_seconds summary",
         ]
         for load in loads:
-            samples = load.latencies()[name]
+            samples = load.latencies[name]
             for share, value in zip(_QUANTILES, quantiles(samples, _QUANTILES), strict=False):
                 lines.append(f"kvbench_{name}_seconds{_labels(load, quantile=share)} {value!r}")
             lines.append(f"kvbench_{name}_seconds_sum{_labels(load)} {float(samples.sum())!r}")
@@ -235,7 +235,7 @@ def otlp(loads: Sequence[ExportedLoad]) -> dict[str, Any]:
     """An export request of OTLP in JSON: histograms by OpenTelemetry's names, with a point for each load."""
     metrics = []
     for name, (title, bounds) in _OTEL.items():
-        points = [_histogram(load, load.latencies()[name], bounds) for load in loads]
+        points = [_histogram(load, load.latencies[name], bounds) for load in loads]
         histogram = {"aggregationTemporality": 1, "dataPoints": points}  # delta: each load begins anew
         metrics.append({"name": title, "unit": "s", "histogram": histogram})
     versions = loads[0].manifest.versions

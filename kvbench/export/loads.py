@@ -12,6 +12,7 @@ import numpy as np
 
 from kvbench.common.errors import UsageError
 from kvbench.common.files import read_json
+from kvbench.metrics.rows import chunk_times, gaps_within, stored
 from kvbench.runs.folder import REQUESTS, RunFolder
 from kvbench.runs.results import LoadResult, Manifest
 
@@ -48,41 +49,36 @@ class ExportedLoad:
     @cached_property
     def start(self) -> np.ndarray:
         """The moments of sending [s] since the load's start. [requests]"""
-        return self.rows["ts"].to_numpy(dtype=float)
+        return stored(self.rows, "ts")
 
     @cached_property
     def ttft(self) -> np.ndarray:
         """The times from sending to the first token [s], 0 where none came. [requests]"""
-        return np.nan_to_num(self.rows["first"].to_numpy(dtype=float) - self.start)
+        return np.nan_to_num(stored(self.rows, "first") - self.start)
 
     @cached_property
     def latency(self) -> np.ndarray:
         """The times from sending to the last token [s], 0 of failed requests as vLLM writes them. [requests]"""
-        return np.where(self.ok, np.nan_to_num(self.rows["last"].to_numpy(dtype=float) - self.start), 0.0)
+        return np.where(self.ok, np.nan_to_num(stored(self.rows, "last") - self.start), 0.0)
 
     @cached_property
     def gaps(self) -> list[np.ndarray]:
-        """The gaps between the chunks of each request [s]. [requests] of float64 [chunks - 1]"""
-        return [
-            np.diff(times) if times is not None and len(times) else np.empty(0) for times in self.rows["chunk_times"]
-        ]
+        """The gaps between the chunks of each sequence of a request [s]. [requests] of float64 [gaps]"""
+        choices = self.rows["chunk_choices"] if "chunk_choices" in self.rows else [None] * len(self.rows)
+        return [gaps_within(times, own) for times, own in zip(chunk_times(self.rows), choices, strict=True)]
 
     @cached_property
     def tokens(self) -> np.ndarray:
         """The output tokens of each request, 0 of failed ones. int64 [requests]"""
-        return np.where(self.ok, self.rows["output_tokens"].to_numpy(dtype=np.int64), 0)
+        return np.where(self.ok, np.nan_to_num(stored(self.rows, "output_tokens")), 0.0).astype(np.int64)
 
     @cached_property
-    def tpot(self) -> np.ndarray:
-        """The times a token after the first [s] of successful requests with several tokens."""
-        several = self.ok & (self.tokens > 1)
-        return (self.latency[several] - self.ttft[several]) / (self.tokens[several] - 1)
-
     def latencies(self) -> dict[str, np.ndarray]:
-        """The samples of each latency [s], by vLLM's definitions."""
-        every = [gaps for gaps, ok in zip(self.gaps, self.ok, strict=True) if ok]
-        itl = np.concatenate([np.empty(0), *every])
-        return {"ttft": self.ttft[self.ok], "tpot": self.tpot, "itl": itl, "e2el": self.latency[self.ok]}
+        """The samples of each latency [s] of successful requests, by vLLM's definitions."""
+        several = self.ok & (self.tokens > 1)
+        tpot = (self.latency[several] - self.ttft[several]) / (self.tokens[several] - 1)
+        itl = np.concatenate([np.empty(0), *(gaps for gaps, ok in zip(self.gaps, self.ok, strict=True) if ok)])
+        return {"ttft": self.ttft[self.ok], "tpot": tpot, "itl": itl, "e2el": self.latency[self.ok]}
 
 
 def read_loads(folder: Path) -> list[ExportedLoad]:
@@ -95,8 +91,10 @@ def read_loads(folder: Path) -> list[ExportedLoad]:
         for repeat in run.done_repeats(cell.name):
             files = [path for path in (cell / _TOP[0], folder / _TOP[1]) if path.is_file()]
             fields = read_json(files[0]) if files else {}
-            rows = pd.read_parquet(run.load(cell.name, repeat) / REQUESTS)
-            loads.append(ExportedLoad(manifest, cell.name, repeat, fields, run.result(cell.name, repeat), rows))
+            path, result = run.load(cell.name, repeat) / REQUESTS, run.result(cell.name, repeat)
+            if not result.ended_at or not path.is_file():
+                raise UsageError(f"{path.parent} is of an older kvbench, or has no {path.name}: measure it again")
+            loads.append(ExportedLoad(manifest, cell.name, repeat, fields, result, pd.read_parquet(path)))
     if not loads:
         raise UsageError(f"{folder} has no finished load: give the folder of a run, results/<workload>/<run>")
     return loads

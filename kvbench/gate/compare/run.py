@@ -265,7 +265,7 @@ class LoadsShown(Listener):
 
 
 @dataclass
-class _Elapsed:
+class ElapsedLine:
     """A status line that says how long the work at hand has taken: a server's start may take minutes."""
 
     status: Callable[[Callable[[], str]], None]
@@ -317,7 +317,7 @@ class ComparisonRun:
         next_step = kept(self.folder.resume_command(self.state.subcommand))
         with orderly_end(self.folder.path, next_step, self._say) as work:
             with status_line(self.console, "starting") as status:
-                self.check, self.show = work.check, _Elapsed(status)
+                self.check, self.show = work.check, ElapsedLine(status)
                 if self.state.method == LOCKSTEP:
                     stopped = self._measure()
                     stopped = (self.stop_early and self._check_served()) or stopped

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -91,17 +92,29 @@ def test_what_is_reverted_later_is_taken_out_between(tmp_path):
     shas.append(git(folder, "rev-parse", "HEAD"))
     write(folder, {"b": "2"})
     shas.append(commit_all(folder, "last"))
-    history = History(folder, tmp_path / "clone", shas[0], shas[-1])
+    history, refs = History(folder, tmp_path / "clone", shas[0], shas[-1]), git(folder, "for-each-ref")
     texts = []
     for sha in shas:
         commit = history.commit(sha)
         texts.append(tuple(git(commit.repo, "show", f"{commit.sha}:{name}") for name in "ab"))
     assert texts == [("0", "0"), ("0", "0"), ("0", "1"), ("0", "1"), ("0", "2")]
-    assert [history.commit(sha).repo == folder for sha in shas] == [True, False, False, True, True]
+    assert [history.commit(sha).sha == sha for sha in shas] == [True, False, False, True, True]
+    assert {history.commit(sha).repo for sha in shas} == {folder}  # whose builds are kept
+    assert git(folder, "for-each-ref") == refs and not (folder / ".git" / "FETCH_HEAD").exists()
     # A revert that is reverted leaves the commit in place.
     git(folder, "revert", "--no-edit", shas[3])
     again = History(folder, tmp_path / "again", shas[0], git(folder, "rev-parse", "HEAD"))
     assert again.commit(shas[2]).sha == shas[2]
+
+
+def test_a_reverted_merge_is_taken_out(tmp_path, repo, monkeypatch):
+    folder, shas = repo
+    git(folder, "revert", "--no-edit", "-m", "1", shas["merge"])
+    monkeypatch.chdir(tmp_path)
+    history = History(folder, Path("clone"), shas["good"], git(folder, "rev-parse", "HEAD"))
+    commit = history.commit(shas["three"])
+    assert "b" not in git(folder, "ls-tree", "--name-only", commit.sha).split()
+    assert git(folder, "show", f"{commit.sha}:a") == "3"
 
 
 def test_a_revert_that_git_cannot_make_earlier_is_said(tmp_path):

@@ -11,7 +11,9 @@ import yaml
 
 from kvbench.bisect import questions
 from kvbench.cli import main as cli
+from kvbench.common.errors import MeasurementError
 from kvbench.common.files import read_json
+from kvbench.gate.compare.series import PairQuestion
 from kvbench.gate.counters import lock
 from kvbench.gate.verdict.outputs import write_outputs
 from kvbench.gate.verdict.verdict import Verdict
@@ -52,11 +54,12 @@ def test_the_commit_is_named_whatever_lies_around_it(slowing, bisect):
     history = slowing(entries)
     code, verdict, said = bisect(*words(history))
     assert code == 1, said
+    assert verdict["facts"]["skipped"] <= 3 and "cannot take that out" not in said
     assert culprits(verdict) == [history.shas[entries.index(0.02)]]
     (finding,) = verdict["findings"]
     low, high = finding["interval"]
     assert low < 0.0202 < high and high - low < 0.01 and len(finding["series"]) == 8
-    assert verdict["facts"]["commits"] == len(entries) and verdict["facts"]["measured"] <= 9
+    assert verdict["facts"]["commits"] == len(entries) and verdict["facts"]["tested"] <= 9
     assert f"of {len(entries)} commits" in verdict["sentence"] and "1 %" in verdict["sentence"]
     folder = next(path.parent for path in (history.repo.parent / "results/bisect").glob("*/verdict.json"))
     assert ET.parse(folder / "junit.xml").getroot().get("failures") == "1"
@@ -90,11 +93,44 @@ def test_two_culprits_are_found_the_larger_one_first(slowing, bisect, costs):
 def test_a_history_without_a_change_is_refused_with_the_interval(slowing, bisect):
     history = slowing([0.0001, *FILLER], sd=0.003)
     code, verdict, said = bisect(*words(history))
-    assert code == 5 and verdict["outcome"] == "empty" and "[" in verdict["sentence"], said
+    assert code == 3 and not verdict["findings"] and "[" in verdict["sentence"], said
     assert len(history.measured) == 1  # nothing was searched
     better = slowing([-0.05, *FILLER], folder="better")
     code, verdict, said = bisect(*words(better))
-    assert code == 5 and "better" in verdict["sentence"], said
+    assert code == 3 and "better" in verdict["sentence"], said
+
+
+def test_pairs_that_scatter_too_much_are_no_search(slowing, bisect):
+    history = slowing([0.02, *FILLER], sd=0.014)
+    code, verdict, said = bisect(*words(history))
+    assert code == 4 and verdict["outcome"] == "invalid" and "scatter" in verdict["sentence"], said
+    assert len(history.measured) == 1
+
+
+def test_a_second_range_that_cannot_be_measured_leaves_what_was_found(slowing, bisect, monkeypatch):
+    entries = [*FILLER, 0.03, *FILLER, 0.015, *FILLER]
+    history = slowing(entries, sd=0.001)
+    measure = PairQuestion.measure
+
+    def failing(question, request, *how):
+        if request.base == history.shas[5]:
+            raise MeasurementError("the disk is gone")
+        return measure(question, request, *how)
+
+    monkeypatch.setattr(PairQuestion, "measure", failing)
+    code, verdict, said = bisect(*words(history))
+    assert code == 1 and culprits(verdict) == [history.shas[5]], said
+    (rest,) = [finding for finding in verdict["findings"] if finding["outcome"] == "inconclusive"]
+    assert "the disk is gone" in rest["sentence"] and history.shas[5][:10] in rest["sentence"]
+
+
+def test_a_reverted_commit_is_taken_out_of_each_part_of_the_range(slowing, bisect):
+    # The revert lies behind the larger culprit, so the part before it does not hold the revert.
+    entries = [0, 0.02, *FILLER, 0.015, *FILLER, 0.03, 0, ("revert", 1), 0]
+    history = slowing(entries, sd=0.001)
+    code, verdict, said = bisect(*words(history))
+    assert code == 1, said
+    assert sorted(culprits(verdict)) == sorted(history.shas[entries.index(cost)] for cost in (0.03, 0.015))
 
 
 def test_neighbouring_skips_end_in_a_range(slowing, bisect):
@@ -130,7 +166,7 @@ def test_minutes_end_a_search_which_goes_on_where_it_was(slowing, bisect, monkey
     history = slowing([*FILLER, 0.02, *FILLER, *FILLER])
     now = [0.0]
     monkeypatch.setattr(questions.time, "monotonic", lambda: now.__setitem__(0, now[0] + 20.0) or now[0])
-    code, verdict, said = bisect(*words(history), "--max-minutes", "2")
+    code, verdict, said = bisect(*words(history), "--max-minutes", "5")
     assert code == 3 and "--resume" in said, said
     taken = list(history.measured)
     assert 1 < len(taken) < 6
@@ -217,6 +253,6 @@ def test_counters_are_exact_and_each_change_that_lasts_is_found(counting, bisect
     (left,) = [finding for finding in verdict["findings"] if finding["outcome"] == "inconclusive"]
     assert [sha[:10] in " ".join(left["details"]) for sha in shas] == [False, False, True, True, *[False] * 4]
     code, verdict, said = bisect(good, shas[-1], "--repo", repo, "--by", "counters", "--metric", "cop*")
-    assert code == 5 and verdict["outcome"] == "empty", said
+    assert code == 3 and "there is nothing to search for" in verdict["sentence"], said
     code, verdict, said = bisect(shas[3], shas[-1], "--repo", repo, "--by", "counters", "--metric", "cop*")
     assert code == 1 and culprits(verdict) == [shas[5]], said
