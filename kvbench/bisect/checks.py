@@ -89,7 +89,7 @@ class LaunchCheck:
 
     def values(self, commit: Commit, folder: Path) -> Mapping[str, str]:
         request = self.request.model_copy(update={"repo": commit.repo})
-        opened = open_side(PairSide(commit.sha, REF, commit.sha), self.workload, request, self.builds)
+        opened = open_side(PairSide(REF, commit.sha, commit.sha), self.workload, request, self.builds)
         try:
             design, _ = opened.choice.plan(request.only)
             target = opened.choice.new_target()

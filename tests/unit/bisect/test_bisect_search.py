@@ -6,17 +6,20 @@ import inspect
 import json
 import xml.etree.ElementTree as ET
 
+import numpy as np
 import pytest
 import yaml
 
 from kvbench.bisect import questions
 from kvbench.cli import main as cli
 from kvbench.common.errors import MeasurementError
-from kvbench.common.files import read_json
+from kvbench.common.files import read_json, write_json
 from kvbench.gate.compare.series import PairQuestion
 from kvbench.gate.counters import lock
 from kvbench.gate.verdict.outputs import write_outputs
-from kvbench.gate.verdict.verdict import Verdict
+from kvbench.gate.verdict.verdict import Finding, Verdict
+from kvbench.workload.file import load_workload
+from tests.support.compare_folders import stored_comparison, stored_run
 from tests.support.git_repo import commit_all, git, make_tiny_kvbench, write
 from tests.support.sweep_parts import TINY
 
@@ -200,6 +203,53 @@ def test_ends_and_metric_are_taken_from_runs_and_verdicts(slowing, bisect, tmp_p
     write_outputs(Verdict("compare", "pass", "all pass"), passed)
     code, _, said = bisect(passed)
     assert code == 2 and "no failed finding" in said
+
+
+def failed(metric="mean_tpot_ms", cell="tiny/contiguous-c2", suite="cell", p=0.001):
+    return Finding(f"{suite}/{cell}/{metric}", suite, f"{metric} of {cell}", "fail", "it is slower", metric=metric, p=p)
+
+
+def test_sides_metric_and_cell_are_taken_from_a_comparison(slowing, bisect, tmp_path):
+    history = slowing([*FILLER, 0.02, *FILLER])
+    folder = tmp_path / "comparison"
+    values = np.ones((1, 2, 3))
+    stored_comparison(folder, values, values, ["tiny/contiguous-c2", "tiny/contiguous-c23"])
+    sides = {
+        side: {"name": side, "sha": sha} for side, sha in (("base", history.good), ("candidate", history.shas[-1]))
+    }
+    given = [{"workload": load_workload(tmp_path / "tiny.yaml").resolved, "profile": "cpu"}]
+    options = {"repo": str(history.repo), "max_minutes": 5.0, "policy": "gates.yaml"}
+    manifest = read_json(folder / "manifest.json") | sides | {"given": given, "options": options}
+    write_json(folder / "manifest.json", manifest)
+    served = failed("ttft_ms", "tiny/contiguous", "served", 0.0)
+    findings = (served, failed(), failed("p95_itl_ms", "tiny/contiguous-c23", p=0.002))
+    write_outputs(Verdict("compare", "fail", "slower", findings), folder)
+    code, verdict, said = bisect(folder)
+    assert code == 1 and culprits(verdict) == [history.shas[5]], said
+    assert verdict["findings"][0]["metric"] == "mean_tpot_ms"
+    state = read_json(next(tmp_path.glob("results/bisect/*/bisect.json")))
+    assert state["request"]["only"] == ["contiguous-c2"]
+    assert state["request"]["max_minutes"] is None and state["request"]["policy"] is None
+    code, _, said = bisect(folder, "--workload", "tiny.yaml")
+    assert code == 2 and "--workload" in said
+    write_outputs(Verdict("compare", "fail", "slower", (served,)), folder)
+    code, _, said = bisect(folder)
+    assert code == 2 and "no timing" in said
+
+
+def test_a_run_tells_its_commit_and_workload_unless_it_was_changed(slowing, bisect, tmp_path):
+    history = slowing([0, 0.02, 0])
+    workload = load_workload(tmp_path / "tiny.yaml", profile="cpu")
+    runs = []
+    for name, sha in (("a", history.good), ("b", history.shas[-1])):
+        git_state = {"sha": sha, "short_sha": sha[:7], "dirty": False}
+        runs.append(stored_run(tmp_path / name, workload, [1.0], git=git_state))
+    code, verdict, said = bisect(*runs, "--repo", history.repo, "--metric", "mean_tpot_ms")
+    assert code == 1 and culprits(verdict) == [history.shas[1]], said
+    manifest = read_json(runs[0] / "manifest.json")
+    write_json(runs[0] / "manifest.json", manifest | {"git": manifest["git"] | {"dirty": True}})
+    code, _, said = bisect(*runs, "--repo", history.repo)
+    assert code == 2 and "with changes" in said
 
 
 def test_a_side_that_cannot_be_measured_is_invalid(slowing, bisect):
