@@ -5,14 +5,16 @@ a commit is tested for being closer to GOOD or to BAD: its mean harm is held aga
 
 Two tests need no assumption but that a coin orders each pair, which makes either side slower with equal chance where
 they are the same: that BAD is worse than GOOD, and that the culprit is worse than its parent (sign tests: 8 of 8, 11 of
-12 or 14 of 16 pairs). The pairs of the second had no part in choosing the culprit, so a commit that made nothing worse
-is named in at most ``ERROR`` of all searches, whatever the noise is.
+12, 14 of 16 or 20 of 24 pairs). The pairs of the second had no part in choosing the culprit, so a commit that made
+nothing worse is named in at most ``ERROR`` of all searches, whatever the noise is.
 
-The steps between may then be quick. They take the scatter of all pairs of the search together, as a machine's noise
-does not depend on the commit, or their own where it is larger, and Student's t. If pairs scatter normally about an
-effect that is known, all steps together err in at most ``ERROR`` of searches, which then find a culprit that its parent
-does not confirm. (The effect is the mean of BAD's own 8 to 16 pairs, and half of it is far from both ends.) Each step
-gets an equal part of what is left for the steps to come, and spends it on its looks (union bounds).
+The steps between may then be quick: they need not measure a commit, only tell whether it has the effect or not. That is
+Wald's sequential test (Sequential Analysis, 1947): after each pair, how much likelier is the mean harm under the one
+than under the other? The likelihoods are Student's, with the scatter of all pairs of the search together, as a
+machine's noise does not depend on the commit, or the commit's own where it is larger. If pairs scatter normally, all
+steps together err in at most ``ERROR`` of searches, which then find a culprit that its parent does not confirm. Each
+step gets an equal part of what is left for the steps to come (union bound). A commit that lies between, where the
+effect is in pieces, is told by its likelihood at half of the effect.
 
 A program that disturbs one pair in ten must not cost dozens of others. So means are trimmed by a fifth on each side
 (Tukey and McLaughlin, Sankhya A 25, 1963; Yuen, Biometrika 61, 1974).
@@ -28,10 +30,16 @@ from typing import Literal
 import numpy as np
 
 ERROR = 0.01
-STEP_LOOKS = (4, 6, 9, 14, 20, 32)  # pairs
-EXACT_LOOKS = ((8, 0.004), (12, 0.0035), (16, 0.0025))  # pairs, and the part of ERROR that a look spends
+STEP_PAIRS = (3, 32)  # of a step, at least and at most
+EXACT_LOOKS = (
+    (8, 0.0039063),
+    (12, 0.0032),
+    (16, 0.0021),
+    (24, 0.00079),
+)  # pairs, and the part of ERROR that a look spends
 TRIM = 0.2  # of the pairs on each side
 PIECE = 0.2  # of the effect: a smaller part is no cause of its own
+_RESOLVED = 0.8  # of a pair's scatter: a smaller effect takes more than 32 pairs a step
 
 StepAnswer = Literal["good", "bad", "skip", "between"]
 
@@ -49,12 +57,30 @@ class StepRule:
 
     def answer(self, harms: Sequence[float]) -> StepAnswer | None:
         """Tests the pairs so far; None where they cannot tell, "between" where the commit has a part of the effect."""
-        low, high = trimmed_interval(harms, self.others, self.alpha / len(STEP_LOOKS))
-        if low > self.effect / 2:
-            return "bad"
-        if high < self.effect / 2:
-            return "good"
-        return "between" if PIECE * self.effect < low and high < (1 - PIECE) * self.effect else None
+        if len(harms) < STEP_PAIRS[0]:
+            return None
+        mean, variance, freedom = Trimmed.of(harms), *pooled_variance(harms, self.others)
+
+        def likelier(one: float, other: float) -> float:
+            """The log of how much likelier the mean is at ``one`` than at ``other``, both in parts of the effect."""
+            far = [1 + mean.kept * (mean.mean - at * self.effect) ** 2 / (variance * freedom) for at in (one, other)]
+            return (freedom + 1) / 2 * math.log(far[1] / far[0])
+
+        limit = -math.log(self.alpha)
+        for at, answer in ((0.0, "good"), (1.0, "bad")):
+            if likelier(at, 1.0 - at) > limit and likelier(at, 0.5) > _against_a_part(len(harms)):
+                return answer
+        return "between" if min(likelier(0.5, 0.0), likelier(0.5, 1.0)) > limit else None
+
+
+def _against_a_part(pairs: int) -> float:
+    """The log likelihood ratio against a part of the effect that an answer takes.
+
+    It falls with the pairs: BAD's own effect is not known well, so a commit may seem to lie a little short of it.
+    """
+    if pairs >= STEP_PAIRS[1]:
+        return -math.inf
+    return 1.5 if pairs < 12 else 0.0
 
 
 def step_alpha(spent: float, commits: int) -> float:
@@ -62,11 +88,10 @@ def step_alpha(spent: float, commits: int) -> float:
     return (ERROR - spent) / max(1, math.ceil(math.log2(max(commits, 2))))
 
 
-def resolves(effect: Sequence[float], commits: int) -> bool:
-    """Tests whether a step can tell half of the ``effect``, by the scatter of BAD's pairs against GOOD."""
-    low, high = trimmed_interval(effect, alpha=step_alpha(0.0, commits) / len(STEP_LOOKS))
-    kept = [Trimmed.of([0.0] * pairs).kept for pairs in (len(effect), STEP_LOOKS[-1])]
-    return (high - low) / 2 * math.sqrt(kept[0] / kept[1]) < trimmed_mean(effect) / 2
+def resolves(effect: Sequence[float]) -> bool:
+    """Tests whether steps can tell the ``effect`` of BAD's pairs against GOOD, by how they scatter."""
+    variance, _ = pooled_variance(effect, ())
+    return trimmed_mean(effect) > _RESOLVED * math.sqrt(variance)
 
 
 @dataclass(frozen=True)
@@ -91,22 +116,21 @@ def trimmed_mean(values: Sequence[float]) -> float:
     return Trimmed.of(values).mean
 
 
-def trimmed_interval(
-    harms: Sequence[float], others: Sequence[Sequence[float]] = (), alpha: float = 0.025
-) -> tuple[float, float]:
-    """Student's t bounds of the trimmed mean, each of which is wrong with probability ``alpha``.
+def pooled_variance(harms: Sequence[float], others: Sequence[Sequence[float]]) -> tuple[float, int]:
+    """The variance of a pair and its degrees of freedom: of all series about their own means, or the larger own."""
+    series = [Trimmed.of(one) for one in (harms, *others)]
+    own, freedom = series[0], sum(one.kept - 1 for one in series)
+    variance = max(sum(one.squares for one in series) / freedom, own.squares / (own.kept - 1))
+    return max(variance, 1e-12), freedom
 
-    The scatter is that of all series about their own means, or of ``harms`` alone where that is larger.
-    """
+
+def trimmed_interval(harms: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
+    """Student's t interval of the trimmed mean."""
     from scipy.special import stdtrit  # slow to import
 
-    series = [Trimmed.of(one) for one in (harms, *others)]
-    freedom = sum(one.kept - 1 for one in series)
-    own = series[0]
-    if freedom < 1 or own.kept < 2:
-        return -math.inf, math.inf
-    variance = max(sum(one.squares for one in series) / freedom, own.squares / (own.kept - 1))
-    half = float(stdtrit(freedom, 1 - alpha)) * math.sqrt(variance / own.kept)
+    own = Trimmed.of(harms)
+    variance, freedom = pooled_variance(harms, ())
+    half = float(stdtrit(freedom, (1 + confidence) / 2)) * math.sqrt(variance / own.kept)
     return own.mean - half, own.mean + half
 
 
@@ -124,5 +148,5 @@ def is_worse(harms: Sequence[float]) -> bool | None:
 
 def has_part(before: Sequence[float], after: Sequence[float], effect: float) -> bool:
     """Tests whether ``after`` is worse than ``before`` by a part of the effect that is a cause of its own."""
-    ends = [trimmed_interval(one, alpha=ERROR) for one in (before, after)]
+    ends = [trimmed_interval(one, 1 - 2 * ERROR) for one in (before, after)]
     return ends[0][1] < ends[1][0] and trimmed_mean(after) - trimmed_mean(before) >= PIECE * effect

@@ -17,7 +17,7 @@ import numpy as np
 from kvbench.bisect.checks import FAILS, START, ExactCheck
 from kvbench.bisect.decide import (
     EXACT_LOOKS,
-    STEP_LOOKS,
+    STEP_PAIRS,
     StepAnswer,
     StepRule,
     has_part,
@@ -38,6 +38,7 @@ from kvbench.gate.verdict.verdict import FAIL, Finding
 from kvbench.gate.verdict.wording import percent
 
 _EXACT_POINTS = tuple(pairs for pairs, _ in EXACT_LOOKS)
+_STEP_POINTS = tuple(range(STEP_PAIRS[0], STEP_PAIRS[1] + 1))
 _NAMED = 3  # values in a sentence
 _LONGEST = 60  # characters of a value
 
@@ -145,8 +146,8 @@ class TimedQuestion:
         if not worse:
             values = {"title": self.title, "change": self._change(harms), "n": len(harms)}
             return say("timing.no_effect", worse is None, **values)
-        if not resolves(harms, len(history.candidates())):
-            raise MeasurementError(say("timing.too_noisy", change=self._change(harms), n=STEP_LOOKS[-1]))
+        if not resolves(harms):
+            raise MeasurementError(say("timing.too_noisy", change=self._change(harms), n=STEP_PAIRS[1]))
         return None
 
     def answer(self, history: History, sha: str) -> tuple[StepAnswer, str]:
@@ -157,7 +158,7 @@ class TimedQuestion:
         # Another part of the range has another effect: what decided there may not decide here.
         kept = [taken for taken in self.measurements.of(history.good, sha) if taken.harms and rule.answer(taken.harms)]
         step = kept[0] if kept else self._take(
-            history, history.good, sha, STEP_LOOKS, lambda harms: rule.answer(harms) is not None, history.bad[:12]
+            history, history.good, sha, _STEP_POINTS, lambda harms: rule.answer(harms) is not None, history.bad[:12]
         )  # fmt: skip
         if step.skipped:
             return "skip", step.skipped

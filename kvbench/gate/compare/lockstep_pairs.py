@@ -117,7 +117,7 @@ class LockstepPairs:
 
     ``facts``: chosen in the first pair and handed to ``on_facts``, so that all pairs are alike. ``on_engine``: called
     with what each engine says of itself; may refuse it with a UsageError. ``open_limit_s``: for an engine's start.
-    ``check``: may raise to end the measurement.
+    ``check``: may raise to end the measurement. ``pair_s``: engine time of both sides of a pair (None: ``PAIR_S``).
     """
 
     folder: CompareFolder
@@ -129,6 +129,7 @@ class LockstepPairs:
     open_limit_s: float
     show: Callable[[str], None]
     check: Callable[[], None]
+    pair_s: float | None = None
 
     def measure(self, turn: Turn, sides: Sequence[str], pair: int) -> dict[str, list[FailedLoad]]:
         failures: dict[str, list[FailedLoad]] = {side: [] for side in SIDES}
@@ -209,7 +210,9 @@ class LockstepPairs:
             drawn = _requests(workload, side, cell, pair, 1)
             steps = sum(request.max_tokens for request in drawn) / loads.users_of(cell.load)
             cells_in_all = sum(len(match.names) for other in self.workloads.values() for match in other.matches)
-            wanted_s = max(_LEAST_S, PAIR_S / 2 / cells_in_all)
+            wanted_s = (self.pair_s or PAIR_S) / 2 / cells_in_all
+            if self.pair_s is None:
+                wanted_s = max(_LEAST_S, wanted_s)
             self._choose("times", name, max(1, math.ceil(wanted_s / (_PREFILL_SHARE * steps * step_s))))
         return self.facts.times[name]
 

@@ -296,6 +296,7 @@ class ComparisonRun:
     clock: Clock
     check: Callable[[], None] = field(default=lambda: None)
     show: Callable[..., None] = field(default=lambda text, work="": None)
+    pair_s = None  # engine time of a pair; None: the gate's
 
     @property
     def stop_early(self) -> bool:
@@ -511,6 +512,7 @@ class ComparisonRun:
             self.request.start_timeout or OPEN_LIMIT_S,
             self.show,
             self._check_time,
+            self.pair_s,
         ).measure
 
     def _on_facts(self, facts: LockstepFacts) -> None:

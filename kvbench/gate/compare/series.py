@@ -22,6 +22,7 @@ from kvbench.gate.verdict.verdict import Verdict
 from kvbench.workload.file import Workload
 
 _ANY = 0.49  # of a look whose alpha nobody reads
+_PAIR_S = 3.0  # engine time of a pair: launches scatter more than what longer loads would average away
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,7 @@ class _PairSeries(ComparisonRun):
 
     decided: Callable[[Sequence[float]], bool] = field(kw_only=True)
     stop_early = True
+    pair_s = _PAIR_S
 
     def execute(self) -> Verdict | None:
         self.write("incomplete", void=None)

@@ -10,11 +10,13 @@ import pytest
 from kvbench.bisect.decide import (
     ERROR,
     EXACT_LOOKS,
-    STEP_LOOKS,
+    STEP_PAIRS,
     StepRule,
     has_part,
     is_worse,
+    resolves,
     step_alpha,
+    trimmed_mean,
 )
 
 SCATTERS = {
@@ -28,8 +30,8 @@ SCATTERS = {
 def step(rng, scatter, harm, effect, sd, alpha):
     """The answer of one step, after a first comparison of 8 pairs."""
     rule = StepRule(effect, [effect + sd * scatter(rng, 8)], alpha)
-    pairs = harm + sd * scatter(rng, STEP_LOOKS[-1])
-    return next((answer for n in STEP_LOOKS if (answer := rule.answer(pairs[:n]))), None)
+    pairs = harm + sd * scatter(rng, STEP_PAIRS[1])
+    return next((answer for n in range(STEP_PAIRS[0], len(pairs) + 1) if (answer := rule.answer(pairs[:n]))), None)
 
 
 @pytest.mark.parametrize("name", SCATTERS)
@@ -41,24 +43,63 @@ def test_a_step_errs_as_seldom_as_it_may(name, sd):
     assert np.mean(wrong) <= alpha + 3 * math.sqrt(alpha / (2 * runs))
 
 
-def test_a_step_at_the_threshold_is_not_answered_more_often_than_it_may_err():
-    rng, alpha, runs = np.random.default_rng(3), 0.05, 1500
-    answers = [step(rng, SCATTERS["normal"], 0.01, 0.02, 0.004, alpha) for _ in range(runs)]
-    decided = np.mean([answer in ("good", "bad") for answer in answers])
-    assert decided <= 2 * alpha + 3 * math.sqrt(2 * alpha / runs)
-    assert answers.count("between") > 0.5 * runs  # it has half of the effect, which is a part
+def test_a_commit_with_half_of_the_effect_is_mostly_told():
+    rng, runs = np.random.default_rng(3), 600
+    answers = [step(rng, SCATTERS["normal"], 0.01, 0.02, 0.004, ERROR / 6) for _ in range(runs)]
+    assert answers.count("between") > 0.95 * runs
+    assert answers.count("good") + answers.count("bad") < 0.04 * runs
 
 
-def test_steps_are_quick_where_pairs_are_sharp():
+def test_steps_are_quick_where_pairs_are_sharp_and_affordable_where_they_are_not():
     rng = np.random.default_rng(1)
     for harm, answer in ((0.0, "good"), (0.02, "bad"), (0.01, "between")):
         effect = [0.02 + 0.001 * rng.normal(size=8)]
-        assert StepRule(0.02, effect, ERROR / 6).answer(harm + 0.001 * rng.normal(size=STEP_LOOKS[0])) == answer
+        assert StepRule(0.02, effect, ERROR / 6).answer(harm + 0.001 * rng.normal(size=STEP_PAIRS[0])) == answer
+    rule, taken = StepRule(0.02, [0.02 + 0.013 * rng.normal(size=40)], ERROR / 6), []
+    for _ in range(300):
+        pairs = 0.013 * rng.normal(size=STEP_PAIRS[1])
+        taken.append(next(n for n in range(3, 33) if n == 32 or rule.answer(pairs[:n])))
+    assert np.mean(taken) < 12  # a fixed sample would take 31
+
+
+def test_an_effect_below_the_scatter_of_its_pairs_is_not_resolved():
+    spread = np.array([-1.5, -0.7, -0.2, 0.2, 0.7, 1.5, -0.4, 0.4])
+    assert resolves(0.02 + 0.02 * spread) and not resolves(0.01 + 0.02 * spread)
+
+
+def test_a_whole_search_is_right_in_an_affordable_number_of_pairs():
+    """64 commits of which one is 2 % slower, as a search runs: opening, steps, the culprit against its parent."""
+    rng, effect, sd, right, pairs = np.random.default_rng(4), 0.02, 0.005, 0, []
+
+    def exact(harm):
+        harms = harm + sd * rng.normal(size=EXACT_LOOKS[-1][0])
+        used = next(n for n, _ in EXACT_LOOKS if is_worse(harms[:n]) is not None or n == len(harms))
+        pairs[-1] += used
+        return list(harms[:used])
+
+    for _ in range(150):
+        culprit, good, bad, spent = rng.integers(1, 65), 0, 64, 0.0
+        pairs.append(0)
+        series = [exact(effect)]
+        while bad - good > 1:
+            middle, alpha = (good + bad) // 2, step_alpha(spent, bad - good)
+            rule, harms = StepRule(trimmed_mean(series[0]), series, alpha), sd * rng.normal(size=STEP_PAIRS[1])
+            harms += effect if middle >= culprit else 0.0
+            used = next(n for n in range(STEP_PAIRS[0], 33) if n == 32 or rule.answer(harms[:n]))
+            answer, spent = rule.answer(harms[:used]), spent + alpha
+            series.append(harms[:used])
+            pairs[-1] += used
+            if answer not in ("good", "bad"):
+                break
+            good, bad = (middle, bad) if answer == "good" else (good, middle)
+        else:
+            right += bad == culprit and is_worse(exact(effect)) is True
+    assert right >= 145 and np.mean(pairs) < 45
 
 
 def test_one_noisy_commit_is_not_answered_by_the_scatter_of_the_others():
     others = [0.02 + 1e-4 * np.arange(8)]
-    assert StepRule(0.02, others, ERROR).answer([0.0, 0.0, 0.06, 0.04]) is None
+    assert StepRule(0.02, others, ERROR).answer([0.0, 0.0, 0.06, 0.02]) is None
     assert StepRule(0.02, others, ERROR).answer([0.024, 0.026, 0.025, 0.025]) == "bad"
 
 
