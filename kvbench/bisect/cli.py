@@ -8,7 +8,9 @@ from kvbench.common.options import takes
 
 @takes(BisectOptions)
 def bisect(options: BisectOptions) -> int:
-    """Find the commit between GOOD and BAD that made an engine worse.
+    """Find the commit that made an engine worse.
+
+    It lies between GOOD and BAD.
 
     GOOD and BAD are git refs, or folders of runs (`results/mixed/<run>`), whose commits and workload are taken. GOOD
     alone may be the folder of a comparison or of a counter gate with a verdict: what failed there is searched for.

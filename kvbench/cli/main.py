@@ -12,8 +12,8 @@ from kvbench.cli.run_guarded import guarded
 from kvbench.common.plugins import plugins
 
 _SECTIONS = {
-    "Everyday": ("init", "plan", "sweep", "load", "report", "recommend", "view", "serve", "doctor"),
-    "For CI": ("gate", "compare", "accept", "history"),
+    "Everyday": ("init", "plan", "sweep", "load", "report", "recommend", "view", "export", "serve", "doctor"),
+    "For CI": ("gate", "compare", "bisect", "audit", "accept", "history"),
     "Studies": ("claims", "simulate", "quality", "trace", "cache-sim", "check-engine"),
     "More": ("dev", "help"),
 }

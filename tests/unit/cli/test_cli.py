@@ -33,8 +33,8 @@ from kvbench.workload.file import load_workload
 from kvbench.workload.options import Answers
 
 GROUPS = {
-    "Everyday": ("init", "plan", "sweep", "load", "report", "recommend", "view", "serve", "doctor"),
-    "For CI": ("gate", "compare", "accept", "history"),
+    "Everyday": ("init", "plan", "sweep", "load", "report", "recommend", "view", "export", "serve", "doctor"),
+    "For CI": ("gate", "compare", "bisect", "audit", "accept", "history"),
     "Studies": ("claims", "simulate", "quality", "trace", "cache-sim", "check-engine"),
     "More": ("dev", "help"),
 }
