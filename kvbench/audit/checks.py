@@ -7,16 +7,18 @@ what was planted in others.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvbench.audit.result import E2EL, GAP, TPOT, TTFT, AuditedResult
 from kvbench.audit.sentences import say
-from kvbench.common.text import plural
+from kvbench.common.text import plural, shorten
 from kvbench.gate.verdict.verdict import FAIL, INCONCLUSIVE, PASS, Outcome
 
 OK, BROKEN, OPEN = PASS, FAIL, INCONCLUSIVE
 _CACHED = 0.05  # of the prompt tokens
+_FIGURES = 0.03  # by which a figure differs from what the file's own requests say
 _COUNTS = 0.02  # by which two token counts differ
 _CHUNK, _INFERRED_CHUNK = 1.1, 1.5  # tokens in a chunk: counted, and told from ITL and TPOT alone
 _BUNCHED = 0.1  # median gap over mean gap
@@ -65,7 +67,7 @@ def _failures(result: AuditedResult) -> CheckAnswer:
     if not every or result.failed <= _FAILED * every:
         return _answer("failures", OK, result, n=result.failed, every=every)
     reasons = [request.error.splitlines()[-1] for request in result.requests if request.error.strip()]
-    why = max(set(reasons), key=reasons.count)[:80] if reasons else ""
+    why = shorten(max(set(reasons), key=reasons.count), 120).rstrip(": ") if reasons else ""
     form = "all" if not result.completed else "broken"
     return _answer("failures", BROKEN, result, form, n=result.failed, every=every, ok=result.completed, why=why)
 
@@ -213,8 +215,33 @@ def _runs(result: AuditedResult) -> CheckAnswer:
     return _answer("runs", OK if result.runs > 1 else OPEN, result, runs=plural(result.runs, "run"))
 
 
+def _figures(result: AuditedResult) -> CheckAnswer | None:
+    """Holds the reported rates and means against the requests that are in the same file."""
+    pairs = []
+    if not result.rates_are_means:
+        pairs.append(("requests/s", result.requests_per_s, _rate(result, result.completed)))
+    if result.succeeded and len(result.succeeded) == result.completed:
+        tokens, ttfts = ([getattr(r, name) for r in result.succeeded] for name in ("output_tokens", "ttft_s"))
+        if None not in tokens and not result.rates_are_means:
+            pairs.append(("output tokens/s", result.output_tokens_per_s, _rate(result, sum(tokens))))
+        if None not in ttfts:
+            pairs.append(("mean TTFT [ms]", result.figure(TTFT), 1e3 * sum(ttfts) / len(ttfts)))
+            pairs.append(("median TTFT [ms]", result.figure(TTFT, "p50"), 1e3 * statistics.median(ttfts)))
+    pairs = [(name, reported, own) for name, reported, own in pairs if reported and own]
+    if not pairs:
+        return None
+    for name, reported, own in pairs:
+        if abs(reported - own) > _FIGURES * own:
+            return _answer("figures", BROKEN, result, name=name, reported=reported, own=own)
+    return _answer("figures", OK, result, None, n=len(pairs))
+
+
+def _rate(result: AuditedResult, count: float | None) -> float | None:
+    return count / result.duration_s if count and result.duration_s else None
+
+
 _CHECKS: tuple[Callable[[AuditedResult], CheckAnswer | None], ...] = (
-    _failures, _cache, _chunks, _token_counts, _client, _queue, _load, _ramp, _samples, _peak, _names, _runs,
+    _failures, _figures, _cache, _chunks, _token_counts, _client, _queue, _load, _ramp, _samples, _peak, _names, _runs,
 )  # fmt: skip
 
 

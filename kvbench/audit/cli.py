@@ -14,7 +14,8 @@ class AuditRequest(Options):
 
     files: tuple[Path, ...] = argument("FILES")
     allow: tuple[str, ...] = option(
-        "Do not fail for this check, e.g. cache where prompts share a prefix on purpose. Repeatable.",
+        "Do not fail for this check, by its name in brackets, such as cache where prompts share a prefix on purpose. "
+        "Repeatable.",
         default=(), metavar="CHECK",
     )  # fmt: skip
     as_json: bool = switch("Print verdict.json instead of the tables.", "--json")

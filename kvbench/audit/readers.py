@@ -10,6 +10,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -28,11 +29,17 @@ _SPELLED = {"avg": "mean", "median": "p50"}
 
 
 def read_results(path: Path) -> list[AuditedResult]:
-    """Reads every result of a file, or of the files in a folder. Raises UsageError where there is none."""
+    """Reads every result of a file, or of all files below a folder. Raises UsageError where there is none."""
     if not path.exists():
         raise UsageError(say("read.missing", path=path))
-    files = _result_files(path) if path.is_dir() else [path]
-    results = [result for file in files for result in _of_file(file, alone=not path.is_dir())]
+    if path.is_dir():
+        results = [result for file in _result_files(path) for result in _of_file(file, alone=False)]
+        if not results:  # a folder of folders
+            for folder in sorted(one for one in path.iterdir() if one.is_dir()):
+                with suppress(UsageError):
+                    results += read_results(folder)
+    else:
+        results = list(_of_file(path, alone=True))
     if not results:
         raise UsageError(say("read.unknown", path=path, tools=", ".join(tool for tool, _, _ in _FORMATS)))
     return results
@@ -55,7 +62,7 @@ def _of_file(path: Path, *, alone: bool) -> Iterator[AuditedResult]:
         raise UsageError(say("read.unreadable", path=path, error=error)) from None
     try:
         documents = _documents(path, text)
-    except (ValueError, yaml.YAMLError) as error:
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
         if alone:
             raise UsageError(say("read.damaged", path=path, error=str(error).splitlines()[0])) from None
         return
@@ -184,7 +191,11 @@ def _cache_of_sglang(data: Any) -> float | None:
 
 
 def _flat_requests(data: Mapping[str, Any]) -> Iterator[AuditedRequest]:
-    latencies, ttfts = data.get("latencies") or (), data.get("ttfts") or ()
+    latencies, ttfts = data.get("latencies") or [], data.get("ttfts") or []
+    columns = {name: data.get(name) or [] for name in ("latencies", "ttfts", "output_lens", "errors", "start_times")}
+    lengths = {name: len(values) if isinstance(values, list) else -1 for name, values in columns.items() if values}
+    if len(set(lengths.values())) > 1 or -1 in lengths.values():
+        raise ValueError(f"the lists of its requests have different lengths: {lengths}")
     for i in range(max(len(latencies), len(ttfts))):
         latency = _entry(latencies, i)
         gaps = _entry(data.get("itls"), i)
@@ -256,6 +267,7 @@ def _read_guidellm(path: Path, documents: Sequence[Any]) -> Iterator[AuditedResu
             failed=(_whole(made, "errored") or 0) + cut,
             duration_s=_number(data, "duration"),
             requests_per_s=_number(metrics, "requests_per_second.successful.mean"),
+            rates_are_means=True,
             output_tokens_per_s=_number(metrics, "output_tokens_per_second.successful.mean"),
             latencies=_latencies(named),
             titles={TTFT: "time_to_first_token_ms", TPOT: "inter_token_latency_ms"},

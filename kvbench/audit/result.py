@@ -59,6 +59,7 @@ class AuditedResult:
 
     tool, version, model, date: as the file tells them; name: the file, and which result of it
     failed, completed: requests, None where the file does not tell
+    rates_are_means: whether rates are means of a distribution, and not counts over the duration
     latencies: by our names, see DEFINITIONS; titles: how the tool calls them
     queue_ms: how long requests waited in the client, mean, None where that is unknown or means nothing
     waits_count: whether such a wait is a fault: in a closed loop it is how the loop works
@@ -79,6 +80,7 @@ class AuditedResult:
     duration_s: float | None = None
     requests_per_s: float | None = None
     output_tokens_per_s: float | None = None
+    rates_are_means: bool = False
     latencies: Mapping[str, Statistics] = field(default_factory=dict)
     titles: Mapping[str, str] = field(default_factory=dict)
     concurrency: float | None = None
@@ -91,7 +93,7 @@ class AuditedResult:
     misnamed: tuple[str, float, str, float] | None = None
     runs: int = 1
     requests: Sequence[AuditedRequest] = ()
-    rerun: str = ""
+    rerun: str = "every request kept in its output"
 
     def figure(self, latency: str, statistic: str = "mean") -> float | None:
         """Returns a figure of a latency [ms], None where the file has none."""

@@ -10,6 +10,7 @@ from typing import Literal, Protocol
 
 from kvbench.bisect.sentences import say
 from kvbench.common.errors import MeasurementError
+from kvbench.common.processes import last_lines
 from kvbench.gate.compare.builds import Builds, Commit, run_to_end
 from kvbench.gate.compare.request import CompareRequest
 from kvbench.gate.compare.sides import REF, PairSide, open_side
@@ -27,6 +28,10 @@ class ExactCheck(Protocol):
     """Reads what a commit does. ``varies``: whether two readings of one commit may differ."""
 
     varies: bool
+
+    def nothing(self) -> str:
+        """Says why there are no values, and what to do."""
+        ...
 
     def values(self, commit: Commit, folder: Path) -> Mapping[str, str]:
         """Returns the values by name. ``folder``: for logs.
@@ -48,6 +53,9 @@ class CountersCheck:
     counter: str | None
     check: Callable[[], None]
     varies: bool = False
+
+    def nothing(self) -> str:
+        return say("exact.nothing", metric=self.counter or "*", only=", ".join(self.request.only or ("all scenarios",)))
 
     def values(self, commit: Commit, folder: Path) -> Mapping[str, str]:
         build, lock = self.builds.build(commit), folder.resolve() / "counters.lock.json"
@@ -87,18 +95,22 @@ class LaunchCheck:
     def varies(self) -> bool:
         return self.what != START
 
+    def nothing(self) -> str:
+        return say("check.no_capacity")
+
     def values(self, commit: Commit, folder: Path) -> Mapping[str, str]:
         request = self.request.model_copy(update={"repo": commit.repo})
         opened = open_side(PairSide(REF, commit.sha, commit.sha), self.workload, request, self.builds)
         try:
             design, _ = opened.choice.plan(request.only)
             target = opened.choice.new_target()
-            target.check = self.check
+            target.check, log = self.check, folder / "server.log"
             try:
-                target.start(design.configurations[0].settings, folder / "server.log")
+                target.start(design.configurations[0].settings, log)
             except MeasurementError as error:
                 if self.what == START:
-                    return {START: FAILS, "reason": str(error)}
+                    last = last_lines(log, count=1).strip() or str(error)
+                    return {START: f"{FAILS}: {last} (log: {log})"}
                 raise
             try:
                 if self.what == START:

@@ -56,9 +56,11 @@ class History:
         if try_git(self.folder, "merge-base", "--is-ancestor", self.good, self.bad) is None:
             before = try_git(self.folder, "merge-base", self.good, self.bad) or ""
             ends = {"good": self.good[:10], "bad": self.bad[:10], "base": before[:10]}
-            raise UsageError(say("history.not_before", **ends))
+            raise UsageError(say("history.not_before", before == self.bad, **ends))
         if self.undone is None:
             self.undone = self._reverted()
+        if self.paths and not git(self.folder, "rev-list", self.bad, "--not", self.good, "--", *self.paths).strip():
+            raise UsageError(say("history.no_commit", paths=", ".join(self.paths)))
         try_git(self.folder, "bisect", "reset")
         how = ["--first-parent"] * self.first_parent
         git(self.folder, "bisect", "start", "--no-checkout", *how, self.bad, self.good, "--", *self.paths)

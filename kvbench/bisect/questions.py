@@ -40,7 +40,7 @@ from kvbench.gate.verdict.wording import percent
 _EXACT_POINTS = tuple(pairs for pairs, _ in EXACT_LOOKS)
 _STEP_POINTS = tuple(range(STEP_PAIRS[0], STEP_PAIRS[1] + 1))
 _NAMED = 3  # values in a sentence
-_LONGEST = 60  # characters of a value
+_LONGEST = 160  # characters of a value
 
 
 class MeasuredCommit(Record):
@@ -267,6 +267,8 @@ class ExactQuestion:
         """
         self.good = history.good
         good, bad = (self._values(history, sha) for sha in (history.good, history.bad))
+        if not good and not bad:
+            raise UsageError(self.check.nothing())
         vary = differing(good, self._values(history, history.good, again=True)) if self.check.varies else ()
         # Of a part of the range, only what lasts to the end of the whole.
         moved = [name for name in differing(good, bad) if name not in vary]
@@ -322,7 +324,7 @@ class ExactQuestion:
 
 def differing(a: Mapping[str, str], b: Mapping[str, str]) -> tuple[str, ...]:
     """The names of the values that differ. Of two starts that fail, the reasons are not compared."""
-    if a.get(START) == b.get(START) == FAILS:
+    if all(values.get(START, "").startswith(FAILS) for values in (a, b)):
         return ()
     return tuple(name for name in dict.fromkeys((*a, *b)) if a.get(name) != b.get(name))
 

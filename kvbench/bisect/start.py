@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,15 @@ _IN_A_VERDICT = ("workloads", "by", "method", "profile", "overrides", "seed")  #
 _NOT_TAKEN_OVER = dict.fromkeys(("max_minutes", "policy", "noise", "pairs", "runner_class", "order_seed"))
 
 
+_NOT_OF: Mapping[str, Sequence[str]] = {  # options of what a search by another way does not do
+    "counters": (
+        "target", "serve_cmd", "preset", "target_args", "target_python", "method", "package", "start_timeout",
+        "profile", "overrides", "seed",
+    ),
+    **dict.fromkeys(("start", "capacity", "answers"), ("metric", "method", "order_seed")),
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Ends:
     """Both ends of the range as refs, and what a stored result says should be looked for."""
@@ -57,6 +66,8 @@ def start(options: BisectOptions) -> int:
         state = read_record(SearchState, options.resume / STATE, say("start.no_search"))
         return Search(options.resume, state, Console(), limit_s).run()
     ends = _ends(options)
+    if wrong := [name for name in options.given if name in _NOT_OF.get(ends.by, ())]:
+        raise UsageError(say("start.not_of", option=options.typed(wrong[0]), by=ends.by))
     if ends.by == "counters":
         workloads = tuple(str(find_file(Path(name)).resolve()) for name in ends.request.workloads or (WORKLOAD,))
         ends = replace(ends, request=ends.request.model_copy(update={"workloads": workloads}))
@@ -119,6 +130,8 @@ def _ends(options: BisectOptions) -> Ends:
     refs = []
     for end in (good, bad):
         if not (Path(end) / MANIFEST).is_file():
+            if Path(end).is_dir() and end != WORKING_TREE:
+                raise UsageError(say("start.no_run", folder=end))
             refs.append(end)
             continue
         manifest = RunFolder(Path(end)).manifest()

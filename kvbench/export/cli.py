@@ -30,7 +30,7 @@ def export(request: ExportRequest) -> int:
 
     RUN is the folder of a sweep or of `kvbench load --output-dir`. The figures are computed anew from every request, by
     the definitions of the format: vLLM's ITL is a gap between chunks, whatever they hold. Invalid loads are written,
-    too, with a note.
+    too, and marked as such.
 
     \b
     Examples:
@@ -39,18 +39,19 @@ def export(request: ExportRequest) -> int:
       MLFLOW_TRACKING_URI=http://127.0.0.1:5000 kvbench export results/mixed/<run> --as mlflow
 
     \b
-    Exit codes: 0 written, 2 bad input, or MLflow is not installed.
+    Exit codes: 0 written, 2 bad input, or MLflow is not installed, 4 MLflow refused.
     """
     from kvbench.common.files import check_output_dir, write_json, write_text
+    from kvbench.common.text import plural
     from kvbench.export import formats
     from kvbench.export.loads import read_loads
 
     loads = read_loads(request.run)
     for load in loads:
-        if load.result.not_comparable:
-            say(f"note: {load.name} is not comparable: {'; '.join(load.result.not_comparable)}")
+        if load.invalid:
+            say(f"note: {load.name} is not comparable: {load.invalid}")
     if request.form == "mlflow":
-        print(f"logged: {formats.to_mlflow(loads)} runs")
+        print(f"logged to MLflow: {plural(formats.to_mlflow(loads), 'run')}")
         return EXIT_OK
     if request.detailed and request.form != "vllm":
         raise UsageError("--detailed is of --as vllm: leave it out")

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from kvbench.common.errors import UsageError
+from kvbench.common.errors import MeasurementError, UsageError
 from kvbench.export.loads import ExportedLoad, quantiles
 from kvbench.metrics.rows import stored
 
@@ -51,6 +51,7 @@ def vllm(load: ExportedLoad, *, detailed: bool = False) -> dict[str, Any]:
         "endpoint_type": backend,
         "backend": backend,
         "label": load.name,
+        **({"kvbench_invalid": load.invalid} if load.invalid else {}),  # as --metadata writes a word of the user's
         **{name: asked[name] for name in ("model_id", "tokenizer_id")},
         "num_prompts": len(load.rows),
         **{name: asked[name] for name in ("request_rate", "burstiness", "max_concurrency")},
@@ -132,6 +133,7 @@ def llmd(load: ExportedLoad) -> dict[str, Any]:
         "version": "0.2.1",
         "run": {
             "uid": f"{load.workload}-{load.name}-{began:%Y%m%dT%H%M%SZ}",
+            **({"description": f"INVALID, not to be compared: {load.invalid}"} if load.invalid else {}),
             "time": {
                 "start": began.isoformat(), "end": ended.isoformat(),
                 "duration": f"PT{(ended - began).total_seconds():.3f}S",
@@ -144,7 +146,7 @@ def llmd(load: ExportedLoad) -> dict[str, Any]:
                     "kind": "generic", "tool": load.fields.get("backend") or "unknown",
                     "tool_version": load.manifest.versions.get("kvbench", "unknown"),
                 },
-                "native": {"args": {}, "envars": {}, "config": dict(load.manifest.workload)},
+                "native": {"args": {}, "envars": {}, "config": load.settings},
             }],
             "load": {
                 "metadata": {"cfg_id": load.cell},
@@ -250,7 +252,7 @@ def _histogram(load: ExportedLoad, samples: np.ndarray, bounds: Sequence[float])
     began, ended = (datetime.fromisoformat(t).timestamp() for t in (load.result.started_at, load.result.ended_at))
     names = {
         "gen_ai.request.model": load.fields.get("model_id") or "", "kvbench.workload": load.workload,
-        "kvbench.cell": load.cell, "kvbench.repeat": str(load.repeat),
+        "kvbench.cell": load.cell, "kvbench.repeat": str(load.repeat), "kvbench.invalid": load.invalid,
     }  # fmt: skip
     ends = {"min": float(samples.min()), "max": float(samples.max())} if len(samples) else {}
     return {
@@ -275,11 +277,23 @@ def to_mlflow(loads: Sequence[ExportedLoad]) -> int:
         import mlflow
     except ImportError:
         raise UsageError("--as mlflow needs MLflow: pip install mlflow-skinny") from None
+    try:
+        _log(mlflow, loads)
+    except OSError as error:
+        raise MeasurementError(f"MLflow could not be written to: {error.strerror or error}") from None
+    except Exception as error:  # MLflow's own, which are of no class that can be named without it
+        if type(error).__module__.partition(".")[0] != "mlflow":
+            raise
+        raise MeasurementError(f"MLflow refused: {str(error).splitlines()[0]}") from None
+    return len(loads)
+
+
+def _log(mlflow: Any, loads: Sequence[ExportedLoad]) -> None:
     for load in loads:
         with mlflow.start_run(run_name=f"{load.workload}/{load.name}"):
             settings = {name: load.fields[name] for name in _ASKED if load.fields.get(name) is not None}
-            mlflow.log_params({**settings, "workload": load.workload, "cell": load.cell, "repeat": load.repeat})
+            names = {"workload": load.workload, "cell": load.cell, "repeat": load.repeat}
+            mlflow.log_params(settings | names | ({"invalid": load.invalid} if load.invalid else {}))
             report = vllm(load)
             numbers = {k: v for k, v in report.items() if isinstance(v, int | float) and math.isfinite(v)}
             mlflow.log_metrics({name: float(value) for name, value in numbers.items() if name not in _ASKED})
-    return len(loads)

@@ -41,6 +41,17 @@ class ExportedLoad:
     def workload(self) -> str:
         return str(self.manifest.workload.get("name") or "load")
 
+    @property
+    def invalid(self) -> str:
+        """Says why the load may not be compared; empty for a valid one."""
+        return "; ".join(self.result.not_comparable)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The workload, without the settings of an engine that another program launched."""
+        theirs = () if self.manifest.is_built_in else ("engine", "model")
+        return {name: section for name, section in self.manifest.workload.items() if name not in theirs}
+
     @cached_property
     def ok(self) -> np.ndarray:
         """The requests that succeeded. bool [requests]"""

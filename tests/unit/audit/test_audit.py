@@ -129,7 +129,7 @@ def test_failures_name_their_reason_and_all_failing_is_no_measurement(files):
 
 
 def test_a_limit_is_said_at_the_limit(files):
-    result = replace(read(files, "vllm", "clean"), requests=())
+    result = replace(read(files, "vllm", "clean"), requests=(), requests_per_s=None)
     for changes, check in (
         ({"completed": 100}, None),
         ({"completed": 99}, "samples"),
@@ -231,12 +231,16 @@ def test_three_runs_of_one_command_are_more_than_one(command, files, tmp_path):
 
 def test_a_file_with_one_load_after_another_is_not_compared_with_itself(command, files, tmp_path):
     clean = read_json(files / "vllm" / "clean" / "result.json")
-    loads = [clean | {"max_concurrency": users, "num_prompts": 240, "duration": 85.3 / users} for users in (4, 8, 16)]
+    loads = []
+    for users in (4, 8, 16):
+        seconds = 85.3 / users
+        rates = {"request_throughput": 240 / seconds, "output_throughput": 3840 / seconds}
+        loads.append(clean | {"max_concurrency": users, "duration": seconds, "max_output_tokens_per_s": 800} | rates)
     (tmp_path / "sweep.jsonl").write_text("\n".join(map(json.dumps, loads)))
     code, said = command(tmp_path / "sweep.jsonl")
     assert code == 0 and "comparable" not in said
     code, said = command(tmp_path / "sweep.jsonl", files / "vllm" / "clean" / "result.json")
-    assert code == 0 and said.count("two results") == 1
+    assert code == 0 and said.count(" | ") == 1
     chunks = files / "vllm" / "chunks4" / "result.json"
     allowed = [word for check in ("chunks", "peak") for word in ("--allow", check)]
     assert command(chunks, chunks, *allowed)[0] == 0  # of the comparison, too
@@ -251,13 +255,41 @@ def test_ordinary_files_are_not_called_broken(files):
     inferred = clean.latencies | {"gap": {"mean": 24.0}, "tpot": {"mean": 20.0}}  # mixed lengths alone can do that
     chunks = next(a for a in audit(replace(clean, latencies=inferred, requests=())) if a.check == "chunks")
     assert chunks.outcome == OPEN
-    slow = replace(read(files, "vllm", "clean-rate"), duration_s=45.0)
+    slow = replace(read(files, "vllm", "clean-rate"), duration_s=45.0, requests_per_s=None, output_tokens_per_s=None)
     starts = [replace(r, start_s=i / 10, latency_s=15.0) for i, r in enumerate(slow.requests)]
     slow = replace(slow, asked=replace(slow.asked, rate=10.0), requests=starts)
     assert "load" not in broken(slow)
     assert "load" in broken(replace(slow, requests=[replace(r, start_s=2 * r.start_s) for r in starts]))
     quick = replace(read(files, "guidellm", "clean-rate"), queue_ms=15.0)
     assert broken(quick) == set() and {"queue", "client"} & broken(replace(quick, queue_ms=21.0))
+
+
+def test_figures_that_the_files_own_requests_deny_are_broken(files, tmp_path):
+    data = read_json(files / "vllm" / "clean" / "result.json")
+    for name in ("mean_ttft_ms", "median_ttft_ms", "request_throughput", "output_throughput"):
+        for factor, wrong in ((1.02, set()), (1.05, {"figures"}), (0.9, {"figures"})):
+            (tmp_path / "result.json").write_text(json.dumps(data | {name: data[name] * factor}))
+            (result,) = read_results(tmp_path / "result.json")
+            assert broken(result) - {"peak"} == wrong, (name, factor)
+
+
+def test_a_file_without_numbers_is_no_ok(command, files, tmp_path):
+    data = read_json(files / "vllm" / "clean" / "result.json")
+    for name, change, code in (
+        ("zero", {"duration": 0.0}, 4),
+        ("negative", {"duration": -3.0}, 4),
+        ("short", {"ttfts": data["ttfts"][:100]}, 2),
+        ("text", {"ttfts": "abc"}, 2),
+    ):
+        (tmp_path / f"{name}.json").write_text(json.dumps(data | change))
+        assert command(tmp_path / f"{name}.json")[0] == code, name
+    (tmp_path / "deep.json").write_text("[" * 200_000)
+    code, said = command(tmp_path / "deep.json", files / "vllm" / "clean" / "result.json")
+    assert code == 2 and "deep.json" in said and "240 samples" in said  # the good one is audited all the same
+
+
+def test_a_folder_of_folders_is_gone_through(files):
+    assert len(read_results(files / "vllm" / "warm")) == 2 and len(read_results(files / "aiperf" / "clean")) == 1
 
 
 def test_fields_that_need_a_second_look(files, tmp_path):

@@ -305,5 +305,14 @@ def test_counters_are_exact_and_each_change_that_lasts_is_found(counting, bisect
     assert [sha[:10] in " ".join(left["details"]) for sha in shas] == [False, False, True, True, *[False] * 4]
     code, verdict, said = bisect(good, shas[-1], "--repo", repo, "--by", "counters", "--metric", "cop*")
     assert code == 3 and "there is nothing to search for" in verdict["sentence"], said
+    for more, said in (
+        (["--metric", "nosuch*"], "nosuch*"),
+        (["--method", "launched"], "--method"),
+        (["--path", "no"], "no commit"),
+    ):
+        code, _, output = bisect(good, shas[-1], "--repo", repo, "--by", "counters", *more)
+        assert code == 2 and said in output
+    code, _, output = bisect(shas[-1], good, "--repo", repo, "--by", "counters")
+    assert code == 2 and "swap" in output
     code, verdict, said = bisect(shas[3], shas[-1], "--repo", repo, "--by", "counters", "--metric", "cop*")
     assert code == 1 and culprits(verdict) == [shas[5]], said

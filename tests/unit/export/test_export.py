@@ -88,6 +88,24 @@ def test_a_failed_request_is_written_as_vllm_writes_it(run, export, tmp_path):
     assert [error for i, error in enumerate(report["errors"]) if i != 2] == [""] * (len(report["errors"]) - 1)
 
 
+def test_an_invalid_load_is_marked_in_every_format(run, export):
+    done = run / "cells" / CELL / "loads" / "1" / "done.json"
+    before = done.read_text()
+    try:
+        reasons = {"valid": False, "invalid_reasons": ["other processes used 1.92 of a core"]}
+        done.write_text(json.dumps(json.loads(before) | reasons))
+        marked = [f"vllm-{CELL}-1.json", f"llm-d-{CELL}-1.json", "metrics-otlp.json"]
+        for form, name in zip(("vllm", "llm-d", "otlp"), marked, strict=True):
+            assert "1.92 of a core" in (export(form) / name).read_text()
+        text = (export("prometheus") / "metrics.prom").read_text()
+        assert text.count("kvbench_valid{") == 6 and any(
+            line.startswith("kvbench_valid") and f'cell="{CELL}",repeat="1"' in line and line.endswith(" 0")
+            for line in text.splitlines()
+        )
+    finally:
+        done.write_text(before)
+
+
 def test_the_audit_reads_what_is_exported(run, export):
     (result,) = read_results(export("vllm", "--detailed") / f"vllm-{CELL}-1.json")
     (report,) = read_results(export("llm-d") / f"llm-d-{CELL}-1.json")
