@@ -185,7 +185,7 @@ def test_a_build_that_fails_or_hangs_or_has_no_command_is_no_build(other, tmp_pa
 
 def test_other_dependencies_are_installed_by_pip_with_the_pins(other, tmp_path, monkeypatch):
     """pip itself is not run: its command line is checked."""
-    commands, run = [], module._run
+    commands, run = [], module.run_to_end
 
     def no_pip(command, log, limit_s, title, **rest):
         if "pip" not in command:
@@ -195,7 +195,7 @@ def test_other_dependencies_are_installed_by_pip_with_the_pins(other, tmp_path, 
 
     write(other, {"pyproject.toml": "", "constraints.txt": ""})
     commit_all(other, "a project")
-    monkeypatch.setattr(module, "_run", no_pip)
+    monkeypatch.setattr(module, "run_to_end", no_pip)
     with Builds(tmp_path / "b") as builds, pytest.raises(MeasurementError, match="stop here"):
         builds.build(find_commit(other, "HEAD"))
     source = next((tmp_path / "b").glob("*/source"))
