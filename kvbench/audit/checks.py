@@ -80,14 +80,13 @@ def _cache(result: AuditedResult) -> CheckAnswer:
 
 
 def _chunks(result: AuditedResult) -> CheckAnswer:
-    tokens, gap, token = result.tokens_a_chunk, result.figure(GAP), result.figure(TPOT)
+    tokens, token = result.tokens_a_chunk, result.figure(TPOT)
     if tokens is None or (not result.counts_chunks and _CHUNK < tokens < _INFERRED_CHUNK):
         return _answer("chunks", OPEN, result)
     if tokens <= _CHUNK:
         return _answer("chunks", OK, result, tokens=tokens)
     called = result.titles.get(GAP) or result.titles.get(TPOT)
-    gap = gap or (token * tokens if token else None)
-    return _answer("chunks", BROKEN, result, tokens=tokens, gap=gap, token=token, called=called)
+    return _answer("chunks", BROKEN, result, tokens=tokens, gap=result.gap_ms, token=token, called=called)
 
 
 def _token_counts(result: AuditedResult) -> CheckAnswer:

@@ -107,7 +107,7 @@ def shared_figures(first: AuditedResult, second: AuditedResult) -> list[SharedFi
     """The figures that both results have, each by one definition whatever its tool calls it."""
     shared = []
     for latency, statistic in _FIGURES:
-        a, b = (_mean_gap(r) if latency == GAP else r.figure(latency, statistic) for r in (first, second))
+        a, b = (r.gap_ms if latency == GAP else r.figure(latency, statistic) for r in (first, second))
         if a and b:
             shared.append(SharedFigure(f"{latency} {statistic} [ms]", DEFINITIONS[latency], a, b))
     for name, definition in (("output_tokens_per_s", "tokens/s"), ("requests_per_s", "requests/s")):
@@ -115,9 +115,3 @@ def shared_figures(first: AuditedResult, second: AuditedResult) -> list[SharedFi
         if a and b:
             shared.append(SharedFigure(definition, say("shared.successful"), a, b))
     return shared
-
-
-def _mean_gap(result: AuditedResult) -> float | None:
-    """The mean gap between chunks: as told, or the time a token times the tokens of a chunk."""
-    token, tokens = result.figure(TPOT), result.tokens_a_chunk
-    return result.figure(GAP) or (token * tokens if token and tokens else None)

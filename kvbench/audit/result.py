@@ -120,6 +120,15 @@ class AuditedResult:
         return gap / tpot if gap and tpot else None
 
     @property
+    def gap_ms(self) -> float | None:
+        """The mean gap between chunks [ms]: as the tool tells, or the time a token times the tokens of a gap."""
+        counted = [r for r in self.succeeded if r.chunks and r.chunks > 1 and r.output_tokens]
+        tokens, token = self.tokens_a_chunk, self.figure(TPOT)
+        if counted:
+            tokens = sum((r.output_tokens or 0) - 1 for r in counted) / sum((r.chunks or 0) - 1 for r in counted)
+        return self.figure(GAP) or (token * tokens if token and tokens else None)
+
+    @property
     def bunching(self) -> float | None:
         """The median gap between chunks over the mean: 1 in an even stream, 0 where chunks are read in bunches."""
         gaps = [gap for request in self.succeeded for gap in request.gaps_s or ()]

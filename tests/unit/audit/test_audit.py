@@ -117,7 +117,7 @@ def test_figures_are_by_one_definition_whatever_a_tool_calls_them(files, tool):
     assert clean.asked.concurrency == 8 and chunks.asked.concurrency == 4
     against = read(files, "vllm", "chunks4")
     figures = {figure.name: figure for figure in shared_figures(against, chunks)}
-    assert figures["gap mean [ms]"].second == pytest.approx(20.0, abs=1.0)
+    assert figures["gap mean [ms]"].second == pytest.approx(20.0, abs=0.2)
 
 
 def test_failures_name_their_reason_and_all_failing_is_no_measurement(files):
