@@ -332,6 +332,7 @@ def _read_aiperf(path: Path, documents: Sequence[Any]) -> Iterator[AuditedResult
     if failed is None and mean.get("request_error_rate") == 0:
         failed = 0.0
     records = path.with_name("profile_export.jsonl")
+    lines = _documents(records, records.read_text(encoding="utf-8")) if records.is_file() else []
     yield AuditedResult(
         tool="AIPerf",
         name=_name(path),
@@ -360,7 +361,7 @@ def _read_aiperf(path: Path, documents: Sequence[Any]) -> Iterator[AuditedResult
         cached_share=None if cached is None else cached / 100,
         token_counts=counts,
         runs=_whole(data, "aggregate.num_runs") or 1,
-        requests=list(_aiperf_requests(_lines(records))) if records.is_file() else (),
+        requests=list(_aiperf_requests(lines)),
         rerun="--export-level records",
     )
 
@@ -371,10 +372,6 @@ def _read_aiperf_records(path: Path, documents: Sequence[Any]) -> Iterator[Audit
     failed = sum(bool(request.error) for request in requests)
     counts = {"completed": len(requests) - failed, "failed": failed}
     yield AuditedResult(tool="AIPerf", name=_name(path), asked=Asked(), requests=requests, **counts)
-
-
-def _lines(path: Path) -> list[Any]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
 
 
 def _aiperf_requests(records: Sequence[Any]) -> Iterator[AuditedRequest]:

@@ -104,6 +104,17 @@ class AuditedResult:
         return [request for request in self.requests if not request.error]
 
     @property
+    def sent(self) -> int:
+        """The requests that were sent, as far as the file tells."""
+        return (self.completed or 0) + (self.failed or 0)
+
+    @property
+    def latency_ms(self) -> float | None:
+        """The mean latency of successful requests [ms]: as the tool tells, or of its requests."""
+        times = [request.latency_s for request in self.succeeded if request.latency_s]
+        return self.figure(E2EL) or (1e3 * statistics.fmean(times) if times else None)
+
+    @property
     def counts_chunks(self) -> bool:
         """Tests whether chunks were counted, by the tool or in its requests."""
         return bool(self.chunk_tokens or any(request.chunks and request.output_tokens for request in self.succeeded))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -16,6 +17,8 @@ from kvbench.gate.compare.request import CompareRequest
 from kvbench.gate.compare.sides import REF, PairSide, open_side
 from kvbench.gate.counters.lock import read_lock
 from kvbench.measure.server import requests_for
+from kvbench.requests.request import RequestSpec
+from kvbench.targets.base import Target
 from kvbench.workload.file import Workload
 
 By = Literal["timing", "counters", "start", "capacity", "answers"]
@@ -100,36 +103,39 @@ class LaunchCheck:
 
     def values(self, commit: Commit, folder: Path) -> Mapping[str, str]:
         request = self.request.model_copy(update={"repo": commit.repo})
-        opened = open_side(PairSide(REF, commit.sha, commit.sha), self.workload, request, self.builds)
-        try:
+        with ExitStack() as held:
+            opened = open_side(PairSide(REF, commit.sha, commit.sha), self.workload, request, self.builds)
+            held.callback(opened.choice.close)
             design, _ = opened.choice.plan(request.only)
-            target = opened.choice.new_target()
-            target.check, log = self.check, folder / "server.log"
+            target, log = opened.choice.new_target(), folder / "server.log"
+            target.check = self.check
+            held.callback(target.stop)
             try:
                 target.start(design.configurations[0].settings, log)
             except MeasurementError as error:
-                if self.what == START:
-                    last = last_lines(log, count=1).strip() or str(error)
-                    return {START: f"{FAILS}: {last} (log: {log})"}
-                raise
-            try:
-                if self.what == START:
-                    return {START: STARTS}
-                if self.what == "capacity":
-                    room = target.server_info().capacity.model_dump(exclude_none=True)
-                    if not room:
-                        raise MeasurementError(say("check.no_capacity"))
-                    return {name: str(value) for name, value in room.items()}
-                requests = requests_for(
-                    opened.choice.workload.load, design.cells[0].load, target, self.workload.seed, 1
-                )
-                answers = {}
-                for number, request in enumerate(requests[:_PROMPTS], 1):
-                    prompt = request.prompt or list(request.prompt_token_ids or ())
-                    answer = target.complete(prompt, request.max_tokens, _ANSWER_LIMIT_S)
-                    answers[f"answer {number}"] = str(answer[target.dialect.api.answer])
-                return answers
-            finally:
-                target.stop()
-        finally:
-            opened.choice.close()
+                if self.what != START:
+                    raise
+                last = last_lines(log, count=1).strip() or str(error)
+                return {START: f"{FAILS}: {last} (log: {log})"}
+            if self.what == START:
+                return {START: STARTS}
+            if self.what == "capacity":
+                return _capacity(target)
+            load, point = opened.choice.workload.load, design.cells[0].load
+            return _answers(target, requests_for(load, point, target, self.workload.seed, 1)[:_PROMPTS])
+
+
+def _capacity(target: Target) -> dict[str, str]:
+    room = target.server_info().capacity.model_dump(exclude_none=True)
+    if not room:
+        raise MeasurementError(say("check.no_capacity"))
+    return {name: str(value) for name, value in room.items()}
+
+
+def _answers(target: Target, requests: Sequence[RequestSpec]) -> dict[str, str]:
+    answers = {}
+    for number, request in enumerate(requests, 1):
+        prompt = request.prompt or list(request.prompt_token_ids or ())
+        answer = target.complete(prompt, request.max_tokens, _ANSWER_LIMIT_S)
+        answers[f"answer {number}"] = str(answer[target.dialect.api.answer])
+    return answers

@@ -18,9 +18,9 @@ def bisect(options: BisectOptions) -> int:
     First BAD is measured against GOOD; where it is not shown to be worse, the search ends with the interval. Then git's
     own bisect chooses commits, in a clone of its own. Each is built (builds are kept in ~/.cache/kvbench/builds) and
     measured in pairs against GOOD, as `compare` does, until it is clear whether it has the effect. At last the culprit
-    is measured against its parent: a commit that made nothing worse is named in at most 1 % of
-    searches. Commits that cannot be built or measured are skipped. What a later commit reverts is taken out of the
-    commits between. If several commits share the effect, each is searched for.
+    is measured against its parent: a commit that made nothing worse is named in at most 1 % of searches. Commits that
+    cannot be built or measured are skipped. What a later commit reverts is taken out of the commits between. If several
+    commits share the effect, each is searched for.
 
     \b
     Examples:

@@ -1,7 +1,7 @@
 """Sequential tests of a search in history. Pure functions.
 
 A *harm* is log(commit / GOOD) of one pair of engines in a metric, positive where it is worse. BAD has the *effect*, and
-a commit is tested for being closer to GOOD or to BAD: its mean harm is held against half of the effect.
+a commit is tested for having it, as BAD does, or not, as GOOD does.
 
 Two tests need no assumption but that a coin orders each pair, which makes either side slower with equal chance where
 they are the same: that BAD is worse than GOOD, and that the culprit is worse than its parent (sign tests: 8 of 8, 11 of

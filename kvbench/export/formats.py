@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from datetime import datetime
 from typing import Any
 
 import numpy as np
@@ -43,11 +42,10 @@ _OTEL = {
 def vllm(load: ExportedLoad, *, detailed: bool = False) -> dict[str, Any]:
     """The file of ``vllm bench serve --save-result`` of vLLM 0.32; ``detailed``: of --save-detailed."""
     metrics, asked = load.result.metrics, {name: load.fields.get(name) for name in _ASKED}
-    ended = datetime.fromisoformat(load.result.ended_at)
     peak_tokens, peak_requests = _peaks(load)
     backend = "openai-chat" if load.result.endpoint == "chat" else "openai"
     report: dict[str, Any] = {
-        "date": ended.astimezone().strftime("%Y%m%d-%H%M%S"),
+        "date": load.ended.astimezone().strftime("%Y%m%d-%H%M%S"),
         "endpoint_type": backend,
         "backend": backend,
         "label": load.name,
@@ -58,16 +56,15 @@ def vllm(load: ExportedLoad, *, detailed: bool = False) -> dict[str, Any]:
         "duration": metrics.duration_s,
         "completed": int(load.ok.sum()),
         "failed": int((~load.ok).sum()),
-        "total_input_tokens": int(load.rows["prompt_tokens"][load.ok].sum()),
+        "total_input_tokens": load.prompt_tokens,
         "total_output_tokens": int(load.tokens.sum()),
     }
     report["burstiness"] = report["burstiness"] if isinstance(report["burstiness"], int | float) else 1.0
-    seconds = metrics.duration_s or math.nan
     report |= {
-        "request_throughput": report["completed"] / seconds,
+        "request_throughput": load.rates["requests"],
         "request_goodput": metrics.goodput,
-        "output_throughput": report["total_output_tokens"] / seconds,
-        "total_token_throughput": (report["total_input_tokens"] + report["total_output_tokens"]) / seconds,
+        "output_throughput": load.rates["output"],
+        "total_token_throughput": load.rates["tokens"],
     }
     if detailed:
         report |= {
@@ -117,14 +114,12 @@ def _peaks(load: ExportedLoad) -> tuple[float, int]:
 
 def llmd(load: ExportedLoad) -> dict[str, Any]:
     """The Benchmark Report 0.2 of llm-d (schema 0.2.1)."""
-    began, ended = (datetime.fromisoformat(moment) for moment in (load.result.started_at, load.result.ended_at))
+    began, ended, rows, ok = load.began, load.ended, load.rows, load.ok
     rate, concurrency = load.fields.get("request_rate"), load.fields.get("max_concurrency")
-    seconds = load.result.metrics.duration_s or math.nan
-    rows, ok = load.rows, load.ok
     rates = {
-        "request_rate": (ok.sum(), "queries/s"),
-        "output_token_rate": (load.tokens.sum(), "tokens/s"),
-        "total_token_rate": (load.tokens.sum() + rows["prompt_tokens"][ok].sum(), "tokens/s"),
+        "request_rate": (load.rates["requests"], "queries/s"),
+        "output_token_rate": (load.rates["output"], "tokens/s"),
+        "total_token_rate": (load.rates["tokens"], "tokens/s"),
     }
     asked = {"rate_qps": rate} if isinstance(rate, int | float) else {}
     asked |= {"concurrency": concurrency} if concurrency else {}
@@ -144,14 +139,14 @@ def llmd(load: ExportedLoad) -> dict[str, Any]:
                 "metadata": {"label": "server", "cfg_id": load.cell},
                 "standardized": {
                     "kind": "generic", "tool": load.fields.get("backend") or "unknown",
-                    "tool_version": load.manifest.versions.get("kvbench", "unknown"),
+                    "tool_version": load.version,
                 },
                 "native": {"args": {}, "envars": {}, "config": load.settings},
             }],
             "load": {
                 "metadata": {"cfg_id": load.cell},
                 "standardized": {
-                    "tool": "kvbench", "tool_version": load.manifest.versions.get("kvbench", "unknown"), **asked,
+                    "tool": "kvbench", "tool_version": load.version, **asked,
                     "source": "unknown",
                     **{
                         name: {"distribution": "other", "value": float(np.mean(values)) if len(values) else 0.0}
@@ -171,7 +166,7 @@ def llmd(load: ExportedLoad) -> dict[str, Any]:
                 for name, samples in load.latencies.items() if len(samples) for title, unit in [_LLMD_LATENCIES[name]]
             },
             "throughput": {
-                name: {"units": unit, "mean": float(total / seconds)} for name, (total, unit) in rates.items()
+                name: {"units": unit, "mean": mean} for name, (mean, unit) in rates.items()
             },
         }}},
     }  # fmt: skip
@@ -212,14 +207,13 @@ def prometheus(loads: Sequence[ExportedLoad]) -> str:
 
 
 def _gauges(load: ExportedLoad, name: str) -> Iterator[tuple[str, float]]:
-    seconds = load.result.metrics.duration_s or math.nan
     if name == "requests":
         yield _labels(load, outcome="ok"), int(load.ok.sum())
         yield _labels(load, outcome="failed"), int((~load.ok).sum())
     else:
         values = {
-            "output_tokens_per_second": float(load.tokens.sum() / seconds),
-            "requests_per_second": float(load.ok.sum() / seconds),
+            "output_tokens_per_second": load.rates["output"],
+            "requests_per_second": load.rates["requests"],
             "valid": int(load.result.valid),
         }
         yield _labels(load), values[name]
@@ -240,8 +234,7 @@ def otlp(loads: Sequence[ExportedLoad]) -> dict[str, Any]:
         points = [_histogram(load, load.latencies[name], bounds) for load in loads]
         histogram = {"aggregationTemporality": 1, "dataPoints": points}  # delta: each load begins anew
         metrics.append({"name": title, "unit": "s", "histogram": histogram})
-    versions = loads[0].manifest.versions
-    scope = {"name": "kvbench", "version": versions.get("kvbench", "")}
+    scope = {"name": "kvbench", "version": loads[0].version}
     resource = {"attributes": [_attribute("service.name", "kvbench")]}
     return {"resourceMetrics": [{"resource": resource, "scopeMetrics": [{"scope": scope, "metrics": metrics}]}]}
 
@@ -249,15 +242,14 @@ def otlp(loads: Sequence[ExportedLoad]) -> dict[str, Any]:
 def _histogram(load: ExportedLoad, samples: np.ndarray, bounds: Sequence[float]) -> dict[str, Any]:
     # A bucket holds what is above its lower and at most its upper bound.
     counts = np.bincount(np.searchsorted(bounds, samples, side="left"), minlength=len(bounds) + 1)
-    began, ended = (datetime.fromisoformat(t).timestamp() for t in (load.result.started_at, load.result.ended_at))
     names = {
         "gen_ai.request.model": load.fields.get("model_id") or "", "kvbench.workload": load.workload,
         "kvbench.cell": load.cell, "kvbench.repeat": str(load.repeat), "kvbench.invalid": load.invalid,
     }  # fmt: skip
     ends = {"min": float(samples.min()), "max": float(samples.max())} if len(samples) else {}
     return {
-        "startTimeUnixNano": str(int(began * 1e9)),
-        "timeUnixNano": str(int(ended * 1e9)),
+        "startTimeUnixNano": str(int(load.began.timestamp() * 1e9)),
+        "timeUnixNano": str(int(load.ended.timestamp() * 1e9)),
         "count": str(len(samples)),
         "sum": float(samples.sum()),
         **ends,

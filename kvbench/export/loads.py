@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,6 +53,30 @@ class ExportedLoad:
         """The workload, without the settings of an engine that another program launched."""
         theirs = () if self.manifest.is_built_in else ("engine", "model")
         return {name: section for name, section in self.manifest.workload.items() if name not in theirs}
+
+    @property
+    def began(self) -> datetime:
+        return datetime.fromisoformat(self.result.started_at)
+
+    @property
+    def ended(self) -> datetime:
+        return datetime.fromisoformat(self.result.ended_at)
+
+    @property
+    def version(self) -> str:
+        return self.manifest.versions.get("kvbench", "unknown")
+
+    @cached_property
+    def rates(self) -> dict[str, float]:
+        """The requests, output tokens and all tokens of successful requests, per second of the whole run."""
+        seconds, output = self.result.metrics.duration_s or math.nan, int(self.tokens.sum())
+        totals = {"requests": int(self.ok.sum()), "output": output, "tokens": self.prompt_tokens + output}
+        return {name: total / seconds for name, total in totals.items()}
+
+    @property
+    def prompt_tokens(self) -> int:
+        """The prompt tokens of successful requests."""
+        return int(self.rows["prompt_tokens"][self.ok].sum())
 
     @cached_property
     def ok(self) -> np.ndarray:
