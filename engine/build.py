@@ -107,8 +107,8 @@ def _make_ready(config: EngineConfig, executor: TorchExecutor, kv: KVManager, te
     if executor.device.type == "cuda" and config.cuda_graphs is not False and may_capture(config, executor.model):
         tell("capturing CUDA graphs")
         sizes = GraphSizes.of(config.max_num_seqs, config.max_num_batched_tokens)
-        pages, required = kv.page_table.shape[1], config.cuda_graphs is True
-        executor.forward.capture_graphs(sizes, pages, config.max_model_len, cuda_capture(), required)
+        page_starts, required = executor.page_starts, config.cuda_graphs is True
+        executor.forward.capture_graphs(sizes, page_starts, config.max_model_len, cuda_capture(), required)
         if (captured := executor.forward.graph_sizes) is not None:
             tell(f"replays {captured}")
         executor.forward.num_replayed = 0

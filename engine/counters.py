@@ -119,10 +119,10 @@ class EngineCounters:
 
     def count(self, plan: StepPlan) -> StepTokens:
         """Count the work of ``plan``; call before it is committed."""
-        prefill = decode = recomputed = 0
-        for seq, num_tokens in plan.scheduled:
+        prefill = recomputed = 0
+        decode = len(plan.scheduled) if plan.repeats else 0
+        for seq, num_tokens in () if plan.repeats else plan.scheduled:
             computed, ever = seq.num_computed, seq.num_ever_computed
-            end = computed + num_tokens
             if seq.first_scheduled is None:
                 seq.first_scheduled, seq.first_step = self._clock(), self.counts["steps"] + 1
                 self.counts["prompt_tokens"] += seq.num_prompt
@@ -132,11 +132,9 @@ class EngineCounters:
             else:
                 prefill += num_tokens
             if ever > computed:
-                again = min(end, ever) - computed
+                again = min(computed + num_tokens, ever) - computed
                 recomputed += again
                 seq.num_recomputed += again
-            if end > ever:
-                seq.num_ever_computed = end
         counts = self.counts
         counts["steps"] += bool(plan.scheduled)
         counts["decode_tokens"] += decode

@@ -28,7 +28,7 @@ from kvbench_engine.kv.manager import KVManager
 from kvbench_engine.model.spec import ModelInfo
 from kvbench_engine.scheduling.groups import BeamGroup, Group
 from kvbench_engine.scheduling.scheduler import Scheduler
-from kvbench_engine.scheduling.step_plan import StepHandle, StepPlan
+from kvbench_engine.scheduling.step_plan import Draw, Scheduled, StepHandle, StepPlan
 from kvbench_engine.sequence import PENDING, Drawn, Request, Sequence, Status, TokenOutput
 
 
@@ -199,6 +199,13 @@ class Engine:
     def _commit(self, step: _Step) -> None:
         """Count the step's tokens as computed: their KV exists for everything that is launched later."""
         commit = self.kv.commit
+        if self.pipelined and step.plan.repeats:
+            for seq, _ in step.plan.scheduled:
+                seq.num_computed += 1
+                seq.token_ids.append(PENDING)
+                seq.num_pending += 1
+            self.kv.commit_decodes(len(step.plan.scheduled))
+            return
         if not self.pipelined:
             for seq, num_tokens in step.plan.scheduled:
                 commit(seq, num_tokens)
@@ -216,15 +223,9 @@ class Engine:
         drawn = step.handle.tokens() if step.handle is not None else []
         started = self._clock()
         outputs: list[TokenOutput] = []
-        generated, finished = 0, Status.FINISHED
         self._step_read = step.work.step
-        for (seq, _), tokens in zip(step.plan.scheduled, drawn, strict=True):
-            if tokens is None or seq.status is finished:  # ended meanwhile
-                continue
-            if tokens.token_ids:
-                generated += self._advance(seq, tokens, outputs)
-            else:
-                self._fail(seq, outputs)
+        take = self._take_decodes if step.plan.repeats else self._take
+        generated = take(step.plan.scheduled, drawn, outputs)
         self._counters.counts["generation_tokens"] += generated
         self._in_flight.popleft()
         kv = self.kv.stats()
@@ -233,6 +234,41 @@ class Engine:
             self.on_step(self._counters.record(step.plan, step.work, self.kv, kv, self.scheduler))
         self._counters.phases["output"] += self._clock() - started
         return outputs
+
+    def _take(self, scheduled: list[Scheduled], draws: list[Draw], outputs: list[TokenOutput]) -> int:
+        """Append what was drawn for each item; returns the number of tokens."""
+        generated, finished = 0, Status.FINISHED
+        for (seq, _), drawn in zip(scheduled, draws, strict=True):
+            if drawn is None or seq.status is finished:  # ended meanwhile
+                continue
+            drawn = Drawn((drawn,)) if type(drawn) is int else drawn
+            if drawn.token_ids:
+                generated += self._advance(seq, drawn, outputs)
+            else:
+                self._fail(seq, outputs)
+        return generated
+
+    def _take_decodes(self, scheduled: list[Scheduled], draws: list[Draw], outputs: list[TokenOutput]) -> int:
+        """Append the tokens of a step that repeats the one before: none is a sequence's first or ends it by length."""
+        generated, finished, publishes = 0, Status.FINISHED, self._caches_prefixes and self.pipelined
+        page_size, eos = self.capacity.page_size, self._eos
+        for (seq, _), drawn in zip(scheduled, draws, strict=True):
+            if seq.status is finished:
+                continue
+            params = seq.request.params
+            if type(drawn) is not int or drawn in eos or drawn in params.stop_token_ids:
+                generated += self._take([(seq, 1)], [drawn], outputs)
+                continue
+            generated += 1
+            if pending := seq.num_pending:
+                seq.token_ids[-pending] = drawn
+                seq.num_pending = pending - 1
+            else:
+                seq.token_ids.append(drawn)
+            if publishes and (len(seq.token_ids) - seq.num_pending) % page_size == 0:
+                self.kv.publish(seq)
+            outputs.append(TokenOutput(seq.request.request_id, (drawn,), None, seq.num_cached, None, seq.index))
+        return generated
 
     def _advance(self, seq: Sequence, drawn: Drawn, outputs: list[TokenOutput]) -> int:
         """Append what was drawn for ``seq``; returns the number of tokens."""

@@ -164,7 +164,7 @@ class Sequence:
     num_computed: int = 0
     num_cached: int = 0
     num_preemptions: int = 0
-    num_ever_computed: int = 0  # highest num_computed so far: below it, tokens are recomputed
+    num_ever_computed: int = 0  # highest num_computed before a preemption: below it, tokens are recomputed
     num_recomputed: int = 0  # tokens
     num_swapped_pages: int = 0  # to the host, over all preemptions; contiguous: reservations
     first_step: int = 0  # number of the step that computed its first tokens; 0: none has
@@ -201,7 +201,7 @@ class Sequence:
             arrival=self.arrival,
             max_length=self.max_length,
             num_cached=self.num_cached,
-            num_ever_computed=self.num_ever_computed,
+            num_ever_computed=max(self.num_ever_computed, self.num_computed),
             num_candidates=self.num_candidates,
             silent=self.silent,
             logprob=self.logprob,

@@ -42,9 +42,9 @@ class TeacherForced:
         engine = assemble_engine(roomy, loaded)
         capacity = engine.capacity
         self._forward = engine.executor.forward
-        self._inputs = InputBuffers(loaded.device, capacity.page_size)
         pages = np.random.default_rng(0).permutation(num_rows * capacity.max_pages_per_seq)
-        self._page_table = (pages * capacity.page_size).reshape(num_rows, -1).astype(np.int64)  # first slots
+        page_table = (pages * capacity.page_size).reshape(num_rows, -1).astype(np.int64)  # first slots
+        self._inputs = InputBuffers(loaded.device, capacity.page_size, page_table)
         self.num_rows = num_rows
         self.reset()
 
@@ -65,7 +65,7 @@ class TeacherForced:
         for row in order:
             self._rows[row].token_ids += tokens[row]
             items.append(Scheduled(self._rows[row], len(tokens[row])))
-        inputs = self._inputs.make(items, self._page_table, {})
+        inputs = self._inputs.make(items, {})
         every = torch.arange(len(inputs.ids), device=inputs.ids.device)
         logits = self._forward(inputs.ids, inputs.positions, inputs.step, every)
         for seq, count in items:

@@ -10,16 +10,16 @@ import torch
 
 from kvbench_engine.config import EngineConfig
 from kvbench_engine.execution.forward import ModelForward
-from kvbench_engine.execution.sampler import Sampled, sample
-from kvbench_engine.execution.step_inputs import InputBuffers
+from kvbench_engine.execution.sampler import Sampled, Sampler
+from kvbench_engine.execution.step_inputs import InputBuffers, StepInputs
 from kvbench_engine.kv.budget import KVCapacity
 from kvbench_engine.kv.mover import KVMover
 from kvbench_engine.model.attention import AttentionHost
 from kvbench_engine.model.compiler import compile_model
 from kvbench_engine.model.kv_scales import calibrate_kv_scales
 from kvbench_engine.model.loader import LoadedModel
-from kvbench_engine.scheduling.step_plan import Computed, Scheduled, StepHandle, StepPlan
-from kvbench_engine.sequence import Drawn, Sequence
+from kvbench_engine.scheduling.step_plan import Computed, Draw, Scheduled, StepHandle, StepPlan
+from kvbench_engine.sequence import Sequence
 from kvbench_kernels.kv_formats import find_format
 from kvbench_kernels.quantized import FP8_MAX
 
@@ -50,10 +50,11 @@ class TorchExecutor:
         self.model_info = loaded.info
         self.device = loaded.device
         self.phase_seconds = {"move": 0.0, "prepare": 0.0, "execute": 0.0, "sample": 0.0}
-        self._page_table = page_table
-        self._inputs = InputBuffers(self.device, capacity.page_size)
+        self._inputs = InputBuffers(self.device, capacity.page_size, page_table)
+        self._sampler = Sampler(config.max_num_seqs, config.seed)
         self._drawn = torch.empty(0, dtype=torch.int64, device=self.device)  # tokens of the last launch that sampled
-        self._drawn_at: dict[Sequence, int] = {}  # index in _drawn; kept only if steps overlap
+        self._drawing: list[Sequence] = []  # the sequences of _drawn
+        self._sampling: list[int] = []  # of the last launch: indices in the plan of the items that draw
         self.kv_saturated_values = self.kv_sampled_values = 0
         self._counts_saturated = find_format(config.kv_cache_dtype) in FP8_MAX
         self._launches = 0
@@ -78,10 +79,14 @@ class TorchExecutor:
             loaded.backend, shape, slots, page_size, like, config.kv_cache_dtype, scales, bool(config.fused_layers)
         )
 
+    @property
+    def page_starts(self) -> torch.Tensor:
+        """The tensor in which every step has its page tables, ``[max_num_seqs, max_pages_per_seq]`` int64."""
+        return self._inputs.tables.in_order
+
     def use_page_table(self, page_table: np.ndarray) -> None:
         """Switch to another KV manager of the same capacity (after the warm-up)."""
-        assert page_table.shape == self._page_table.shape
-        self._page_table = page_table
+        self._inputs.use_page_table(page_table)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:
@@ -93,26 +98,44 @@ class TorchExecutor:
         if not plan.scheduled:
             self.phase_seconds["prepare"] += time.perf_counter() - times[0]
             return Computed([])
-        order = _decodes_first(plan.scheduled)
-        items = [plan.scheduled[i] for i in order]
-        inputs = self._inputs.make(items, self._page_table, self._drawn_at)
-        if len(inputs.pending_at):
-            inputs.fill_in(self._drawn)
-        sampling = [i for i, item in zip(order, items, strict=True) if item.samples]
-        sequences = [plan.scheduled[i].seq for i in sampling]
+        inputs = self._repeat_inputs(plan.scheduled) if plan.repeats else self._make_inputs(plan.scheduled)
         times.append(time.perf_counter())
         logits = self.forward(inputs.ids, inputs.positions, inputs.step, inputs.last_tokens)
         times.append(time.perf_counter())
         if self._counts_saturated:
             self._look_for_saturation(inputs.step.slots)
-        sampled = sample(logits, sequences, self.config.seed) if sequences else None
-        if self.config.async_scheduling and sampled is not None:
+        sampled = self._sampler.draw(logits, inputs.columns) if self._sampling else None
+        if sampled is not None:
             self._drawn = sampled.tokens
-            self._drawn_at = {seq: at for at, seq in enumerate(sequences)}
         times.append(time.perf_counter())
         for phase, start, end in zip(("prepare", "execute", "sample"), times, times[1:], strict=False):
             self.phase_seconds[phase] += end - start
-        return _Launched(self, sampled, sampling, len(items))
+        return _Launched(self, sampled, self._sampling, len(plan.scheduled))
+
+    def _make_inputs(self, scheduled: list[Scheduled]) -> StepInputs:
+        """Make the inputs, with what the sampler needs on the device."""
+        order, items = range(len(scheduled)), scheduled
+        if any(num_tokens != 1 for _, num_tokens in scheduled):  # single tokens first: decode takes them as one block
+            order = sorted(order, key=lambda i: scheduled[i].num_tokens != 1)
+            items = [scheduled[i] for i in order]
+        drawn_at = {seq: at for at, seq in enumerate(self._drawing)}
+        self._sampling = [i for i in order if scheduled[i].samples]
+        sequences = [scheduled[i].seq for i in self._sampling]
+        columns = self._sampler.prepare(sequences)
+        inputs = self._inputs.make(items, drawn_at, columns)
+        if len(inputs.pending_at):
+            inputs.fill_in(self._drawn)
+        if sequences:
+            self._drawing = sequences if self.config.async_scheduling else []
+        return inputs
+
+    def _repeat_inputs(self, scheduled: list[Scheduled]) -> StepInputs:
+        """Make the inputs of the last launch's sequences, each with one token more."""
+        columns = self._sampler.repeat()
+        if self.config.async_scheduling:
+            return self._inputs.repeat(self._drawn, columns)
+        ids = np.array([seq.token_ids[-1] for seq, _ in scheduled])
+        return self._inputs.repeat(ids, columns)
 
     def _look_for_saturation(self, slots: torch.Tensor) -> None:
         """Count the values that fp8 cuts off now and then; a device's count is read at the next look."""
@@ -136,26 +159,19 @@ class _Launched:
             self._done = torch.cuda.Event()
             self._done.record()
 
-    def tokens(self) -> list[Drawn | None]:
+    def tokens(self) -> list[Draw]:
         """Wait until the step is computed (on CUDA that time counts as "execute"), even if it draws nothing.
 
         Without the wait all chunks of a long prompt would be queued at once, ahead of the next request.
         """
-        result: list[Drawn | None] = [None] * self._num_items
         started = time.perf_counter()
         if self._done is not None:
             self._done.synchronize()
+        result: list[Draw] = [None] * self._num_items
         if self._sampled is not None:
-            for index, drawn in zip(self._sampling, self._sampled.read(), strict=True):
-                result[index] = drawn
+            draws = self._sampled.read()
+            for index, draw in zip(self._sampling, draws, strict=True):
+                result[index] = draw
         phase = "execute" if self._executor.device.type == "cuda" else "sample"
         self._executor.phase_seconds[phase] += time.perf_counter() - started
         return result
-
-
-def _decodes_first(scheduled: list[Scheduled]) -> list[int]:
-    """Indices in order of computation: items of one token first, which the decode kernel takes as one block."""
-    single = [i for i, (_, num_tokens) in enumerate(scheduled) if num_tokens == 1]
-    if len(single) == len(scheduled):
-        return single
-    return single + [i for i, (_, num_tokens) in enumerate(scheduled) if num_tokens > 1]

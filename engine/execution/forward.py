@@ -33,17 +33,22 @@ class ModelForward:
         install(model, host)
 
     def capture_graphs(
-        self, sizes: GraphSizes, pages: int, max_model_len: int, capture: Capture, required: bool = False
+        self,
+        sizes: GraphSizes,
+        page_starts: torch.Tensor,
+        max_model_len: int,
+        capture: Capture,
+        required: bool = False,
     ) -> bool:
         """Replay the steps that fit ``sizes`` from graphs from now on; False, with no change, if the model cannot.
 
-        ``pages``: columns of the page table. ``max_model_len``: tokens.
+        ``page_starts [rows, pages]``: the page tables that the steps of decodes come with. ``max_model_len``: tokens.
 
         Raises:
             ValueError: the model cannot, and graphs are ``required``.
         """
         device = next(self.model.parameters()).device
-        graphs = StepGraphs(self._eager, sizes, pages, max_model_len, device, capture)
+        graphs = StepGraphs(self._eager, sizes, page_starts, max_model_len, device, capture)
         self._graphs = graphs if graphs.capture(required) else None
         return self._graphs is not None
 

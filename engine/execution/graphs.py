@@ -7,7 +7,7 @@ buffers. A *decode* graph has a size in sequences, each of which computes one to
     ids          the step's         any id, from an earlier step
     slots        the step's         -1: the KV is not written
     seq_lens     the step's         0: attention reads nothing and returns zeros
-    page_starts  the step's         unused
+    page_starts  the step's         unused; the executor's own tensor, which is not copied
 
 A *mixed* graph, for decodes beside chunks of prompts, has a size in tokens. It is valid for any division of them,
 because kernels find each sequence through tensors on the device. Decode attention takes the first rows, as many as
@@ -127,15 +127,16 @@ class GraphSizes:
 class StepGraphs:
     """Captured steps of one model and one KV cache.
 
-    ``forward`` plans attention and runs the model. ``pages``: columns of the page table. ``max_model_len``: tokens of
-    the longest possible sequence. ``sizes``: what is captured, nothing before ``capture``.
+    ``forward`` plans attention and runs the model. ``page_starts [rows, pages]``: the tensor in which steps have their
+    page tables. ``max_model_len``: tokens of the longest possible sequence. ``sizes``: what is captured, nothing before
+    ``capture``.
     """
 
     def __init__(
         self,
         forward: Forward,
         sizes: GraphSizes,
-        pages: int,
+        page_starts: torch.Tensor,
         max_model_len: int,
         device: torch.device,
         capture: Capture,
@@ -157,9 +158,9 @@ class StepGraphs:
         self._step = StepTensors(
             num_decodes=rows,
             slots=numbers(tokens) - 1,
-            decode_page_starts=numbers(rows, pages),
+            decode_page_starts=page_starts[:rows],
             decode_seq_lens=numbers(rows),
-            prefill_page_starts=numbers(sequences, pages),
+            prefill_page_starts=numbers(sequences, page_starts.shape[1]),
             prefill_seq_lens=numbers(sequences),
             query_starts=numbers(sequences + 1),
             max_decode_tokens=max_model_len,
@@ -259,7 +260,8 @@ class StepGraphs:
         _fill(static.slots[:padded], step.slots, -1)
         rows = min(padded, self.sizes.rows)
         _fill(static.decode_seq_lens[:rows], step.decode_seq_lens, 0)
-        _copy_tables(static.decode_page_starts, step.decode_page_starts)
+        if step.decode_page_starts.data_ptr() != static.decode_page_starts.data_ptr():
+            _copy_tables(static.decode_page_starts, step.decode_page_starts)
         if fit.mixed:
             self._fill_prefills(step, padded)
             _fill(self._sampled[:rows], last_tokens, 0)

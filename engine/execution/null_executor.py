@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Callable
 
 from kvbench_engine.model.spec import ModelInfo
-from kvbench_engine.scheduling.step_plan import Computed, StepPlan
+from kvbench_engine.scheduling.step_plan import Computed, Draw, StepPlan
 from kvbench_engine.sequence import Drawn, Sequence
 
 _WORD = 2**64 - 1
@@ -51,9 +51,11 @@ class ReplayExecutor:
             self.on_launch(plan)
         return Computed([self._draw(item.seq) if item.samples else None for item in plan.scheduled])
 
-    def _draw(self, seq: Sequence) -> Drawn:
+    def _draw(self, seq: Sequence) -> Draw:
         if seq.num_candidates:
             return self._continuations(seq)
+        if not seq.pending_forks and not seq.silent:
+            return self._token(seq, seq.index)
         tokens = tuple(self._token(seq, seq.index + i) for i in range(seq.pending_forks + 1))
         # multiples of 1/8: sums of them are exact, in any order, on any machine
         return Drawn(tokens, tuple(-0.125 * (token % 8) - 0.125 for token in tokens) if seq.silent else ())

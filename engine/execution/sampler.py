@@ -18,9 +18,11 @@ import numpy as np
 import torch
 
 from kvbench_engine.execution.gumbel import draw_into, row_keys
+from kvbench_engine.scheduling.step_plan import Draw
 from kvbench_engine.sequence import Drawn, Sequence
 
 _SMALLEST = 1e-30  # smallest temperature and top-p: less would leave float32
+_ALL = 2**31 - 1  # top_k: more than any vocabulary, and an int32
 
 
 class Sampled:
@@ -31,9 +33,9 @@ class Sampled:
     host starts at once.
     """
 
-    def __init__(self, tokens: torch.Tensor, largest: torch.Tensor, wanted: _Wanted, extras: _Extras | None = None):
+    def __init__(self, tokens: torch.Tensor, largest: torch.Tensor, extras: _Extras | None = None):
         self.tokens = tokens
-        self._wanted = wanted
+        self._extras = extras
         parts = [largest, tokens]
         if extras is not None:
             parts = [largest, extras.drawn, extras.logprobs, *(t for pair in extras.candidates for t in pair)]
@@ -44,172 +46,189 @@ class Sampled:
             self._event.record()
         self._host = parts
 
-    def read(self) -> list[Drawn]:
-        """One ``Drawn`` a row, in the order of the sequences.
+    def read(self) -> list[Draw]:
+        """Wait for the tokens: what each row drew, in the order of the sequences.
 
-        Without tokens for a row that nothing can be drawn from: its logits hold NaN or infinity, or all of them are
-        -inf.
+        ``Drawn`` without tokens for a row that nothing can be drawn from: its logits hold NaN or infinity, or all of
+        them are -inf.
         """
         if self._event is not None:
             self._event.synchronize()
         largest, *parts = self._host
-        result = self._simple(parts[0]) if self._wanted.simple else self._with_extras(parts)
+        result: list[Draw] = parts[0].tolist() if self._extras is None else self._extras.split(parts)
         finite = largest.isfinite().numpy()
         if not finite.all():
             for row in np.flatnonzero(~finite).tolist():
                 result[row] = Drawn(())
         return result
 
-    def _simple(self, tokens: torch.Tensor) -> list[Drawn]:
-        return [Drawn((token,)) for token in tokens.tolist()]
 
-    def _with_extras(self, parts: list[torch.Tensor]) -> list[Drawn]:
-        wanted = self._wanted
-        drawn, logprobs, *candidates = (t.tolist() for t in parts)
-        tokens, chances = iter(drawn), iter(logprobs)
-        result = [Drawn(())] * len(wanted.counts)
-        for row, (count, silent) in enumerate(zip(wanted.counts, wanted.silent, strict=True)):
-            own = tuple(islice(tokens, count))
-            result[row] = Drawn(own, tuple(islice(chances, count)) if silent else ())
-        for rows, ids, values in zip(wanted.beams.values(), candidates[::2], candidates[1::2], strict=True):
-            for row, own, of_own in zip(rows, ids, values, strict=True):
-                result[row] = Drawn(tuple(own), tuple(of_own))
-        return result
+@dataclass(frozen=True)
+class _Wanted:
+    """The draws of a step in which a row needs more than one token.
+
+    ``counts [N]``; ``silent [N]``: log probabilities are needed too; ``beams``: number of candidates -> rows.
+    """
+
+    counts: list[int]
+    silent: list[bool]
+    beams: dict[int, list[int]]
+
+    @classmethod
+    def of(cls, sequences: list[Sequence]) -> _Wanted | None:
+        """Find what the rows need; None if that is one token each and nothing else."""
+        if not any(seq.num_candidates or seq.pending_forks or seq.silent for seq in sequences):
+            return None
+        beams: dict[int, list[int]] = {}
+        for row, seq in enumerate(sequences):
+            if seq.num_candidates:
+                beams.setdefault(seq.num_candidates, []).append(row)
+        counts = [0 if seq.num_candidates else seq.pending_forks + 1 for seq in sequences]
+        return cls(counts, [seq.silent for seq in sequences], beams)
 
 
 @dataclass(frozen=True)
 class _Extras:
     """All draws ``drawn [M]`` int64, ``logprobs [L]`` of silent rows' draws, and each beam width's candidates."""
 
+    wanted: _Wanted
     drawn: torch.Tensor
     logprobs: torch.Tensor
     candidates: tuple[tuple[torch.Tensor, torch.Tensor], ...]
 
+    def split(self, parts: list[torch.Tensor]) -> list[Draw]:
+        """Share copies of the tensors, in the order of the fields, among the rows."""
+        wanted = self.wanted
+        drawn, logprobs, *candidates = (t.tolist() for t in parts)
+        tokens, chances = iter(drawn), iter(logprobs)
+        result: list[Draw] = []
+        for count, silent in zip(wanted.counts, wanted.silent, strict=True):
+            own = tuple(islice(tokens, count))
+            plain = count == 1 and not silent
+            result.append(own[0] if plain else Drawn(own, tuple(islice(chances, count)) if silent else ()))
+        for rows, ids, values in zip(wanted.beams.values(), candidates[::2], candidates[1::2], strict=True):
+            for row, own, of_own in zip(rows, ids, values, strict=True):
+                result[row] = Drawn(tuple(own), tuple(of_own))
+        return result
 
-class _Wanted:
-    """The draws that each row needs: ``counts [N]``, log probabilities where ``silent [N]``, or candidates.
 
-    ``beams``: number of candidates -> rows. ``simple``: one token a row and nothing else.
-    """
+class Sampler:
+    """Draws for each sequence from its row of the logits: a token, one for each of its forks, or a beam's best.
 
-    def __init__(self, sequences: list[Sequence]):
-        self.counts = [0 if seq.num_candidates else seq.pending_forks + 1 for seq in sequences]
-        self.silent = [seq.silent for seq in sequences]
-        self.beams: dict[int, list[int]] = {}
-        for row, seq in enumerate(sequences):
-            if seq.num_candidates:
-                self.beams.setdefault(seq.num_candidates, []).append(row)
-        self.simple = not any(self.silent) and not self.beams and sum(self.counts) == len(sequences)
-
-
-def sample(logits: torch.Tensor, sequences: list[Sequence], engine_seed: int) -> Sampled:
-    """Draw for each sequence from its row of ``logits [N, vocab]``.
-
-    A row gives a token, one for each of its forks, or a beam's best continuations.
-
-    The random numbers of a row depend only on its request's seed, the sequence's index in the request and the position
+    What a request asks for is stored once, when its sequence enters its row of the page table. The random numbers of a
+    draw depend only on its request's seed, the sequence's index in the request and the position
     (engine/execution/gumbel.py), so a request draws the same tokens in any batch, preempted or not, and a fork the same
     as a request of its own.
+
+    A step takes two calls: ``prepare``, or ``repeat`` for the sequences of the step before, then ``draw``.
     """
-    largest, best = torch.max(logits, dim=-1)  # of a row with NaN, the NaN's; of equals the first, as argmax
-    wanted = _Wanted(sequences)
-    if wanted.simple and all(seq.request.params.greedy for seq in sequences):
-        return Sampled(best, largest, wanted)
-    positions = np.array([seq.num_tokens for seq in sequences])
-    draw_rows = np.repeat(np.arange(len(sequences)), wanted.counts)
-    draws = _Draws.of(sequences, draw_rows, positions, engine_seed, logits.shape[1])
-    if wanted.simple:
-        draws.draw_into(best, logits, largest)
-        return Sampled(best, largest, wanted)
-    silent = np.flatnonzero(np.repeat(wanted.silent, wanted.counts))
-    first = np.flatnonzero(np.diff(draw_rows, prepend=-1))  # of each row's draws
-    rows, firsts, of_silent, row_of_silent, *of_beams = _upload(
-        logits.device, draw_rows, first, silent, draw_rows[silent], *map(np.array, wanted.beams.values())
-    )
-    drawn = best[rows]
-    draws.draw_into(drawn, logits, largest)
-    # of the model, before temperature, top-k and top-p; in float32, as transformers ranks beams
-    logprobs = torch.log_softmax(logits[row_of_silent].float(), dim=-1)
-    logprobs = logprobs.gather(1, drawn[of_silent][:, None])[:, 0]
-    candidates = tuple(_candidates(logits[at], count) for at, count in zip(of_beams, wanted.beams, strict=True))
-    tokens = best.index_copy_(0, rows[firsts], drawn[firsts])
-    return Sampled(tokens, largest, wanted, _Extras(drawn, logprobs, candidates))
+
+    def __init__(self, max_num_seqs: int, engine_seed: int):
+        self._engine_seed = engine_seed
+        self._holders: list[Sequence | None] = [None] * max_num_seqs
+        self._samples = np.zeros(max_num_seqs, bool)  # False: greedy
+        self._seeds = np.zeros(max_num_seqs, np.uint64)
+        self._temperature = np.zeros(max_num_seqs, np.float32)
+        self._top_k = np.zeros(max_num_seqs, np.int64)
+        self._top_p = np.zeros(max_num_seqs, np.float32)
+        self._sequences: list[Sequence] = []  # of the step
+        self._wanted: _Wanted | None = None
+        self._drawn_seeds = self._seeds[:0]  # of the step's draws that are not greedy
+        self._positions = self._top_k[:0]  # of the tokens that these draw
+        self._columns: tuple[torch.Tensor, ...] = ()  # where they draw, and by which settings, on the device
+        self._repeated = False
+
+    def prepare(self, sequences: list[Sequence]) -> list[np.ndarray]:
+        """Make the columns that ``draw`` needs on the device, for sequences in the order of their logits.
+
+        For S draws that are not greedy: key, index among all draws, row, temperature, top-k and top-p, ``[S]`` each.
+        If rows need more than a token: each draw's row, the first draws of the rows, the draws whose log probabilities
+        are needed, their rows, and the rows of each beam width.
+        """
+        self._sequences, self._wanted, self._repeated, self._columns = sequences, _Wanted.of(sequences), False, ()
+        places = np.array([self._enter(seq) for seq in sequences], dtype=np.int64)
+        row = np.arange(len(sequences))
+        extras: list[np.ndarray] = []
+        if (wanted := self._wanted) is not None:
+            row = np.repeat(row, wanted.counts)
+            silent = np.flatnonzero(np.repeat(wanted.silent, wanted.counts))
+            first = np.flatnonzero(np.diff(row, prepend=-1))  # of each row's draws
+            extras = [row, first, silent, row[silent], *map(np.array, wanted.beams.values())]
+        at = np.flatnonzero(self._samples[places[row]])
+        if not len(at):
+            self._drawn_seeds, self._positions = self._seeds[:0], at
+            return extras
+        row, places = row[at], places[row[at]]
+        self._drawn_seeds = self._seeds[places]
+        if wanted is not None:
+            self._seed_siblings(row)
+        self._positions = np.array([len(sequences[i].token_ids) for i in row.tolist()])
+        keys = row_keys(self._drawn_seeds, self._positions)
+        return [keys, at, row, self._temperature[places], self._top_k[places], self._top_p[places], *extras]
+
+    def repeat(self) -> list[np.ndarray]:
+        """Make the columns for the sequences of the last call, each with one token more."""
+        if self._wanted is not None:
+            return self.prepare(self._sequences)
+        if not self._repeated:  # on a CPU they are views of a buffer that the next step but one writes
+            self._columns, self._repeated = tuple(column.clone() for column in self._columns), True
+        self._positions = self._positions + 1
+        return [row_keys(self._drawn_seeds, self._positions)] if len(self._positions) else []
+
+    def draw(self, logits: torch.Tensor, columns: tuple[torch.Tensor, ...]) -> Sampled:
+        """Draw from ``logits [N, vocab]``, with the columns of this step on the device."""
+        largest, best = torch.max(logits, dim=-1)  # of a row with NaN, the NaN's; of equals the first, as argmax
+        keys, extras = None, columns
+        if len(self._positions):
+            keys, *extras = columns
+            if not self._repeated:
+                self._columns, extras = tuple(extras[:5]), extras[5:]
+        if self._wanted is None:
+            self._draw_into(best, logits, largest, keys)
+            return Sampled(best, largest)
+        rows, firsts, silent, row_of_silent, *of_beams = extras
+        drawn = best[rows]
+        self._draw_into(drawn, logits, largest, keys)
+        # of the model, before temperature, top-k and top-p; in float32, as transformers ranks beams
+        logprobs = torch.log_softmax(logits[row_of_silent].float(), dim=-1)
+        logprobs = logprobs.gather(1, drawn[silent][:, None])[:, 0]
+        widths = self._wanted.beams
+        candidates = tuple(_candidates(logits[at], count) for at, count in zip(of_beams, widths, strict=True))
+        tokens = best.index_copy_(0, rows[firsts], drawn[firsts])
+        return Sampled(tokens, largest, _Extras(self._wanted, drawn, logprobs, candidates))
+
+    def _enter(self, seq: Sequence) -> int:
+        """Store the settings of ``seq`` in its row, unless they are there; returns the row."""
+        row = seq.row
+        if self._holders[row] is not seq:
+            self._holders[row] = seq
+            params = seq.request.params
+            self._samples[row] = not params.greedy
+            self._seeds[row] = _seed_of(seq, seq.index, self._engine_seed)
+            self._temperature[row] = max(params.temperature, _SMALLEST)
+            self._top_k[row] = min(params.top_k or _ALL, _ALL)
+            self._top_p[row] = max(params.top_p, _SMALLEST)
+        return row
+
+    def _seed_siblings(self, row: np.ndarray) -> None:
+        """Give the second and later draws of a row, which are its siblings' first ones, the seeds of these."""
+        for at in np.flatnonzero(np.diff(row) == 0).tolist():
+            seq = self._sequences[row[at]]
+            sibling = at + 1 - int(np.searchsorted(row, row[at]))
+            self._drawn_seeds[at + 1] = _seed_of(seq, seq.index + sibling, self._engine_seed)
+
+    def _draw_into(
+        self, drawn: torch.Tensor, logits: torch.Tensor, largest: torch.Tensor, keys: torch.Tensor | None
+    ) -> None:
+        """Write the draws that are not greedy to ``drawn [M]`` int64."""
+        if keys is not None:
+            at, row, temperature, top_k, top_p = self._columns
+            draw_into(drawn, at, logits, row, largest, temperature, keys, top_k, top_p)
 
 
 def _candidates(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     top = torch.topk(torch.log_softmax(logits.float(), dim=-1), min(count, logits.shape[1]))
     return top.indices, top.values
-
-
-@dataclass(frozen=True)
-class _Draws:
-    """Draws that are not greedy, ``[S]`` each.
-
-    ``at``: among all draws; ``row``: of the logits; ``key`` int64; ``temperature`` float32; ``top_k`` int64, vocab when
-    off; ``top_p`` float32, 1 when off.
-    """
-
-    at: np.ndarray
-    row: np.ndarray
-    key: np.ndarray
-    temperature: np.ndarray
-    top_k: np.ndarray
-    top_p: np.ndarray
-
-    @classmethod
-    def of(
-        cls, sequences: list[Sequence], draw_rows: np.ndarray, positions: np.ndarray, engine_seed: int, vocab: int
-    ) -> _Draws:
-        """Collect the draws. ``draw_rows [M]``: the row of each draw, those of one row (its siblings) side by side."""
-        picked, seeds, settings = [], [], []
-        before, sibling = -1, 0
-        for at, row in enumerate(draw_rows.tolist()):
-            seq = sequences[row]
-            sibling = sibling + 1 if row == before else 0
-            before = row
-            params = seq.request.params
-            if not params.greedy:
-                picked.append(at)
-                seeds.append(_seed_of(seq, seq.index + sibling, engine_seed))
-                settings.append((params.temperature, params.top_k or vocab, params.top_p))
-        at = np.array(picked, dtype=np.int64)
-        temperature, top_k, top_p = np.array(settings, dtype=np.float64).reshape(-1, 3).T
-        row = draw_rows[at]
-        return cls(
-            at,
-            row,
-            row_keys(np.array(seeds, dtype=np.uint64), positions[row]),
-            np.maximum(temperature, _SMALLEST).astype(np.float32),
-            np.minimum(top_k, vocab).astype(np.int64),
-            np.maximum(top_p, _SMALLEST).astype(np.float32),
-        )
-
-    def draw_into(self, drawn: torch.Tensor, logits: torch.Tensor, largest: torch.Tensor) -> None:
-        """Write the draws to ``drawn [M]`` int64, from ``logits [N, vocab]`` whose largest of each row are given."""
-        if not len(self.at):
-            return
-        at, row, key, temperature, top_k, top_p = _upload(
-            logits.device, self.at, self.row, self.key, self.temperature, self.top_k, self.top_p
-        )
-        draw_into(drawn, at, logits, row, largest, temperature, key, top_k, top_p)
-
-
-def _upload(device: torch.device, *columns: np.ndarray) -> list[torch.Tensor]:
-    """Upload int64 or float32 columns of any length to ``device``, in one copy from pinned memory."""
-    words = [column if column.dtype == np.int64 else _as_words(column) for column in columns]
-    packed = torch.from_numpy(np.concatenate(words))
-    if device.type == "cuda":
-        packed = packed.pin_memory().to(device, non_blocking=True)
-    parts = packed.split([len(column) for column in words])
-    return [
-        part if column.dtype == np.int64 else part.view(torch.float32)[: len(column)]
-        for part, column in zip(parts, columns, strict=True)
-    ]
-
-
-def _as_words(column: np.ndarray) -> np.ndarray:
-    """float32 values two to an int64, the last one with a zero where they are odd in number."""
-    return np.pad(column, (0, len(column) % 2)).view(np.int64)
 
 
 def _seed_of(seq: Sequence, index: int, engine_seed: int) -> int:

@@ -12,8 +12,8 @@ from typing import NamedTuple
 from kvbench_engine.counters import PHASES
 from kvbench_engine.execution.null_executor import ReplayExecutor
 from kvbench_engine.kv.manager import MoveKind
-from kvbench_engine.scheduling.step_plan import StepHandle, StepPlan
-from kvbench_engine.sequence import Drawn, Sequence
+from kvbench_engine.scheduling.step_plan import Draw, StepHandle, StepPlan
+from kvbench_engine.sequence import Sequence
 
 
 class VirtualClock:
@@ -133,15 +133,15 @@ class SimulatedExecutor(ReplayExecutor):
             self.on_launch(plan)
         return _InFlight(self, [item.seq if item.samples else None for item in plan.scheduled], self._device_free)
 
-    def read(self, drawing: list[Sequence | None], ended: float) -> list[Drawn | None]:
+    def read(self, drawing: list[Sequence | None], ended: float) -> list[Draw]:
         """The tokens of a step that the device ends at ``ended`` [s]."""
         self._clock.now = max(self._clock.now, ended)
         return [None if seq is None else self._draw(seq) for seq in drawing]
 
-    def _draw(self, seq: Sequence) -> Drawn:
+    def _draw(self, seq: Sequence) -> Draw:
         if seq.num_candidates or seq.pending_forks or seq.silent:
             return super()._draw(seq)
-        return Drawn(((seq.token_ids[-1 - seq.num_pending] + 1) % self._vocab_size,))
+        return (seq.token_ids[-1 - seq.num_pending] + 1) % self._vocab_size
 
     def _token(self, seq: Sequence, index: int) -> int:
         return (seq.token_ids[seq.num_known - 1] + 1 + index) % self._vocab_size
@@ -154,5 +154,5 @@ class _InFlight(NamedTuple):
     drawing: list[Sequence | None]
     ended: float
 
-    def tokens(self) -> list[Drawn | None]:
+    def tokens(self) -> list[Draw]:
         return self.executor.read(self.drawing, self.ended)

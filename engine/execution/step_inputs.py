@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Sequence as List
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -20,7 +22,7 @@ class StepInputs:
     """int64 views into one buffer on the device. ``T`` tokens of all items, ``S`` items that sample.
 
     ``pending_at [P]``: indices in ``ids`` of tokens that the host does not know; ``pending_from [P]``: their indices
-    among the tokens that the previous launch drew.
+    among the tokens that the previous launch drew. ``columns``: what the caller sent with them.
     """
 
     ids: torch.Tensor  # [T]
@@ -29,30 +31,90 @@ class StepInputs:
     pending_at: torch.Tensor
     pending_from: torch.Tensor
     step: StepTensors
+    columns: tuple[torch.Tensor, ...] = ()
 
     def fill_in(self, drawn: torch.Tensor) -> None:
         """Copy the pending ids from the previous launch's tokens, on the device."""
         self.ids.index_copy_(0, self.pending_at, drawn.index_select(0, self.pending_from))
 
 
+class PageTables:
+    """The device's page tables, int64 ``[rows, pages]``, changed in the order of the steps.
+
+    ``host``: the KV manager's table. ``by_row``: a copy of it, to which a step sends the entries of the pages that it
+    writes; on a CPU the table itself. ``in_order``: the step's sequences in its order; the rest of it is left over.
+    """
+
+    def __init__(self, host: np.ndarray, device: torch.device):
+        self.host = host
+        self._is_copy = device.type != "cpu"
+        self.in_order = torch.zeros(host.shape, dtype=torch.int64, device=device)
+        self._by_row = torch.zeros_like(self.in_order) if self._is_copy else torch.from_numpy(host)
+        self._holders: list[tuple[Sequence, int] | None] = [None] * len(host)  # whose entries a row has
+
+    def unsent(self, items: List[Scheduled], rows: np.ndarray, first: np.ndarray, last: np.ndarray) -> np.ndarray:
+        """Flat indices of the entries that ``by_row`` lacks, if a step writes pages ``first [N]`` to ``last [N]``.
+
+        All entries of a sequence that is new in its row, else those of the pages that are written: no others change.
+        """
+        if not self._is_copy:
+            return rows[:0]
+        first, holders = first.copy(), self._holders
+        for index, (seq, _) in enumerate(items):
+            holder = holders[seq.row]
+            if holder is None or holder[0] is not seq or holder[1] != seq.num_preemptions:
+                holders[seq.row] = (seq, seq.num_preemptions)
+                first[index] = 0
+        counts = last - first + 1
+        ends = np.cumsum(counts)
+        return np.arange(ends[-1]) + np.repeat(rows * self.host.shape[1] + first - (ends - counts), counts)
+
+    def gather(self, rows: torch.Tensor, pages: int, at: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
+        """Store ``entries`` at flat indices ``at``, then put ``rows [N]`` in order: ``[N, pages]``, the first slots."""
+        if len(at):
+            self._by_row.view(-1).index_copy_(0, at, entries)
+        page_starts = self.in_order[: len(rows), :pages]
+        torch.index_select(self._by_row[:, :pages], 0, rows, out=page_starts)
+        return page_starts
+
+    def store(self, at: torch.Tensor, at_in_order: torch.Tensor, entries: torch.Tensor) -> None:
+        """Store ``entries`` at flat indices ``at`` of ``by_row`` and ``at_in_order`` of the step's sequences."""
+        self.in_order.view(-1).index_copy_(0, at_in_order, entries)
+        if self._is_copy:
+            self._by_row.view(-1).index_copy_(0, at, entries)
+
+
 class InputBuffers:
     """Makes ``StepInputs``. Two host buffers take turns; for a GPU they are page-locked, and one is written again only
     when the copy from it is done.
 
-    ``page_size`` in tokens. Inputs on a CPU are views of the host buffer: valid until the next call but one.
+    ``page_table``: the KV manager's own, first slots, int64 ``[rows, pages]``. ``page_size`` in tokens. Inputs on a CPU
+    are views of the host buffer: valid until the next call but one; their page tables are valid until the next.
     """
 
-    def __init__(self, device: torch.device, page_size: int):
+    def __init__(self, device: torch.device, page_size: int, page_table: np.ndarray):
         self._device = device
         self._page_size = page_size
         self._on_gpu = device.type == "cuda"
         self._sides = [_HostSide(self._on_gpu), _HostSide(self._on_gpu)]
+        self._order = torch.arange(len(page_table), device=device)
+        self.tables = PageTables(page_table, device)
+        self._rows = self._starts = np.zeros(0, np.int64)  # of the last step that may be repeated
 
-    def make(self, items: list[Scheduled], page_table: np.ndarray, drawn_at: Mapping[Sequence, int]) -> StepInputs:
+    def use_page_table(self, page_table: np.ndarray) -> None:
+        """Read the page table of another KV manager, of the same capacity, from now on."""
+        assert page_table.shape == self.tables.host.shape
+        in_order = self.tables.in_order  # captured steps read it
+        self.tables = PageTables(page_table, self._device)
+        self.tables.in_order = in_order
+
+    def make(
+        self, items: List[Scheduled], drawn_at: Mapping[Sequence, int], columns: List[np.ndarray] = ()
+    ) -> StepInputs:
         """Make the inputs of a step.
 
-        ``items``: single tokens first. ``page_table [rows, pages]``: first slots, int64. ``drawn_at``: for each
-        sequence with a pending token, its index among the previous launch's tokens.
+        ``items``: single tokens first. ``drawn_at``: for each sequence with a pending token, its index among the
+        previous launch's tokens. ``columns``: int64 or float32 arrays to send to the device with the rest.
         """
         counts = _column([count for _, count in items])
         rows = _column([seq.row for seq, _ in items])
@@ -60,57 +122,107 @@ class InputBuffers:
         tokens = _column([len(seq.token_ids) for seq, _ in items])
         lengths, ends = starts + counts, np.cumsum(counts)
         total, decodes = int(ends[-1]), int((counts == 1).sum())
-        size = self._page_size
+        size, tables = self._page_size, self.tables
         if decodes == total:
             row_of_token, positions = rows, starts
+            self._rows, self._starts = rows, starts
         else:
             row_of_token = np.repeat(rows, counts)
             positions = np.arange(total) - np.repeat(ends - lengths, counts)
         ids = _column(_ids_of(items, decodes))
         last = ends - 1
         pending = np.flatnonzero(ids[last] < 0)
-        page_starts = page_table[rows, : -(-int(lengths.max()) // size)]
         prefill_lengths, prefill_counts = lengths[decodes:], counts[decodes:]
+        unsent = tables.unsent(items, rows, starts // size, last_pages := (lengths - 1) // size)
         views = self._send(
             ids,
             positions,
-            page_table[row_of_token, positions // size] + positions % size,
+            tables.host[row_of_token, positions // size] + positions % size,
             last[lengths == tokens],
             last[pending],
             _column([drawn_at[items[i].seq] for i in pending.tolist()]),
-            page_starts[:decodes],
             lengths[:decodes],
-            page_starts[decodes:],
             prefill_lengths,
             np.concatenate([[0], np.cumsum(prefill_counts)]),
+            rows,
+            unsent,
+            tables.host.ravel()[unsent],
+            *columns,
         )
-        ids, positions, slots, last, pending_at, pending_from, *attention = views
+        ids, positions, slots, last, pending_at, pending_from, *attention, on_device, at, entries = views[:12]
+        page_starts = tables.gather(on_device, int(last_pages.max()) + 1, at, entries)
+        decode_lengths, prefill_lengths_sent, query_starts = attention
         step = StepTensors(
             decodes,
             slots,
-            *attention,
+            page_starts[:decodes],
+            decode_lengths,
+            page_starts[decodes:],
+            prefill_lengths_sent,
+            query_starts,
             max_decode_tokens=int(lengths[:decodes].max(initial=0)),
             max_prefill_tokens=int(prefill_lengths.max(initial=0)),
             max_queries=int(prefill_counts.max(initial=0)),
         )
-        return StepInputs(ids, positions, last, pending_at, pending_from, step)
+        return StepInputs(ids, positions, last, pending_at, pending_from, step, tuple(views[12:]))
+
+    def repeat(self, ids: torch.Tensor | np.ndarray, columns: List[np.ndarray] = ()) -> StepInputs:
+        """Make the inputs of the last call's sequences, which all decoded, each with one token more.
+
+        ``ids [N]`` int64: the tokens, on the device already if the host does not know them.
+        """
+        rows, size, tables = self._rows, self._page_size, self.tables
+        starts = self._starts = self._starts + 1
+        pages, offsets = np.divmod(starts, size)
+        slots, lengths, width = tables.host[rows, pages] + offsets, starts + 1, tables.host.shape[1]
+        begun = np.flatnonzero(offsets == 0)  # the sequences with a new page
+        views = self._send(
+            np.asarray([], np.int64) if isinstance(ids, torch.Tensor) else ids,
+            starts,
+            slots,
+            lengths,
+            rows[begun] * width + pages[begun],
+            begun * width + pages[begun],
+            slots[begun],
+            lengths[:0],
+            *columns,
+        )
+        on_device, positions, slots, seq_lens, at, at_in_order, entries, none = views[:8]
+        if len(begun):
+            tables.store(at, at_in_order, entries)
+        order = self._order[: len(rows)]
+        page_starts = tables.in_order[: len(rows), : int(pages.max()) + 1]
+        longest = int(lengths.max())
+        step = StepTensors(
+            len(rows), slots, page_starts, seq_lens, page_starts[:0], none, self._order[:1], longest, 0, 0
+        )
+        ids = ids if isinstance(ids, torch.Tensor) else on_device
+        return StepInputs(ids, positions, order, none, none, step, tuple(views[8:]))
 
     def _send(self, *arrays: np.ndarray) -> list[torch.Tensor]:
-        """Copy the arrays to the device, packed into one."""
-        offsets = np.cumsum([0, *(-(-array.size // _ALIGN) * _ALIGN for array in arrays)]).tolist()
+        """Copy int64 or float32 arrays to the device, packed into one."""
+        words = [array if array.dtype == np.int64 else _as_words(array) for array in arrays]
+        offsets = list(accumulate((-(-array.size // _ALIGN) * _ALIGN for array in words), initial=0))
         self._sides.reverse()
         side = self._sides[0]
         packed = side.take(offsets[-1])
         filled = side.array
-        for array, offset in zip(arrays, offsets, strict=False):
-            filled[offset : offset + array.size] = array.ravel()
+        for array, offset in zip(words, offsets, strict=False):
+            filled[offset : offset + array.size] = array
         if self._on_gpu:
             packed = packed.to(self._device, non_blocking=True)
             side.sent()
         return [
-            packed[offset : offset + array.size].view(array.shape)
-            for array, offset in zip(arrays, offsets, strict=False)
+            packed[offset : offset + word.size]
+            if word is array
+            else packed[offset : offset + word.size].view(torch.float32)[: array.size]
+            for array, word, offset in zip(arrays, words, offsets, strict=False)
         ]
+
+
+def _as_words(column: np.ndarray) -> np.ndarray:
+    """float32 values two to an int64, the last one with a zero where they are odd in number."""
+    return np.pad(column, (0, len(column) % 2)).view(np.int64)
 
 
 class _HostSide:

@@ -140,6 +140,11 @@ class KVManager(ABC):
     def commit(self, seq: Sequence, num_tokens: int) -> None:
         """Count ``num_tokens`` more tokens of ``seq`` as computed: their KV is written before any later launch."""
 
+    def commit_decodes(self, num_tokens: int) -> None:
+        """Count ``num_tokens`` tokens that the caller added to ``num_computed``, one a sequence, none of them known."""
+        self._used_slots += num_tokens
+        self._resident_tokens += num_tokens
+
     def publish(self, seq: Sequence) -> None:  # noqa: B027 (only pages need it)
         """Offer a page to the prefix cache if the newly known token of ``seq`` completes it."""
 

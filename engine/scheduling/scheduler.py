@@ -7,6 +7,7 @@ Prefill and decode are the same: a sequence catches up with its tokens. A step s
 from __future__ import annotations
 
 from bisect import insort
+from collections import defaultdict
 
 from kvbench_engine.config import EngineConfig
 from kvbench_engine.kv.manager import KVManager
@@ -19,6 +20,34 @@ class QueueFull(ValueError):
     """The waiting queue is at ``max_num_waiting``: the request was refused and may be sent again later."""
 
 
+class SteadyBatch:
+    """A step of nothing but decodes, which the next steps repeat until a sequence comes, goes or nears its end.
+
+    ``scheduled``: one token of every running sequence. ``remaining``: how often it can be repeated.
+    """
+
+    def __init__(self, scheduled: list[Scheduled]):
+        self.scheduled = scheduled
+        # A step later each has a token more; the step that draws the last one, or ends the sequence, is planned anew.
+        self.remaining = min([seq.max_length - len(seq.token_ids) for seq, _ in scheduled]) - 2
+        self._steps = 0
+        self._growing: dict[int, list[Sequence]] | None = None  # step modulo the page size -> who begins a page
+
+    def repeat(self, kv: KVManager) -> bool:
+        """Make room for one more token of each; False if memory ran out or the batch has been repeated enough."""
+        if not self.remaining:
+            return False
+        size = kv.capacity.page_size
+        if self._growing is None:  # no page but the last one of each is written, and none of those is shared
+            self._growing = defaultdict(list)
+            for seq, _ in self.scheduled:
+                self._growing[-seq.num_computed % size].append(seq)
+        grown = all(kv.grow(seq, 1) for seq in self._growing.get(self._steps % size, ()))
+        self._steps += 1
+        self.remaining -= 1
+        return grown
+
+
 class Scheduler:
     """First come first served, or by priority; chunked prefill mixed into decodes; preemption of the last in rank.
 
@@ -28,7 +57,11 @@ class Scheduler:
     computes nothing; if it is preempted, it is parked: in no queue until it is unblocked or ends.
 
     While a step is in flight, the id of a sequence's last token may be unknown; it is scheduled like any other token.
+
+    ``reuses_batches``: plan a step of decodes like the one before from that one, instead of sequence by sequence.
     """
+
+    reuses_batches = True
 
     def __init__(self, config: EngineConfig, kv: KVManager):
         self.config = config
@@ -42,6 +75,7 @@ class Scheduler:
         self._arrivals = 0
         self._left_waiting = 0  # sequences that were waiting after the last step
         self._promised_rows = 0  # rows kept for forks of running sequences
+        self._steady: SteadyBatch | None = None
         self._share = config.max_num_batched_tokens // config.max_num_partial_prefills  # tokens of one prompt a step
 
     def rank(self, seq: Sequence) -> Rank:
@@ -118,17 +152,36 @@ class Scheduler:
         plan = StepPlan()
         if self._by_priority:
             self._preempt_for_urgent(plan)
-        budget, memory_left = self._schedule_running(plan, self.config.max_num_batched_tokens)
+        budget, memory_left = self.config.max_num_batched_tokens, True
+        if self._steady is not None and self._steady.repeat(self.kv):
+            plan.scheduled, plan.repeats = self._steady.scheduled, True
+            budget -= len(plan.scheduled)
+        else:
+            self._steady = None
+            budget, memory_left = self._schedule_running(plan, budget)
         if memory_left:
             budget = self._admit_waiting(plan, budget)
         while not plan.scheduled and self.running and self.num_waiting and not any(s.ending for s in self.running):
             self._preempt(self.running.pop(), plan)
             budget = self._admit_waiting(plan, budget)
-        if budget and self.config.max_num_partial_prefills > 1:
+        if budget and self.config.max_num_partial_prefills > 1 and not plan.repeats:
             self._spend_rest(plan, budget)
+        if not plan.repeats:
+            self._steady = self._steady_batch(plan.scheduled)
         self._left_waiting = self.num_waiting
         plan.moves = self.kv.take_moves()
         return plan
+
+    def _steady_batch(self, scheduled: list[Scheduled]) -> SteadyBatch | None:
+        """Make a batch that the next steps repeat; None if the step is more than a decode of all that run."""
+        if not self.reuses_batches or not scheduled or len(scheduled) != len(self.running) or self._promised_rows:
+            return None
+        for (seq, num_tokens), running in zip(scheduled, self.running, strict=True):
+            decodes = num_tokens == 1 and len(seq.token_ids) - seq.num_computed == 1
+            if not decodes or seq.num_candidates or seq is not running:
+                return None
+        batch = SteadyBatch(scheduled)
+        return batch if batch.remaining > 0 else None
 
     def _preempt_for_urgent(self, plan: StepPlan) -> None:
         """Preempt running sequences of strictly lower priority (a higher number) until the first waiting one fits.
@@ -162,7 +215,7 @@ class Scheduler:
             if num_tokens > 0:
                 if not kv.grow(seq, num_tokens) and not self._make_room(seq, num_tokens, plan):
                     break  # seq was the last in rank and was preempted itself
-                plan.scheduled.append(Scheduled(seq, num_tokens))
+                plan.add(seq, num_tokens)
                 budget -= num_tokens
             index += 1
         return budget, len(plan.preempted) == preempted
@@ -193,7 +246,7 @@ class Scheduler:
             assert grown, "admit() promised room for the whole sequence"
             (self.waiting if seq in self.waiting else self.passed_over).remove(seq)
             self._start_running(seq)
-            plan.scheduled.append(Scheduled(seq, num_tokens))
+            plan.add(seq, num_tokens)
             budget -= num_tokens
         return budget
 
@@ -239,13 +292,16 @@ class Scheduler:
                 budget -= more
 
     def _start_running(self, seq: Sequence) -> None:
+        self._steady = None
         insort(self.running, seq, key=self.rank)
         seq.status = Status.RUNNING
         self._promised_rows += seq.pending_forks
 
     def _preempt(self, seq: Sequence, plan: StepPlan) -> None:
         """Call after taking ``seq`` out of ``running``. It keeps its tokens; its KV is swapped out or dropped."""
+        self._steady = None
         self._promised_rows -= seq.pending_forks
+        seq.num_ever_computed = max(seq.num_ever_computed, seq.num_computed)
         if self.config.preemption_mode == "swap" and not seq.ending:
             self.kv.swap_out(seq)
         else:
@@ -284,6 +340,7 @@ class Scheduler:
     def finish(self, seq: Sequence) -> None:
         """Remove a sequence, whatever its state, and free its KV."""
         if seq.status is Status.RUNNING:
+            self._steady = None
             self._promised_rows -= seq.pending_forks
             self.running.remove(seq)
         elif seq in self.waiting:
@@ -307,3 +364,6 @@ class Scheduler:
         assert not any(seq.blocked for seq in waiting)
         assert self._promised_rows == sum(seq.pending_forks for seq in self.running)
         assert len(self.running) + self._promised_rows <= self.config.max_num_seqs
+        if self._steady is not None:
+            assert [seq for seq, _ in self._steady.scheduled] == self.running
+            assert all(seq.num_uncomputed == 1 for seq in self.running), "a steady batch holds more than decodes"

@@ -23,29 +23,44 @@ class Scheduled(NamedTuple):
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step's work: ``moves`` in order, then the tokens. A sequence is scheduled at most once."""
+    """One step's work: ``moves`` in order, then the tokens. A sequence is scheduled at most once.
+
+    ``repeats``: ``scheduled`` is the list of the plan before, one token further. Each sequence decodes, its first token
+    is drawn already, and none reaches its last token, has forks to come or is a beam.
+    """
 
     scheduled: list[Scheduled] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
     moves: list[Move] = field(default_factory=list)
+    repeats: bool = False
+
+    def add(self, seq: Sequence, num_tokens: int) -> None:
+        """Schedule ``num_tokens`` of ``seq``, after all that is scheduled."""
+        if self.repeats:
+            self.scheduled, self.repeats = self.scheduled.copy(), False
+        self.scheduled.append(Scheduled(seq, num_tokens))
 
     @property
     def num_tokens(self) -> int:
         return sum(item.num_tokens for item in self.scheduled)
 
 
+Draw = int | Drawn | None
+"""What an item drew: one token and nothing else, tokens of another kind, or nothing, because its prompt is not done."""
+
+
 class StepHandle(Protocol):
     """A step that was launched."""
 
-    def tokens(self) -> list[Drawn | None]:
-        """Wait for the device; what each scheduled item drew, in the plan's order. None: its prompt is not done."""
+    def tokens(self) -> list[Draw]:
+        """Wait for the device; what each scheduled item drew, in the plan's order."""
         ...
 
 
 class Computed(NamedTuple):
     """The handle of a step that is already computed."""
 
-    drawn: list[Drawn | None]
+    drawn: list[Draw]
 
-    def tokens(self) -> list[Drawn | None]:
+    def tokens(self) -> list[Draw]:
         return self.drawn

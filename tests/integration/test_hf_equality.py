@@ -255,7 +255,7 @@ def graphed(engine: Engine) -> FakeCapture:
     executor, config = engine.executor, engine.config
     sizes = GraphSizes.of(config.max_num_seqs, config.max_num_batched_tokens)
     capture = FakeCapture(executor.host)
-    assert executor.forward.capture_graphs(sizes, engine.kv.page_table.shape[1], MAX_LEN, capture)
+    assert executor.forward.capture_graphs(sizes, executor.page_starts, MAX_LEN, capture)
     return capture
 
 

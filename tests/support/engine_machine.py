@@ -64,10 +64,11 @@ class EngineMachine(RuleBasedStateMachine):
         reservation=st.sampled_from(["max", "pow2", "oracle", "oracle"]),
         theme=st.sampled_from(["mixed", "mixed", "plain", "plain", "siblings", "beams"]),
         overlap=st.booleans(),
+        reuses_batches=st.booleans(),
     )
     def start(
         self, page_size, spare, host_slots, caching, prefills, policy, max_num_seqs, max_num_waiting, reservation,
-        theme, overlap,
+        theme, overlap, reuses_batches,
     ):  # fmt: skip
         contiguous, self.widths = self.layout == "contiguous", THEMES[theme]
         unit = 1 if contiguous else page_size
@@ -89,6 +90,7 @@ class EngineMachine(RuleBasedStateMachine):
             host_slots=max(host_slots, unit) if host_slots else None,
             async_scheduling=overlap,
         )
+        self.engine.scheduler.reuses_batches = reuses_batches
         self.engine.on_step = self._take_record
         self.requests: dict[str, Request] = {}
         self.tokens: dict[tuple[str, int], tuple[int, ...]] = {}
@@ -351,6 +353,7 @@ class EngineMachine(RuleBasedStateMachine):
             recomputed=stats.recomputed_tokens,
             forks=stats.forks,
             failures=self.failures,
+            repeated=self.executor.num_repeated,
         )
 
 

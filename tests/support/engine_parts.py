@@ -50,6 +50,7 @@ class CountingExecutor:
         self.moved = dict.fromkeys(MoveKind, 0)  # slots
         self.fail_at: str | None = None
         self.num_drawn = 0  # tokens; of a beam, one a step
+        self.num_repeated = 0  # steps
         self.pending = Counter()  # what became of tokens that the engine did not know, or of who waited for one
         self._handles: list[CountingHandle] = []  # of the last two launches
         self._numbers: dict[tuple, int] = {}  # (number of the prefix before, token) -> number
@@ -68,6 +69,7 @@ class CountingExecutor:
         if fail_at == "start":
             raise StepFailed("meant to fail at the start")
         handle = CountingHandle(self)
+        self.num_repeated += plan.repeats
         if self.kv is not None:
             self._check_plan(plan)
             self._move(plan.moves, fail_at, handle)

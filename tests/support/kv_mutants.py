@@ -60,8 +60,9 @@ def page_of_another_sequence() -> Iterator[Fired]:
             rows = [seq.row for seq, _ in plan.scheduled if len(seq.pages) > 2]
             if launches[0] % _EVERY == 0 and len(rows) > 1:
                 fired.times += 1
-                table = self._page_table
+                table = self._inputs.tables.host
                 table[rows[:2], 1] = table[rows[1::-1], 1]
+                plan.repeats = False  # all entries are read again
             return original(self, plan)
 
         return launch
@@ -147,14 +148,14 @@ def fork_without_copy() -> Iterator[Fired]:
 
 @contextmanager
 def wrong_position_after_recompute() -> Iterator[Fired]:
-    """What is computed again after a preemption is counted from position 0 in every chunk."""
+    """What is computed after a preemption is counted from position 0 in every chunk."""
     fired = Fired()
 
     def make(original: Any) -> Any:
         def inputs(self: InputBuffers, items: list[Any], *rest: Any) -> Any:
             made = original(self, items, *rest)
             behind = [
-                seq.num_computed if seq.num_preemptions and seq.num_computed < seq.num_ever_computed else 0
+                seq.num_computed if seq.num_preemptions else 0
                 for seq, count in items
                 for _ in range(count)
             ]

@@ -92,8 +92,8 @@ def test_kv_goes_from_the_projection_to_its_slot_in_one_copy(root):
     """Decode's own kernel reads K and V where the model left them, strided as they are, and nobody else moves them."""
     engine = decoding_engine(root, 5)
     host, tensors = engine.executor.host, []
-    make = engine.executor._inputs.make
-    engine.executor._inputs.make = lambda *args: (tensors.append(make(*args)), tensors[-1])[1]
+    repeat = engine.executor._inputs.repeat
+    engine.executor._inputs.repeat = lambda *args: (tensors.append(repeat(*args)), tensors[-1])[1]
     engine.step()
     step = tensors[-1].step
     torch.manual_seed(0)
@@ -114,6 +114,7 @@ def test_pending_tokens_never_reach_the_host_before_their_read(root, monkeypatch
     for overlap in (False, True):
         engine = decoding_engine(root, 3, async_scheduling=overlap)
         executor, fed = engine.executor, []
+        engine.scheduler.reuses_batches = False
         make = executor._inputs.make
         monkeypatch.setattr(executor._inputs, "make", lambda *a, make=make, fed=fed: (fed.append(make(*a)), fed[-1])[1])
         tokens: dict[str, list[int]] = {}

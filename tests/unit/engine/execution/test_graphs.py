@@ -107,12 +107,17 @@ Inputs = tuple[torch.Tensor, torch.Tensor, StepTensors, torch.Tensor]
 SIZES = GraphSizes.of(MAX_SEQS, MAX_TOKENS)
 
 
+def tables_for(sizes: GraphSizes, batch: Batch) -> torch.Tensor:
+    """The tensor in which an executor would have the page tables of its steps; these steps bring their own."""
+    return torch.zeros(sizes.rows, batch.pages, dtype=torch.int64)
+
+
 def graphed(
     model: LoadedModel, batch: Batch, sizes: GraphSizes = SIZES, **how: Any
 ) -> tuple[ModelForward, FakeCapture]:
     """A forward with graphs of all ``sizes``."""
     forward, capture = ModelForward(model.model, batch.host), FakeCapture(batch.host)
-    assert forward.capture_graphs(sizes, batch.pages, MAX_LEN, capture)
+    assert forward.capture_graphs(sizes, tables_for(sizes, batch), MAX_LEN, capture)
     assert capture.captured == len(sizes.decodes) + len(sizes.mixed)
     return forward, capture
 
@@ -248,11 +253,12 @@ def test_a_model_that_cannot_be_captured_runs_eagerly_and_says_so(
     sizes = replace(SIZES, mixed=())
     capture = FakeCapture(batch.host, fails_at)
     with caplog.at_level("WARNING"):
-        assert not forward.capture_graphs(sizes, batch.pages, MAX_LEN, capture)
+        assert not forward.capture_graphs(sizes, tables_for(sizes, batch), MAX_LEN, capture)
     (record,) = caplog.records
     assert "not permitted when stream is capturing" in record.message and "\n" not in record.message
     with pytest.raises(ValueError, match=r"^cuda_graphs cannot be true: .*not permitted.*leave"):
-        forward.capture_graphs(sizes, batch.pages, MAX_LEN, FakeCapture(batch.host, fails_at), required=True)
+        capture = FakeCapture(batch.host, fails_at)
+        forward.capture_graphs(sizes, tables_for(sizes, batch), MAX_LEN, capture, required=True)
     assert not forward.replays_graphs
     with torch.inference_mode():
         expected = plain(*batch.step([1, 2])).clone()
@@ -275,7 +281,7 @@ def test_decodes_are_replayed_where_mixed_steps_cannot_be_captured(
         return capture(body)
 
     with caplog.at_level("WARNING"):
-        assert forward.capture_graphs(SIZES, batch.pages, MAX_LEN, short_of_memory)
+        assert forward.capture_graphs(SIZES, tables_for(SIZES, batch), MAX_LEN, short_of_memory)
     (record,) = caplog.records
     assert record.message.startswith("steps with prompts run without CUDA graphs") and "out of memory" in record.message
     assert forward.graph_sizes == replace(SIZES, mixed=())

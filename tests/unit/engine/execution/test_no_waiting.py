@@ -39,11 +39,14 @@ def test_sampling_waits_only_when_it_is_read(kinds: list[str], monkeypatch: pyte
     """All but the draws themselves, which are kernels on a GPU (tests/unit/kernels/triton_sample_checks.py)."""
     monkeypatch.setattr(sampler, "draw_into", lambda out, at, *rest: out.index_fill_(0, at, 3))
     sequences = [Sequence.of(Request(kind, (1, 2, 3), SamplingParams(**KINDS[kind]))) for kind in kinds for _ in "ab"]
-    for seq in sequences:
+    for row, seq in enumerate(sequences):
+        seq.row = row
         seq.num_candidates = 2 * (seq.request.params.beam_width or 0)
     logits = torch.randn(len(sequences), VOCAB)
     with torch.no_grad(), HostWaits(logits.device) as waits:
-        sampled = sampler.sample(logits, sequences, 0)
+        own = sampler.Sampler(len(sequences), 0)
+        sampled = own.draw(logits, tuple(map(torch.from_numpy, own.prepare(sequences))))
         assert sampled.tokens.shape == (len(sequences),)
     assert waits.seen and not waits.found, waits.found
-    assert [drawn.token_ids[0] for drawn in sampled.read()] == sampled.tokens.tolist()
+    draws = [drawn if isinstance(drawn, int) else drawn.token_ids[0] for drawn in sampled.read()]
+    assert draws == sampled.tokens.tolist()

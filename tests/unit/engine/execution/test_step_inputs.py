@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbench_engine.execution.step_inputs import InputBuffers, StepInputs
+from kvbench_engine.execution.step_inputs import InputBuffers, PageTables, StepInputs
 from kvbench_engine.scheduling.step_plan import Scheduled
 from kvbench_engine.sequence import PENDING, Request, Sequence
 
@@ -62,7 +62,10 @@ def check(inputs: StepInputs, page_size: int, table: np.ndarray, items: list[Sch
     ):
         ends = [seq.num_computed + count for seq, count in part]
         assert (lengths.tolist(), most) == (ends, max(ends, default=0))
-        assert starts.tolist() == [table[seq.row, : -(-longest // page_size)].tolist() for seq, _ in part]
+        assert starts.shape == (len(part), -(-longest // page_size))
+        for own, end, (seq, _) in zip(starts.tolist(), ends, part, strict=True):
+            pages = -(-end // page_size)
+            assert own[:pages] == table[seq.row, :pages].tolist()
     bounds = np.cumsum([0, *(count for _, count in chunks)]).tolist()
     assert (step.query_starts.tolist(), step.max_queries) == (bounds, max((n for _, n in chunks), default=0))
 
@@ -72,7 +75,7 @@ def check(inputs: StepInputs, page_size: int, table: np.ndarray, items: list[Sch
 def test_every_token_has_its_place(step, random):
     page_size, table, items = step
     drawn_at = {seq: at for at, (seq, _) in enumerate(random.sample(items, len(items)))}
-    inputs = InputBuffers(CPU, page_size).make(items, table, drawn_at)
+    inputs = InputBuffers(CPU, page_size, table).make(items, drawn_at)
     check(inputs, page_size, table, items, drawn_at)
     drawn = torch.arange(len(items)) + 5000
     expected = inputs.ids.clone()
@@ -87,12 +90,12 @@ def test_every_token_has_its_place(step, random):
 @given(steps(), steps(), steps())
 def test_a_step_still_stands_when_the_next_one_is_made(first, second, third):
     """On a GPU the copy out of a buffer may not have begun by then."""
-    buffers = InputBuffers(CPU, 16)
+    buffers = InputBuffers(CPU, 16, first[1])
     made = []
     for page_size, table, items in (first, second, third):
-        buffers._page_size = page_size
+        buffers._page_size, buffers.tables = page_size, PageTables(table, CPU)
         drawn_at = {seq: at for at, (seq, _) in enumerate(items)}
-        made.append((buffers.make(items, table, drawn_at), page_size, table, items, drawn_at))
+        made.append((buffers.make(items, drawn_at), page_size, table, items, drawn_at))
         for one in made[-2:]:
             check(*one)
 
@@ -102,9 +105,28 @@ def test_a_step_still_stands_when_the_next_one_is_made(first, second, third):
 def test_all_parts_are_aligned_alike_in_every_step(step):
     """Triton compiles another kernel for a pointer that 16 bytes do not divide."""
     page_size, table, items = step
-    inputs = InputBuffers(CPU, page_size).make(items, table, {seq: 0 for seq, _ in items})
+    inputs = InputBuffers(CPU, page_size, table).make(items, {seq: 0 for seq, _ in items})
     views = [value for part in (inputs, inputs.step) for value in vars(part).values() if torch.is_tensor(value)]
     assert len(views) == 11
+    tables = [inputs.step.decode_page_starts, inputs.step.prefill_page_starts]
+    views = [view for view in views if view.numel() and not any(view is table for table in tables)]
     base = inputs.ids.data_ptr()
-    assert all((view.data_ptr() - base) % 64 == 0 and view.is_contiguous() for view in views if view.numel())
+    assert all((view.data_ptr() - base) % 64 == 0 and view.is_contiguous() for view in views)
     assert base % 16 == 0
+
+
+@settings(deadline=None, max_examples=60)
+@given(steps(), st.integers(1, 30), st.lists(st.booleans(), min_size=ROWS, max_size=ROWS))
+def test_a_sequence_that_comes_back_to_its_row_sends_all_its_pages(step, seed, returned):
+    """It was preempted meanwhile, and may have other pages; those of the others change only where they are written."""
+    page_size, table, items = step
+    buffers = InputBuffers(CPU, page_size, table)
+    buffers.tables._is_copy, buffers.tables._by_row = True, torch.full(table.shape, -1)
+    drawn_at = {seq: 0 for seq, _ in items}
+    check(buffers.make(items, drawn_at), page_size, table, items, drawn_at)
+    other = np.random.default_rng(seed).permutation(table.ravel()).reshape(table.shape)
+    for (seq, _), back in zip(items, returned, strict=False):
+        seq.num_preemptions += back
+        first = 0 if back else seq.num_computed // page_size
+        table[seq.row, first:] = other[seq.row, first:]
+    check(buffers.make(items, drawn_at), page_size, table, items, drawn_at)

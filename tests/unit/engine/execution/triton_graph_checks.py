@@ -65,7 +65,7 @@ def test_replayed_launches_give_what_eager_ones_give(tmp_path: Path):
     before = [tensor.clone() for tensor in host.raw_tensors()]
     plain, replayed = ModelForward(model.model, host), ModelForward(model.model, host)
     capture = FakeCapture(host, calls_backend=False)
-    assert replayed.capture_graphs(SIZES, PAGES, LONGEST, capture)
+    assert replayed.capture_graphs(SIZES, torch.zeros(SIZES.rows, PAGES, dtype=torch.int64), LONGEST, capture)
     assert all(map(torch.equal, host.raw_tensors(), before))
     for rows, chunks in STEPS:
         step, results = inputs(tables, rows, chunks), []
