@@ -24,7 +24,16 @@ from kvbench_engine.config import EngineConfig
 from kvbench_engine.counters import EngineStats
 from kvbench_engine.describe import describe_engine
 from kvbench_engine.engine import Engine
-from kvbench_engine.engine_loop import STOP, Command, Delivery, EngineLoop, EngineUnavailable, OpenSequences, Reply
+from kvbench_engine.engine_loop import (
+    STOP,
+    Command,
+    Delivery,
+    EngineLoop,
+    EngineUnavailable,
+    OpenSequences,
+    Recipient,
+    Reply,
+)
 from kvbench_engine.kv.budget import KVCapacity
 from kvbench_engine.model.spec import ModelInfo
 from kvbench_engine.sequence import Request, TokenOutput
@@ -159,6 +168,7 @@ class EngineClient(ABC):
         self.capacity = capacity
         self.last_stats = stats
         self._streams: dict[str, OutputStream] = {}
+        self._recipients: list[Recipient] = []  # of the last step's ordinary tokens
         self._replies: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count()
         self._stopping = False
@@ -300,8 +310,19 @@ class EngineClient(ABC):
         if event != "alive":
             getattr(self, f"on_{event}")(*args)
 
-    def on_outputs(self, deliveries: Sequence[Delivery]) -> None:
-        """Hand the outputs of one step to their streams."""
+    def on_outputs(
+        self, at: float, recipients: list[Recipient] | None, tokens: list[int], deliveries: Sequence[Delivery]
+    ) -> None:
+        """Hand the outputs of one step, which ended at ``at``, to their streams.
+
+        ``tokens``: one for each of ``recipients``; None: for those of the last call with tokens.
+        """
+        if recipients is not None:
+            self._recipients = recipients
+        for recipient, token in zip(self._recipients, tokens, strict=True) if tokens else ():
+            stream = self._streams.get(recipient.request_id)
+            if stream is not None:  # else aborted meanwhile
+                stream.put(recipient.delivery(at, token))
         for delivery in deliveries:
             request_id = delivery.output.request_id
             stream = self._streams.get(request_id)

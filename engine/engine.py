@@ -18,7 +18,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvbench_engine.config import EngineConfig
@@ -45,6 +45,29 @@ class Executor(Protocol):
         the previous launch, for the same sequence.
         """
         ...
+
+
+@dataclass(slots=True)
+class StepOutputs:
+    """The tokens that a step brought.
+
+    ``tokens[i]``: the next token of ``sequences[i]``, which goes on. ``others``: outputs that are more than that.
+    """
+
+    sequences: list[Sequence] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    others: list[TokenOutput] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.tokens or self.others)
+
+    def all(self) -> list[TokenOutput]:
+        """Every output, those of sequences that go on first."""
+        going_on = [
+            TokenOutput(seq.request.request_id, (token,), None, seq.num_cached, None, seq.index)
+            for seq, token in zip(self.sequences, self.tokens, strict=True)
+        ]
+        return going_on + self.others
 
 
 @dataclass(slots=True)
@@ -153,6 +176,10 @@ class Engine:
         return self.scheduler.has_work or bool(self._in_flight)
 
     def step(self) -> list[TokenOutput]:
+        """Advance by one step; its outputs, at most one a sequence."""
+        return self.advance().all()
+
+    def advance(self) -> StepOutputs:
         """One iteration: the tokens of one step, at most one output a sequence.
 
         If pipelined, it launches a step and returns the tokens of the previous one; it only reads if there is nothing
@@ -161,7 +188,7 @@ class Engine:
         in_flight = self._in_flight
         launched = not (in_flight and in_flight[-1].decides) and self._launch()
         unread = 1 if launched and self.pipelined else 0
-        outputs = self._read(in_flight[0]) if len(in_flight) > unread else []
+        outputs = self._read(in_flight[0]) if len(in_flight) > unread else StepOutputs()
         self.kv.moves_done()  # after the counters, which include the pinned pages
         if self._check:
             self.check_integrity()
@@ -218,11 +245,11 @@ class Engine:
                 else:
                     seq.expect_token()
 
-    def _read(self, step: _Step) -> list[TokenOutput]:
+    def _read(self, step: _Step) -> StepOutputs:
         """Wait for the tokens of the oldest step, append them to their sequences, and count them."""
         drawn = step.handle.tokens() if step.handle is not None else []
         started = self._clock()
-        outputs: list[TokenOutput] = []
+        outputs = StepOutputs()
         self._step_read = step.work.step
         take = self._take_decodes if step.plan.repeats else self._take
         generated = take(step.plan.scheduled, drawn, outputs)
@@ -235,7 +262,7 @@ class Engine:
         self._counters.phases["output"] += self._clock() - started
         return outputs
 
-    def _take(self, scheduled: list[Scheduled], draws: list[Draw], outputs: list[TokenOutput]) -> int:
+    def _take(self, scheduled: list[Scheduled], draws: list[Draw], outputs: StepOutputs) -> int:
         """Append what was drawn for each item; returns the number of tokens."""
         generated, finished = 0, Status.FINISHED
         for (seq, _), drawn in zip(scheduled, draws, strict=True):
@@ -248,15 +275,14 @@ class Engine:
                 self._fail(seq, outputs)
         return generated
 
-    def _take_decodes(self, scheduled: list[Scheduled], draws: list[Draw], outputs: list[TokenOutput]) -> int:
+    def _take_decodes(self, scheduled: list[Scheduled], draws: list[Draw], outputs: StepOutputs) -> int:
         """Append the tokens of a step that repeats the one before: none is a sequence's first or ends it by length."""
         generated, finished, publishes = 0, Status.FINISHED, self._caches_prefixes and self.pipelined
         page_size, eos = self.capacity.page_size, self._eos
         for (seq, _), drawn in zip(scheduled, draws, strict=True):
             if seq.status is finished:
                 continue
-            params = seq.request.params
-            if type(drawn) is not int or drawn in eos or drawn in params.stop_token_ids:
+            if type(drawn) is not int or drawn in eos or drawn in seq.request.params.stop_token_ids:
                 generated += self._take([(seq, 1)], [drawn], outputs)
                 continue
             generated += 1
@@ -267,10 +293,11 @@ class Engine:
                 seq.token_ids.append(drawn)
             if publishes and (len(seq.token_ids) - seq.num_pending) % page_size == 0:
                 self.kv.publish(seq)
-            outputs.append(TokenOutput(seq.request.request_id, (drawn,), None, seq.num_cached, None, seq.index))
+            outputs.sequences.append(seq)
+            outputs.tokens.append(drawn)
         return generated
 
-    def _advance(self, seq: Sequence, drawn: Drawn, outputs: list[TokenOutput]) -> int:
+    def _advance(self, seq: Sequence, drawn: Drawn, outputs: StepOutputs) -> int:
         """Append what was drawn for ``seq``; returns the number of tokens."""
         if seq.first_token is None:
             seq.first_token = self._clock()
@@ -288,7 +315,7 @@ class Engine:
             self._append(member, drawn.token_ids[i], outputs)
         return len(family)
 
-    def _fail(self, seq: Sequence, outputs: list[TokenOutput]) -> None:
+    def _fail(self, seq: Sequence, outputs: StepOutputs) -> None:
         """End the whole request of ``seq``, for which nothing could be drawn, with an error; all others go on."""
         error = (
             f"no token can be drawn after {seq.num_known} tokens: the model's logits hold NaN or infinity, or none of "
@@ -299,14 +326,14 @@ class Engine:
         for member in group.live.values():
             self.kv.forget_prefix(member)
         self.abort(seq.request_id, "error")
-        outputs.extend(TokenOutput(seq.request_id, (), "error", error=error, index=index) for index in left)
+        outputs.others.extend(TokenOutput(seq.request_id, (), "error", error=error, index=index) for index in left)
 
     def _fork(self, seq: Sequence) -> list[Sequence]:
         family = self._groups[seq.request_id].fork(seq, self.scheduler)
         self._counters.counts["forks"] += len(family) - 1
         return family
 
-    def _append(self, seq: Sequence, token: int, outputs: list[TokenOutput]) -> None:
+    def _append(self, seq: Sequence, token: int, outputs: StepOutputs) -> None:
         pending = seq.num_pending
         if pending:
             seq.take_token(token)
@@ -317,7 +344,8 @@ class Engine:
             if pending and self._caches_prefixes:
                 self.kv.publish(seq)
             if not seq.silent:
-                outputs.append(TokenOutput(seq.request.request_id, (token,), None, seq.num_cached, None, seq.index))
+                outputs.sequences.append(seq)
+                outputs.tokens.append(token)
             return
         seq.drop_pending()
         facts = seq.kv_facts(self._step_read, self.capacity.page_size)
@@ -326,7 +354,7 @@ class Engine:
         output = TokenOutput(seq.request_id, (token,), reason, seq.num_cached, index=seq.index, kv_facts=facts)
         self._return(group, group.ended(seq, output), outputs)
 
-    def _advance_beam(self, seq: Sequence, drawn: Drawn, outputs: list[TokenOutput]) -> int:
+    def _advance_beam(self, seq: Sequence, drawn: Drawn, outputs: StepOutputs) -> int:
         group = self._groups[seq.request_id]
         assert isinstance(group, BeamGroup)
         forks_before = group.num_forks
@@ -334,10 +362,10 @@ class Engine:
         self._counters.counts["forks"] += group.num_forks - forks_before
         return 1
 
-    def _return(self, group: Group, ended: list[TokenOutput], outputs: list[TokenOutput]) -> None:
+    def _return(self, group: Group, ended: list[TokenOutput], outputs: StepOutputs) -> None:
         for output in ended:
             self._counters.finished[output.finish_reason] += 1
-        outputs.extend(ended)
+        outputs.others.extend(ended)
         if not group.live:
             del self._groups[group.request.request_id]
 
@@ -356,6 +384,10 @@ class Engine:
             pending = [i for i, token in enumerate(seq.token_ids) if token == PENDING]
             assert pending == list(range(seq.num_known, seq.num_tokens)), "a token before the last is pending"
             assert seq.num_pending + seq.ending <= len(self._in_flight), "no step in flight draws the pending token"
+
+    def count_seconds(self, phase: str, seconds: float) -> None:
+        """Add time that the engine's loop took around a step to a phase of it."""
+        self._counters.phases[phase] += seconds
 
     def stats(self) -> EngineStats:
         """A snapshot of all counters and gauges."""

@@ -2,7 +2,7 @@
 
     client                                    engine loop, on one thread
     add / remove / stats / reset  -- port ->  run the commands, then one step, then again
-    on_outputs, on_ended, ...     <- port --  one event a step, not one a token
+    on_outputs, on_ended, ...     <- port --  one event a step, not one a token; names only when they change
 
 The port joins a loop to its client: ``async_engine`` in one process, ``engine_process`` in two. All that
 touches the engine is done here, between two steps, so neither the engine nor the statistics need a lock. An idle loop
@@ -63,6 +63,20 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
+class Recipient(NamedTuple):
+    """A sequence that the client waits for: where its ordinary tokens go, and what comes with each of them."""
+
+    request_id: str
+    index: int
+    num_cached_tokens: int
+    scheduled_at: float | None  # seconds of ``time.monotonic``
+
+    def delivery(self, at: float, token: int) -> Delivery:
+        """Make the delivery of a token."""
+        output = TokenOutput(self.request_id, (token,), None, self.num_cached_tokens, None, self.index)
+        return Delivery(at, self.scheduled_at, output)
+
+
 class Delivery(NamedTuple):
     """One output for a client. Times in seconds of ``time.monotonic``."""
 
@@ -114,6 +128,7 @@ class EngineLoop:
         self._live: dict[str, EngineSequence] = {}  # sequence 0 of each request
         self._open = OpenSequences()  # of the requests in _live
         self._failed_steps = 0  # in a row
+        self._sequences: list[EngineSequence] = []  # which the client knows as the recipients of ordinary tokens
 
     def run(self) -> None:
         """Run commands and steps until ``STOP``, which aborts everything, or until the engine cannot go on."""
@@ -126,9 +141,12 @@ class EngineLoop:
 
     def _run_once(self) -> bool:
         """Run the commands, then one step. False: stop."""
-        if not self._run_commands(self._port.receive(wait=not self.engine.has_work())):
+        commands = self._port.receive(wait=not self.engine.has_work())
+        started = time.monotonic()
+        if not self._run_commands(commands):
             self._remove_all(list(self._live), "abort")
             return False
+        self.engine.count_seconds("schedule", time.monotonic() - started)
         if self.engine.has_work():
             self._step()
         return True
@@ -163,7 +181,7 @@ class EngineLoop:
 
     def _step(self) -> None:
         try:
-            outputs = self.engine.step()
+            outputs = self.engine.advance()
         except Exception as error:
             _log.exception("a step failed")
             self._fail_step(describe(error))
@@ -175,13 +193,18 @@ class EngineLoop:
             self._ping()
             return
         now = time.monotonic()
+        recipients = None
+        if outputs.tokens and outputs.sequences != self._sequences:
+            self._sequences = outputs.sequences
+            recipients = [Recipient(s.request_id, s.index, s.num_cached, s.first_scheduled) for s in outputs.sequences]
         deliveries = []
-        for output in outputs:
+        for output in outputs.others:
             seq = self._live.get(output.request_id)
             deliveries.append(Delivery(now, seq.first_scheduled if seq else None, output))
             if output.finish_reason is not None:
                 self._close(output.request_id, output.index)
-        self._port.send("outputs", deliveries)
+        self._port.send("outputs", now, recipients, outputs.tokens, deliveries)
+        self.engine.count_seconds("output", time.monotonic() - now)
 
     def _ping(self) -> None:
         self._port.send("alive")

@@ -34,7 +34,7 @@ from kvbench_engine.config import EngineConfig
 from kvbench_engine.counters import EngineStats
 from kvbench_engine.describe import describe_engine
 from kvbench_engine.engine import Engine
-from kvbench_engine.engine_loop import STOP, Command, Delivery, EngineLoop
+from kvbench_engine.engine_loop import STOP, Command, Delivery, EngineLoop, Recipient
 from kvbench_engine.kv.budget import KVCapacity
 from kvbench_engine.model.spec import ModelInfo
 from kvbench_engine.parent import die_with
@@ -106,9 +106,10 @@ class _SocketPort:
             commands += [Command(*message) for message in self._frames.feed(data)]
 
     def send(self, event: str, *args: Any) -> None:
-        if event == "outputs":
-            (deliveries,) = args
-            args = (deliveries[0].at, [(delivery.scheduled_at, *delivery.output) for delivery in deliveries])
+        if event == "outputs":  # plain tuples: a class costs ten times as much to pickle
+            at, recipients, tokens, deliveries = args
+            names = None if recipients is None else [tuple(recipient) for recipient in recipients]
+            args = (at, names, tokens, [(delivery.scheduled_at, *delivery.output) for delivery in deliveries])
         with contextlib.suppress(OSError):  # the server has gone: ``receive`` notices
             self._socket.sendall(_frame((event, *args)))
 
@@ -225,8 +226,10 @@ class ProcessEngine(EngineClient, asyncio.Protocol):
         """Handle bytes of the engine's process; asyncio calls it."""
         for event, *args in self._child.frames.feed(data):
             if event == "outputs":
-                at, rows = args
-                args = [[Delivery(at, scheduled_at, TokenOutput(*output)) for scheduled_at, *output in rows]]
+                at, names, tokens, rows = args
+                recipients = None if names is None else [Recipient(*name) for name in names]
+                deliveries = [Delivery(at, scheduled_at, TokenOutput(*output)) for scheduled_at, *output in rows]
+                args = at, recipients, tokens, deliveries
             self.report(event, *args)
 
     def connection_lost(self, exc: Exception | None) -> None:

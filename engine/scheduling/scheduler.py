@@ -173,7 +173,7 @@ class Scheduler:
         return plan
 
     def _steady_batch(self, scheduled: list[Scheduled]) -> SteadyBatch | None:
-        """Make a batch that the next steps repeat; None if the step is more than a decode of all that run."""
+        """Make a batch for the next steps to repeat; None unless the step decodes all that run."""
         if not self.reuses_batches or not scheduled or len(scheduled) != len(self.running) or self._promised_rows:
             return None
         for (seq, num_tokens), running in zip(scheduled, self.running, strict=True):

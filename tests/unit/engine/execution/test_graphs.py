@@ -256,8 +256,8 @@ def test_a_model_that_cannot_be_captured_runs_eagerly_and_says_so(
         assert not forward.capture_graphs(sizes, tables_for(sizes, batch), MAX_LEN, capture)
     (record,) = caplog.records
     assert "not permitted when stream is capturing" in record.message and "\n" not in record.message
+    capture = FakeCapture(batch.host, fails_at)
     with pytest.raises(ValueError, match=r"^cuda_graphs cannot be true: .*not permitted.*leave"):
-        capture = FakeCapture(batch.host, fails_at)
         forward.capture_graphs(sizes, tables_for(sizes, batch), MAX_LEN, capture, required=True)
     assert not forward.replays_graphs
     with torch.inference_mode():
