@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 PENDING = -1
 """In ``Sequence.token_ids``: a token that is drawn on the device and whose id has not been read yet."""
@@ -179,7 +179,7 @@ class Sequence:
     host_pages: list[int] = field(default_factory=list)  # swapped out: its pages on the host
     host_tokens: int = 0  # tokens whose KV is on the host
     page_hashes: list[bytes] = field(default_factory=list)  # prefix-cache key of each full page, made once
-    prefix_node: Any = None  # the deepest node of the prefix cache known to be this sequence's prefix
+    prefix_node: int = 0  # the deepest node of the prefix cache known to be this sequence's prefix; 0: none
     prefix_depth: int = 0  # pages up to and including it
     row: int = -1  # row of the executor's page table while admitted
     first_scheduled: float | None = None

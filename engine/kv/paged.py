@@ -22,7 +22,7 @@ class PagedKVManager(KVManager):
     def __init__(self, max_num_seqs: int, capacity: KVCapacity, enable_prefix_caching: bool):
         super().__init__(max_num_seqs, capacity)
         self.page_size = capacity.page_size
-        self.prefix_cache = PrefixCache(self.page_size) if enable_prefix_caching else None
+        self.prefix_cache = PrefixCache(self.page_size, capacity.num_pages) if enable_prefix_caching else None
         host_pages = capacity.host_slots // self.page_size
         self.swap = SwapSpace(host_pages) if host_pages else None
         self.pool = PagePool(capacity.num_pages, self.prefix_cache.evict if self.prefix_cache is not None else None)

@@ -12,16 +12,6 @@ from kvbench_engine.sequence import Sequence
 _KEY_BYTES = 16
 
 
-class _Node:
-    """A cached page; its parent is the page before it, which is cached too."""
-
-    __slots__ = ("children", "key", "page", "parent", "tokens")
-
-    def __init__(self, key: bytes, tokens: bytes, parent: _Node | None, page: int):
-        self.key, self.tokens, self.parent, self.page = key, tokens, parent, page
-        self.children: dict[_Node, None] = {}  # a dict for its order: the same in every run
-
-
 class PrefixCache:
     """Chained hash of full pages -> page.
 
@@ -34,16 +24,27 @@ class PrefixCache:
     A page whose key is taken (two sequences computed the same prefix side by side) is not cached; its later pages
     become children of the other sequence's page. When a page is evicted, its descendants are evicted with it, because
     they could not be found any more; a sequence that still runs offers its own pages again, from the first.
-    Invariant: ``_node_of[p].page == p`` for every cached page, the pool marks exactly these pages, and the parent of
-    every node is a node.
+    Invariant: ``page_of[key_of[p]] == p`` for every cached page, the pool marks exactly these pages, and the parent of
+    every cached page is cached.
+
+    All facts about a cached page stand in lists by page, as numbers and bytes: an object a page, of which there may be
+    a million, would make each full garbage collection stop the engine for seconds.
     """
 
-    def __init__(self, page_size: int):
+    def __init__(self, page_size: int, num_pages: int):
         self.page_size = page_size
-        self._nodes: dict[bytes, _Node] = {}
-        self._node_of: dict[int, _Node] = {}
         self.evictions = 0  # pages
-        self.hash_seconds = 0.0
+        self.hash_seconds = 0.0  # of hashing pages and storing them
+        self._num_pages = num_pages
+        self._num_inserted = 0
+        self._page_of: dict[bytes, int] = {}  # key -> page
+        self._key_of: list[bytes] = [b""] * num_pages
+        self._tokens: list[bytes] = [b""] * num_pages
+        self._node: list[int] = [0] * num_pages  # insertion * num_pages + page, unique for ever; 0: not cached
+        self._parent: list[int] = [0] * num_pages  # the node of the page before it; 0: it is the first page
+        self._child: list[int] = [-1] * num_pages  # a page whose parent it is; the others follow that one
+        self._next: list[int] = [-1] * num_pages  # siblings: a list linked both ways
+        self._prev: list[int] = [-1] * num_pages
 
     def match(self, seq: Sequence) -> list[int]:
         """Pages that hold the longest cached prefix of ``seq``, at most ``num_tokens - 1`` tokens of it.
@@ -51,70 +52,101 @@ class PrefixCache:
         At least one token is always computed, for its logits. Neither counts nor shares the pages.
         """
         limit = (len(seq.token_ids) - 1) // self.page_size
-        if not self._nodes or not limit:
-            seq.prefix_node, seq.prefix_depth = None, 0
+        if not self._page_of or not limit:
+            seq.prefix_node = seq.prefix_depth = 0
             return []
         self._hash_pages(seq, limit)
         parent, depth = self._known(seq, limit)
         for index in range(depth, limit):
-            node = self._nodes.get(seq.page_hashes[index])
-            if node is None or not self._verified(node, parent, seq, index):
+            page = self._page_of.get(seq.page_hashes[index])
+            if page is None or not self._verified(page, parent, self._packed(seq, index)):
                 break
-            parent, depth = node, index + 1
+            parent, depth = self._node[page], index + 1
         seq.prefix_node, seq.prefix_depth = parent, depth
-        return _pages_to(parent)
+        return self._pages_to(parent)
 
-    def _known(self, seq: Sequence, limit: int) -> tuple[_Node | None, int]:
+    def _known(self, seq: Sequence, limit: int) -> tuple[int, int]:
         """The last verified page of ``seq``, if it is still cached, so that a waiting prompt is not compared again."""
         node = seq.prefix_node
-        if node is None or seq.prefix_depth > limit or self._nodes.get(node.key) is not node:
-            return None, 0
+        if seq.prefix_depth > limit or self._node[node % self._num_pages] != node:
+            return 0, 0
         return node, seq.prefix_depth
 
     def insert(self, seq: Sequence, num_full: int, pool: PagePool) -> None:
         """Cache the first ``num_full`` pages of ``seq``, all fully computed; continues where the last call ended."""
-        self._hash_pages(seq, num_full)
+        keys, page_of = seq.page_hashes, self._page_of
+        if not keys:
+            self._hash_pages(seq, num_full)
+        started = time.perf_counter()
         parent, depth = self._known(seq, num_full)
         for index in range(depth, num_full):
-            page, key = seq.pages[index], seq.page_hashes[index]
-            node = self._nodes.get(key)
-            if node is None:
-                assert page not in self._node_of, f"page {page} is cached under another prefix"
-                node = self._nodes[key] = self._node_of[page] = _Node(key, self._packed(seq, index), parent, page)
-                if parent is not None:
-                    parent.children[node] = None
+            tokens = self._packed(seq, index)
+            if index == len(keys):
+                keys.append(_key(keys[-1], tokens))
+            page = page_of.get(keys[index])
+            if page is None:
+                page = seq.pages[index]
+                self._add(page, keys[index], tokens, parent)
                 pool.mark_cached(page)
-            elif not self._verified(node, parent, seq, index):
-                return  # a collision: the first one keeps the key
-            parent = node
-            seq.prefix_node, seq.prefix_depth = node, index + 1
+            elif not self._verified(page, parent, tokens):
+                break  # a collision: the first one keeps the key
+            parent = self._node[page]
+            seq.prefix_node, seq.prefix_depth = parent, index + 1
+        self.hash_seconds += time.perf_counter() - started
 
-    def _verified(self, node: _Node, parent: _Node | None, seq: Sequence, index: int) -> bool:
-        return node.parent is parent and node.tokens == self._packed(seq, index)
+    def _verified(self, page: int, parent: int, tokens: bytes) -> bool:
+        return self._parent[page] == parent and self._tokens[page] == tokens
+
+    def _add(self, page: int, key: bytes, tokens: bytes, parent: int) -> None:
+        assert not self._node[page], f"page {page} is cached under another prefix"
+        self._num_inserted += 1
+        self._node[page] = self._num_inserted * self._num_pages + page
+        self._page_of[key] = page
+        self._key_of[page], self._tokens[page], self._parent[page] = key, tokens, parent
+        if parent:
+            before = parent % self._num_pages
+            sibling = self._next[page] = self._child[before]
+            if sibling >= 0:
+                self._prev[sibling] = page
+            self._child[before] = page
 
     def evict(self, page: int) -> list[int]:
         """Drop a page that the pool allocates again, and its descendants; returns the descendants' pages."""
-        top = self._node_of[page]
-        if top.parent is not None:
-            del top.parent.children[top]
-        nodes = [top]
-        for node in nodes:  # grows as it goes: the whole subtree
-            nodes.extend(node.children)
-            del self._nodes[node.key], self._node_of[node.page]
-        self.evictions += len(nodes)
-        return [node.page for node in nodes[1:]]
+        before, after = self._prev[page], self._next[page]
+        if after >= 0:
+            self._prev[after] = before
+        if before >= 0:
+            self._next[before] = after
+        elif self._parent[page]:
+            self._child[self._parent[page] % self._num_pages] = after
+        pages = [page]
+        for dropped in pages:  # grows as it goes: the whole subtree
+            child = self._child[dropped]
+            while child >= 0:
+                pages.append(child)
+                child = self._next[child]
+        self._drop(pages)
+        self.evictions += len(pages)
+        return pages[1:]
+
+    def _drop(self, pages: list[int]) -> None:
+        for page in pages:
+            del self._page_of[self._key_of[page]]
+            self._key_of[page] = self._tokens[page] = b""
+            self._node[page] = self._parent[page] = 0
+            self._child[page] = self._next[page] = self._prev[page] = -1
 
     def forget(self, seq: Sequence) -> list[int]:
         """Drop the first page of ``seq`` and its descendants, by any sequence; returns their pages."""
-        first = self._nodes.get(seq.page_hashes[0]) if seq.page_hashes else None
-        return [first.page, *self.evict(first.page)] if first is not None else []
+        first = self._page_of.get(seq.page_hashes[0]) if seq.page_hashes else None
+        return [first, *self.evict(first)] if first is not None else []
 
     def clear(self, pool: PagePool) -> None:
         """Drop all pages."""
-        for page in self._node_of:
+        pages = list(self._page_of.values())
+        for page in pages:
             pool.drop_cached(page)
-        self._nodes.clear()
-        self._node_of.clear()
+        self._drop(pages)
 
     def _packed(self, seq: Sequence, index: int) -> bytes:
         """The tokens of page ``index`` as bytes; the first page's also hold the salt."""
@@ -134,32 +166,44 @@ class PrefixCache:
         packed = memoryview(array("q", seq.token_ids[first * size : count * size]).tobytes())
         stride = 8 * size
         for at in range(0, len(packed), stride):
-            digest = blake2b(parent, digest_size=_KEY_BYTES)
-            digest.update(packed[at : at + stride])
-            parent = digest.digest()
+            parent = _key(parent, packed[at : at + stride])
             keys.append(parent)
         self.hash_seconds += time.perf_counter() - started
 
+    def _pages_to(self, node: int) -> list[int]:
+        """The pages of a prefix that ends at ``node``, from the first."""
+        pages = []
+        while node:
+            pages.append(node % self._num_pages)
+            node = self._parent[pages[-1]]
+        pages.reverse()
+        return pages
+
     def check_integrity(self, pool: PagePool) -> None:
-        """Assert that nodes, pages and the pool's marks agree both ways. O(pages)."""
-        assert {node.page: node for node in self._nodes.values()} == self._node_of, "hash map and pages disagree"
-        for key, node in self._nodes.items():
-            assert node.key == key
-            assert all(self._nodes.get(child.key) is child and child.parent is node for child in node.children)
-            if node.parent is not None:
-                assert self._nodes.get(node.parent.key) is node.parent, "a cached page cannot be reached"
-                assert node in node.parent.children
-        marked = {p for p in range(pool.num_pages) if pool.is_cached(p)}
-        assert marked == set(self._node_of), "the pool and the prefix cache disagree about what is cached"
+        """Assert that keys, pages, links and the pool's marks agree both ways. O(pages)."""
+        cached = {page for page in range(self._num_pages) if self._node[page]}
+        assert cached == set(self._page_of.values()) == {p for p in range(pool.num_pages) if pool.is_cached(p)}
+        assert len(cached) == len(self._page_of)
+        children: dict[int, set[int]] = {}
+        for page in cached:
+            assert self._page_of[self._key_of[page]] == page and self._node[page] % self._num_pages == page
+            if self._parent[page]:
+                before = self._parent[page] % self._num_pages
+                assert self._node[before] == self._parent[page], "a cached page cannot be reached"
+                children.setdefault(before, set()).add(page)
+        for page in cached:
+            child, previous, linked = self._child[page], -1, set()
+            while child >= 0:
+                assert self._prev[child] == previous and child not in linked
+                linked.add(child)
+                previous, child = child, self._next[child]
+            assert linked == children.get(page, set())
 
 
-def _pages_to(node: _Node | None) -> list[int]:
-    pages = []
-    while node is not None:
-        pages.append(node.page)
-        node = node.parent
-    pages.reverse()
-    return pages
+def _key(parent: bytes, tokens: bytes | memoryview) -> bytes:
+    digest = blake2b(parent, digest_size=_KEY_BYTES)
+    digest.update(tokens)
+    return digest.digest()
 
 
 def _salt(seq: Sequence) -> bytes:

@@ -129,7 +129,7 @@ class PagedPrefixes:
 
     def __init__(self, num_pages: int, on_evict: Callable[[list[int]], None] = lambda pages: None) -> None:
         self.num_pages = num_pages
-        self.cache = PrefixCache(page_size=1)
+        self.cache = PrefixCache(1, num_pages)
         self._pool = PagePool(num_pages, self._evict)
         self._on_evict = on_evict
 

@@ -115,7 +115,7 @@ def test_hashing(benchmark, page_size):
     """Keys of a prompt of 32,768 tokens, hashed in one go as a request's admission does."""
     benchmark.group = "hashing 32,768 tokens, by page size"
     tokens = tuple((i * 7919) % 32_000 for i in range(32_768))
-    cache = PrefixCache(page_size)
+    cache = PrefixCache(page_size, 1)
 
     def fresh():
         return (Sequence.of(Request("x", tokens)), len(tokens) // page_size), {}

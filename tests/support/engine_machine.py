@@ -267,8 +267,8 @@ class EngineMachine(RuleBasedStateMachine):
         if isinstance(self.engine.kv, PagedKVManager):
             if self.engine.kv.prefix_cache is not None:
                 size = 8 * self.engine.kv.page_size
-                nodes = self.engine.kv.prefix_cache._nodes.values()
-                assert not any(PENDING in array("q", node.tokens[-size:]) for node in nodes), "cached, and not known"
+                cached = self.engine.kv.prefix_cache._tokens
+                assert not any(PENDING in array("q", tokens[-size:]) for tokens in cached), "cached, and not known"
             assert kv.pages_free + kv.pages_owned + kv.pages_cached + kv.pages_pinned == kv.pages_total
             if self.engine.kv.swap is not None:
                 host = self.engine.kv.swap.pool
@@ -325,7 +325,7 @@ class EngineMachine(RuleBasedStateMachine):
         self._check_work(stats)
         if isinstance(engine.kv, PagedKVManager):
             assert not engine.kv._moves
-            assert engine.kv.prefix_cache is None or not engine.kv.prefix_cache._nodes, "the prefix cache leaks nodes"
+            assert engine.kv.prefix_cache is None or not engine.kv.prefix_cache._page_of, "the prefix cache leaks nodes"
 
     def _check_work(self, stats) -> None:
         """What was counted is what the executor was given."""

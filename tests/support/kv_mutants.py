@@ -43,7 +43,7 @@ def _insert_unchecked(original: Any) -> Any:
 
     def insert(self: PrefixCache, seq: Any, num_full: int, pool: PagePool) -> None:
         known = self._known(seq, num_full)[1]
-        if all(page not in self._node_of for page in seq.pages[known:num_full]):
+        if not any(self._node[page] for page in seq.pages[known:num_full]):
             original(self, seq, num_full, pool)
 
     return insert
@@ -73,17 +73,25 @@ def page_of_another_sequence() -> Iterator[Fired]:
 
 @contextmanager
 def stale_page_after_eviction() -> Iterator[Fired]:
-    """An evicted page stays in the prefix cache, and is served with what another sequence wrote into it."""
-    fired = Fired()
+    """An evicted page is still found by its key, and is served with what another sequence wrote into it."""
+    fired, stale = Fired(), {}
 
     def evict(original: Any) -> Any:
         def keep(self: PrefixCache, page: int) -> list[int]:
-            top = self._node_of[page]
-            gone = original(self, page)
-            self._nodes[top.key] = top  # still found by its hash, and its tokens are the right ones
-            return gone
+            stale[self._key_of[page]] = page
+            return original(self, page)
 
         return keep
+
+    def match(original: Any) -> Any:
+        def longer(self: PrefixCache, seq: Any) -> list[int]:
+            pages = original(self, seq)
+            limit = (len(seq.token_ids) - 1) // self.page_size
+            while len(pages) < min(limit, len(seq.page_hashes)) and seq.page_hashes[len(pages)] in stale:
+                pages.append(stale[seq.page_hashes[len(pages)]])
+            return pages
+
+        return longer
 
     def share(original: Any) -> Any:
         def take(self: PagePool, page: int) -> None:
@@ -97,7 +105,12 @@ def stale_page_after_eviction() -> Iterator[Fired]:
 
         return take
 
-    with _patched(PrefixCache, "evict", evict), _patched(PagePool, "share", share):
+    with (
+        _patched(PrefixCache, "evict", evict),
+        _patched(PrefixCache, "match", match),
+        _patched(PrefixCache, "insert", _insert_unchecked),
+        _patched(PagePool, "share", share),
+    ):
         yield fired
 
 
@@ -183,9 +196,9 @@ def hash_collision_served() -> Iterator[Fired]:
         return half
 
     def verified(original: Any) -> Any:
-        def believe(self: PrefixCache, node: Any, parent: Any, seq: Any, index: int) -> bool:
-            fired.times += node.parent is parent and not original(self, node, parent, seq, index)
-            return node.parent is parent
+        def believe(self: PrefixCache, page: int, parent: int, tokens: bytes) -> bool:
+            fired.times += self._parent[page] == parent and not original(self, page, parent, tokens)
+            return self._parent[page] == parent
 
         return believe
 
@@ -233,9 +246,10 @@ def prefix_hit_one_page_too_long() -> Iterator[Fired]:
         def longer(self: PrefixCache, seq: Any) -> list[int]:
             pages = original(self, seq)
             node, limit = seq.prefix_node, (len(seq.token_ids) - 1) // self.page_size
-            if node is not None and node.children and len(pages) < limit:
+            child = self._child[node % self._num_pages] if node else -1
+            if child >= 0 and len(pages) < limit:
                 fired.times += 1
-                pages.append(next(iter(node.children)).page)
+                pages.append(child)
             return pages
 
         return longer

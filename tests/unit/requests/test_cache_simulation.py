@@ -72,7 +72,7 @@ def watch_evictions(engine) -> set[bytes]:
     cache, found = engine.kv.prefix_cache, set()
 
     def watched(page):
-        found.add(cache._node_of[page].key)
+        found.add(cache._key_of[page])
         return cache.evict(page)
 
     engine.kv.pool._on_evict = watched

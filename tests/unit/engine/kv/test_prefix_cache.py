@@ -59,7 +59,7 @@ def hits(cache: PrefixCache, tokens, salt: str | None = None) -> list[int]:
 
 
 def small_cache(pages: int = 16, page_size: int = 2) -> tuple[PrefixCache, PagePool]:
-    cache = PrefixCache(page_size)
+    cache = PrefixCache(page_size, pages)
     return cache, PagePool(pages, cache.evict)
 
 
