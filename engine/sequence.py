@@ -178,8 +178,7 @@ class Sequence:
     promised_pages: int = 0  # paged: pages that it was admitted for and has not taken
     host_pages: list[int] = field(default_factory=list)  # swapped out: its pages on the host
     host_tokens: int = 0  # tokens whose KV is on the host
-    page_hashes: list[bytes] = field(default_factory=list)  # prefix-cache key of each full page, made once
-    prefix_node: int = 0  # the deepest node of the prefix cache known to be this sequence's prefix; 0: none
+    prefix_node: int = 0  # the prefix cache's number of the last of its pages that was found there; 0: none
     prefix_depth: int = 0  # pages up to and including it
     row: int = -1  # row of the executor's page table while admitted
     first_scheduled: float | None = None
@@ -205,7 +204,6 @@ class Sequence:
             num_candidates=self.num_candidates,
             silent=self.silent,
             logprob=self.logprob,
-            page_hashes=list(self.page_hashes),
             prefix_node=self.prefix_node,
             prefix_depth=self.prefix_depth,
             first_step=self.first_step,

@@ -91,7 +91,7 @@ class KVCounters:
     prefix_hits: int = 0  # tokens
     prefix_queries: int = 0  # tokens
     prefix_evictions: int = 0  # pages
-    hash_seconds: float = 0.0
+    hash_seconds: float = 0.0  # of looking pages up in the prefix cache and storing them there
     allocated_pages: int = 0  # pages that became owned: new ones, and hits of the prefix cache
     freed_pages: int = 0  # pages no longer owned; allocated - freed = owned
     copied_pages: int = 0  # copy-on-write; contiguous: forks copied whole
@@ -135,6 +135,13 @@ class KVManager(ABC):
     @abstractmethod
     def grow(self, seq: Sequence, num_tokens: int) -> bool:
         """Allocate writable slots for ``num_tokens`` more tokens; False, with nothing done, without room."""
+
+    def begin_pages(self, sequences: list[Sequence]) -> bool:
+        """Give each sequence the page of its next token; False, with nothing done, without room for all.
+
+        Their pages are full, and no admission promised them more.
+        """
+        return all(self.grow(seq, 1) for seq in sequences)  # contiguous: it has its room
 
     @abstractmethod
     def commit(self, seq: Sequence, num_tokens: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import islice
 
 
 class FreeQueue:
@@ -38,6 +39,17 @@ class FreeQueue:
         assert page != self._sentinel, "pop from an empty free queue"
         self.remove(page)
         return page
+
+    def pop_heads(self, count: int) -> list[int]:
+        """Remove the first ``count`` pages at once."""
+        pages = list(islice(self, count))
+        assert len(pages) == count, "pop from an empty free queue"
+        after = self._next[pages[-1]] if pages else self._next[self._sentinel]
+        self._next[self._sentinel], self._prev[after] = after, self._sentinel
+        for page in pages:
+            self._next[page] = self._prev[page] = -1
+        self._length -= count
+        return pages
 
     def push_head(self, page: int) -> None:
         self._link(page, self._sentinel, self._next[self._sentinel])
@@ -111,6 +123,17 @@ class PagePool:
         self.ref_count[page] = 1
         self.num_references += 1
         return page
+
+    def allocate_many(self, count: int) -> list[int]:
+        """The next ``count`` pages, as ``allocate`` would give them one after another."""
+        head = islice(self._free, count)
+        if any(self._cached[page] for page in head):  # an eviction puts pages at the head
+            return [self.allocate() for _ in range(count)]
+        pages = self._free.pop_heads(count)
+        for page in pages:
+            self.ref_count[page] = 1
+        self.num_references += count
+        return pages
 
     def share(self, page: int) -> None:
         """Count one more page-table entry of ``page``; a cached page leaves the free queue."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from kvbench_engine.kv.budget import KVCapacity
 from kvbench_engine.kv.manager import KVCounters, KVManager, KVStats, Move, MoveKind
 from kvbench_engine.kv.page_pool import PagePool
@@ -130,6 +132,19 @@ class PagedKVManager(KVManager):
             table[len(pages)] = page * size
             pages.append(page)
         self._take_promised(seq, min(needed, seq.promised_pages))
+        return True
+
+    def begin_pages(self, sequences: list[Sequence]) -> bool:
+        if len(sequences) > self.pool.num_available:
+            return False
+        new_pages = self.pool.allocate_many(len(sequences))
+        self.counters.allocated_pages += len(new_pages)
+        for seq, page in zip(sequences, new_pages, strict=True):
+            seq.pages.append(page)
+            if self.swap is not None:
+                self.swap.forget_device_page(page)
+        rows, columns = [seq.row for seq in sequences], [len(seq.pages) - 1 for seq in sequences]
+        self.page_table[rows, columns] = np.array(new_pages) * self.page_size
         return True
 
     def _take_promised(self, seq: Sequence, count: int) -> None:
@@ -274,7 +289,7 @@ class PagedKVManager(KVManager):
     def read_counters(self) -> KVCounters:
         if self.prefix_cache is not None:
             self.counters.prefix_evictions = self.prefix_cache.evictions
-            self.counters.hash_seconds = self.prefix_cache.hash_seconds
+            self.counters.hash_seconds = self.prefix_cache.seconds
         return super().read_counters()
 
     def stats(self) -> KVStats:

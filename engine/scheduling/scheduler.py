@@ -31,21 +31,21 @@ class SteadyBatch:
         # A step later each has a token more; the step that draws the last one, or ends the sequence, is planned anew.
         self.remaining = min([seq.max_length - len(seq.token_ids) for seq, _ in scheduled]) - 2
         self._steps = 0
-        self._growing: dict[int, list[Sequence]] | None = None  # step modulo the page size -> who begins a page
+        self._beginning: dict[int, list[Sequence]] | None = None  # step modulo the page size -> who begins a page
 
     def repeat(self, kv: KVManager) -> bool:
         """Make room for one more token of each; False if memory ran out or the batch has been repeated enough."""
         if not self.remaining:
             return False
         size = kv.capacity.page_size
-        if self._growing is None:  # no page but the last one of each is written, and none of those is shared
-            self._growing = defaultdict(list)
+        if self._beginning is None:  # no page but the last one of each is written, and none of those is shared
+            self._beginning = defaultdict(list)
             for seq, _ in self.scheduled:
-                self._growing[-seq.num_computed % size].append(seq)
-        grown = all(kv.grow(seq, 1) for seq in self._growing.get(self._steps % size, ()))
+                self._beginning[-seq.num_computed % size].append(seq)
+        beginning = self._beginning.get(self._steps % size)
         self._steps += 1
         self.remaining -= 1
-        return grown
+        return beginning is None or kv.begin_pages(beginning)
 
 
 class Scheduler:

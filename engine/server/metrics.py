@@ -82,14 +82,15 @@ _COUNTERS: tuple[_Row, ...] = (
     ("kv_saturated_values", "Sampled values with the largest code, cut off or not.", lambda s: s.kv_saturated_values),
     ("swap_seconds", "Seconds of moving KV: copies on write and swaps.", lambda s: s.swap_seconds),
     ("refused_fragmented", "Sequences that waited although enough was free.", lambda s: s.counters.refused_fragmented),
-    ("hash_seconds", "Seconds of hashing pages for the prefix cache.", lambda s: s.counters.hash_seconds),
+    ("hash_seconds", "Seconds of finding and storing pages in the prefix cache.", lambda s: s.counters.hash_seconds),
 )
 
 
 def readings(stats: EngineStats) -> tuple[dict[str, float], dict[str, float]]:
     """The engine's gauges and counters by their names in /metrics, without what depends on the machine.
 
-    The resident memory and the seconds of hashing are left out: they are this process's, whatever clock the engine has.
+    The resident memory and the seconds in the prefix cache are left out: they are this process's, whatever clock the
+    engine has.
     """
     counters = {f"{name}_total": float(value(stats)) for name, _, value in _COUNTERS if name != "hash_seconds"}
     for name, _text, _label, values in _labelled_counters(stats):

@@ -3,7 +3,7 @@
     taskset -c 0 python -m pytest tests/benchmarks/test_step_cost.py
 
 The target: 256 sequences at page size 16 decode in at most 1 ms a step on one core. Figures are in ``extra_info``
-(``--benchmark-json``), from the median round: us_per_step and ns_per_sequence; ns_per_token of hashing; ns_per_page of
+(``--benchmark-json``), from the median round: us_per_step and ns_per_sequence; ns_per_token of prefixes; ns_per_page of
 allocation. They include everything that ``Engine.step`` does but the forward pass: schedule, count, commit, append,
 and the accounts.
 """
@@ -110,18 +110,27 @@ def test_decode_step_by_setting(benchmark, settings):
     measure(benchmark, MANY, make_engine(MANY, pages, length=LENGTH, **{**settings, "page_size": page_size}))
 
 
-@pytest.mark.parametrize("page_size", choose(full=[8, 16, 32, 64, 128, 256], quick=[8, 16, 256], smoke=[16]))
-def test_hashing(benchmark, page_size):
-    """Keys of a prompt of 32,768 tokens, hashed in one go as a request's admission does."""
-    benchmark.group = "hashing 32,768 tokens, by page size"
+@pytest.mark.parametrize("page_size", choose(full=[1, 8, 16, 32, 64, 128, 256], quick=[8, 16, 256], smoke=[16]))
+@pytest.mark.parametrize("cached", [False, True], ids=["stored", "found"])
+def test_prefixes(benchmark, page_size, cached):
+    """The pages of a prompt of 32,768 tokens, stored in the prefix cache, or found there by another request."""
+    benchmark.group = "a prompt of 32,768 tokens in the prefix cache, by page size"
     tokens = tuple((i * 7919) % 32_000 for i in range(32_768))
-    cache = PrefixCache(page_size, 1)
+    count = len(tokens) // page_size
 
-    def fresh():
-        return (Sequence.of(Request("x", tokens)), len(tokens) // page_size), {}
+    def filled() -> tuple[PrefixCache, PagePool, Sequence]:
+        cache, seq = PrefixCache(page_size, count), Sequence.of(Request("x", tokens))
+        pool = PagePool(count, cache.evict)
+        seq.pages = [pool.allocate() for _ in range(count)]
+        if cached:
+            cache.insert(seq, count, pool)
+            seq = Sequence.of(Request("y", tokens))
+        return (cache, pool, seq), {}
 
-    rounds = choose(full=40, quick=20, smoke=1)
-    benchmark.pedantic(cache._hash_pages, setup=fresh, rounds=rounds, warmup_rounds=3)
+    def run(cache: PrefixCache, pool: PagePool, seq: Sequence) -> None:
+        cache.match(seq) if cached else cache.insert(seq, count, pool)
+
+    benchmark.pedantic(run, setup=filled, rounds=choose(full=40, quick=20, smoke=1))
     note(benchmark, ns_per_token=benchmark.stats.stats.median / len(tokens) * 1e9)
 
 

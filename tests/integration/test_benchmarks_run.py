@@ -25,7 +25,7 @@ FIGURES = {
     "peers": {"test_peers": ("vs hf-continuous", "vs hf-static")},
     "step_cost": {
         "test_decode_step_by_running_sequences": ("us_per_step",),
-        "test_hashing": ("ns_per_token",),
+        "test_prefixes": ("ns_per_token",),
         "test_allocate_and_release": ("ns_per_page",),
     },
     "server_start": {"test_server_start": ("start_s",)},

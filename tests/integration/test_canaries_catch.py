@@ -30,7 +30,7 @@ CAUGHT_BY = {
     "scales of 1.0, fp8_e5m2": {PASSKEY},
     "fork without copy": {PASSKEY, FORKS},
     "wrong position after recompute": {PASSKEY},
-    "hash collision served": {PASSKEY, REPEAT},
+    "half a page compared": {PASSKEY, REPEAT},
     "swap in out of order, pages of 64": {PASSKEY, COPY},
     "swap in out of order, pages of 16": {COPY, FORKS},
     "prefix hit one page too long": {PASSKEY, REPEAT},

@@ -267,8 +267,8 @@ class EngineMachine(RuleBasedStateMachine):
         if isinstance(self.engine.kv, PagedKVManager):
             if self.engine.kv.prefix_cache is not None:
                 size = 8 * self.engine.kv.page_size
-                cached = self.engine.kv.prefix_cache._tokens
-                assert not any(PENDING in array("q", tokens[-size:]) for tokens in cached), "cached, and not known"
+                cached = self.engine.kv.prefix_cache._page_of
+                assert not any(PENDING in array("q", tokens[-size:]) for _, tokens in cached), "cached, and not known"
             assert kv.pages_free + kv.pages_owned + kv.pages_cached + kv.pages_pinned == kv.pages_total
             if self.engine.kv.swap is not None:
                 host = self.engine.kv.swap.pool

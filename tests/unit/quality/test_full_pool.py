@@ -18,7 +18,7 @@ from tests.support.kv_mutants import MUTANTS
 from tests.support.loads import ROOT
 
 EXACT = {name: planted for name, planted in MUTANTS.items() if "kv_cache_dtype" not in planted[1]}
-MAIN_RING = ("hash collision served",)
+MAIN_RING = ("half a page compared",)
 SETTINGS = {"model": "kvbench-tiny", "device": "cpu", "num_threads": 1, "max_num_seqs": 16, "max_model_len": 1024}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from array import array
 
 import pytest
 from hypothesis import assume, example, given, settings
@@ -54,29 +55,38 @@ def test_requests_in_turn_hit_what_they_hit_in_the_engine(prompts, lengths, page
         pages * page, page_size=page, enable_prefix_caching=True, max_model_len=20, max_num_batched_tokens=4
     )
     hits, outputs = [], []
-    keys_evicted = watch_evictions(engine)
+    evicted = watch_evictions(engine)
     for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=False)):
         seq = engine.add_request(Request(str(i), tuple(prompt), SamplingParams(max_tokens=length, ignore_eos=True)))
         tokens = []
         while engine.has_work():
             tokens += [token for output in engine.step() for token in output.token_ids]
-        assume(not keys_evicted & set(seq.page_hashes))
-        keys_evicted.clear()
+        assume(not evicted & prefixes_of(seq, page))
+        evicted.clear()
         hits.append(seq.num_cached)
         outputs.append(tokens)
     assert CacheReplay(in_turn(prompts, outputs), page).hits(pages) == hits
 
 
+def prefixes_of(seq, page: int) -> set[bytes]:
+    """The prefixes of whole pages."""
+    return {array("q", seq.token_ids[:end]).tobytes() for end in range(page, len(seq.token_ids) + 1, page)}
+
+
 def watch_evictions(engine) -> set[bytes]:
-    """Will hold the keys of the pages that the engine's cache gave up."""
-    cache, found = engine.kv.prefix_cache, set()
+    """Will hold the prefixes whose last pages the engine's cache gave up."""
+    cache, evicted = engine.kv.prefix_cache, set()
 
     def watched(page):
-        found.add(cache._key_of[page])
+        prefix, node = b"", cache._node[page]
+        while node:
+            node, tokens = cache._key_of[node % cache._num_pages]
+            prefix = tokens + prefix
+        evicted.add(prefix)
         return cache.evict(page)
 
     engine.kv.pool._on_evict = watched
-    return found
+    return evicted
 
 
 def best_by_search(prompts, page, pages) -> int:

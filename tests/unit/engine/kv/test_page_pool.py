@@ -42,16 +42,16 @@ class PoolModel(RuleBasedStateMachine):
         if not self.owned[page] and not self.pins[page]:
             self.free.insert(len(self.free) if page in self.cached else 0, page)
 
-    @rule()
-    def allocate(self):
+    @rule(count=st.sampled_from([0, 1, 1, 2, 3]))
+    def allocate(self, count):
         assert self.pool.num_available == len(self.free)
-        if self.free:
-            page = self.free.pop(0)
-            known = len(self.evicted)
-            assert self.pool.allocate() == page
-            assert self.evicted[known:] == ([page] if page in self.cached else [])
-            self.cached.discard(page)
-            self.owned[page] = 1
+        if count <= len(self.free):
+            pages, self.free = self.free[:count], self.free[count:]
+            before = len(self.evicted)
+            assert ([self.pool.allocate()] if count == 1 else self.pool.allocate_many(count)) == pages
+            assert self.evicted[before:] == [page for page in pages if page in self.cached]
+            self.cached.difference_update(pages)
+            self.owned.update(dict.fromkeys(pages, 1))
 
     @rule(page=st.integers(0, 5), what=st.sampled_from(["share", "release", "pin", "unpin", "mark", "drop"]))
     def touch(self, page, what):

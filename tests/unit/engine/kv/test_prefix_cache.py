@@ -1,46 +1,9 @@
-import random
-from hashlib import blake2b
-from itertools import count
-
 import pytest
 
 from kvbench_engine.kv.page_pool import PagePool
 from kvbench_engine.kv.prefix_cache import PrefixCache
 from kvbench_engine.sequence import Sequence
-from tests.support.engine_parts import CountingExecutor, drain, request, small_engine, undisturbed
-
-
-class WeakHash:
-    """blake2b cut to ``size`` bytes, padded with zeros in front to the requested length."""
-
-    size = 1
-    calls = 0
-
-    def __init__(self, data: bytes, digest_size: int):
-        WeakHash.calls += 1
-        self._hash, self._length = blake2b(data, digest_size=self.size), digest_size
-
-    def update(self, data: bytes) -> None:
-        self._hash.update(data)
-
-    def digest(self) -> bytes:
-        return bytes(self._length - self.size) + self._hash.digest()
-
-
-class NoHash(WeakHash):
-    """Every page has the same key."""
-
-    def digest(self) -> bytes:
-        return bytes(self._length)
-
-
-class OwnHash(WeakHash):
-    """A page's key is that of its own tokens, whatever came before it."""
-
-    size = 16
-
-    def update(self, data: bytes) -> None:
-        self._hash = blake2b(data, digest_size=self.size)
+from tests.support.engine_parts import CountingExecutor, drain, request, small_engine
 
 
 def filled(cache: PrefixCache, pool: PagePool, tokens, salt: str | None = None) -> Sequence:
@@ -72,38 +35,16 @@ def test_the_longest_common_prefix_in_whole_pages_is_found():
     assert hits(cache, [1]) == []
 
 
-@pytest.mark.parametrize(("one", "other"), [(None, "a"), ("a", "b"), ("a", "aa"), ("\ud83d", None)])
+NUMBER = "\1" + 7 * "\0"  # its bytes are those of token 1
+
+
+@pytest.mark.parametrize(("one", "other"), [(None, "a"), ("a", "b"), ("a", "aa"), ("\ud83d", None), (NUMBER, None)])
 def test_salts_share_nothing(one, other):
     """Nor does one that is no proper text: JSON can hold half of a surrogate pair."""
     cache, pool = small_cache()
     seq = filled(cache, pool, [1, 2, 3, 4], one)
     assert hits(cache, [1, 2, 3, 4, 5], other) == []
     assert hits(cache, [1, 2, 3, 4, 5], one) == seq.pages
-
-
-def test_a_salt_that_is_another_prompts_key_finds_nothing():
-    """A page's key is made of its parent's key or, the first one's, of the salt: a salt may be such a key."""
-    cache, pool = small_cache()
-
-    def key(first: int) -> bytes:
-        return blake2b(first.to_bytes(8, "little") + (2).to_bytes(8, "little"), digest_size=16).digest()
-
-    first = next(token for token in count() if not key(token).strip(bytes(range(1, 128))))  # text, as a salt is
-    seq = filled(cache, pool, [first, 2, 3, 4])
-    thief = Sequence.of(request("thief", [3, 4, 5], cache_salt=key(first).decode()))
-    assert cache.match(thief) == []
-    assert thief.page_hashes == seq.page_hashes[1:], "the keys are the same, and only verification tells them apart"
-
-
-def test_what_comes_behind_a_page_of_the_same_tokens_and_key_is_not_cached_behind_that(monkeypatch):
-    monkeypatch.setattr("kvbench_engine.kv.prefix_cache.blake2b", OwnHash)
-    cache, pool = small_cache()
-    first = filled(cache, pool, [7, 7])
-    seq = Sequence.of(request("x", [7, 7, 7, 7, 8, 8]))
-    assert cache.match(seq) == first.pages
-    seq.pages = [*first.pages, pool.allocate(), pool.allocate()]
-    cache.insert(seq, 3, pool)
-    assert hits(cache, [7, 7, 8, 8, 1]) == first.pages
 
 
 def test_of_two_that_computed_the_same_side_by_side_the_first_is_cached():
@@ -139,46 +80,23 @@ def test_what_hangs_on_an_evicted_page_goes_with_it():
     cache.check_integrity(pool)
 
 
-def mixed_requests(number: int):
-    rng = random.Random(5)
-    stems = [[rng.randrange(90) for _ in range(16)] for _ in range(4)]
-    prompts = [rng.choice(stems)[: rng.randrange(1, 17)] + [rng.randrange(90) for _ in range(6)] for _ in range(number)]
-    return [request(str(i), p, max_tokens=5, cache_salt=(None, "a", "b")[i % 3]) for i, p in enumerate(prompts)]
-
-
-@pytest.mark.parametrize(("weak", "mode"), [(WeakHash, "swap"), (NoHash, "recompute")])
-def test_colliding_keys_cost_hits_and_serve_no_foreign_page(monkeypatch, weak, mode):
-    """A key of one byte, or none: only verification stands between two prompts. The shadow KV would see a mistake."""
-    monkeypatch.setattr("kvbench_engine.kv.prefix_cache.blake2b", weak)
-    requests = mixed_requests(100)
-    swap = {"preemption_mode": "swap", "host_slots": 12} if mode == "swap" else {}
-    engine = small_engine(40, page_size=2, enable_prefix_caching=True, **swap)
-    for one in requests:
-        engine.add_request(one)
-    assert drain(engine, 5000) == undisturbed(requests)
-    if weak is WeakHash:
-        assert engine.stats().prefix_cache_hits > 0, "the cache was of no use: the test shows nothing"
-
-
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
-def test_each_page_is_hashed_once(monkeypatch, mode):
-    """Also through preemption, waiting at the head of the queue, and forks."""
-    monkeypatch.setattr("kvbench_engine.kv.prefix_cache.blake2b", WeakHash)
-    monkeypatch.setattr(WeakHash, "size", 16)
-    monkeypatch.setattr(WeakHash, "calls", 0)
-    swap = {"preemption_mode": "swap", "host_slots": 8} if mode == "swap" else {}
-    engine = small_engine(32, page_size=4, enable_prefix_caching=True, **swap)
-    lengths = {"a": 9, "b": 7, "c": 5}
-    for i, (name, prompt) in enumerate(lengths.items()):
-        engine.add_request(request(name, range(i, i + prompt), max_tokens=14))
-    got = drain(engine)
-    assert engine.stats().num_preemptions > 0
-    full_pages = sum((lengths[name] + len(tokens)) // 4 for name, tokens in got.items())
-    assert 0 < WeakHash.calls <= full_pages
-    before = WeakHash.calls
-    engine.add_request(request("n", range(50, 66), max_tokens=3, n=3))
+def test_a_prompt_that_waits_is_compared_once(monkeypatch):
+    """It is asked about at each step, and goes on where it was found to end."""
+    engine = small_engine(64, page_size=4, enable_prefix_caching=True)
+    engine.add_request(request("first", 30, max_tokens=1))
     drain(engine)
-    assert WeakHash.calls - before == 4, "the forks know their prompt's keys"
+    engine.add_request(request("long", range(50, 72), max_tokens=10))
+    engine.step()
+    packed, pack = [], PrefixCache._packed
+    counted = lambda self, seq, index: (packed.append(seq.request_id), pack(self, seq, index))[1]  # noqa: E731
+    monkeypatch.setattr(PrefixCache, "_packed", counted)
+    waiting = engine.add_request(request("waits", 26, max_tokens=5))
+    steps = 0
+    while waiting.row < 0 and steps < 20:
+        engine.step()
+        steps += 1
+    assert 5 < steps < 20 and waiting.num_cached == 24
+    assert packed.count("waits") <= 6 + steps
 
 
 def test_hits_and_queries_are_counted_in_tokens_and_once_a_request():
