@@ -42,7 +42,7 @@ _STEP_PARTS = {
     "swap_seconds_total": "swap",
     "hash_seconds_total": "page hashes",
 }
-_INSIDE = {"swap": "prepare: copies and swaps", "page hashes": "hashing pages for the prefix cache"}
+_INSIDE = {"swap": "prepare: copies and swaps", "page hashes": "finding and storing pages in the prefix cache"}
 _REQUEST_PARTS = {"request_queue_time": "queue", "request_prefill_time": "prefill", "request_decode_time": "decode"}
 _PARTS = {ITL: _STEP_PARTS, TTFT: _REQUEST_PARTS}
 _EVENTS = {

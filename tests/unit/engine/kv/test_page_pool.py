@@ -28,6 +28,28 @@ def test_empty_pool_is_refused():
         PagePool(0)
 
 
+@pytest.mark.parametrize("count", range(7))
+def test_many_pages_at_once_are_those_of_one_after_another(count):
+    """An evicted page's child, 4, is free of content then, and comes next."""
+    taken, evicted, pools = [], [], []
+    for _ in range(2):
+        evicted.append([])
+        pool = PagePool(6, lambda page, gone=evicted[-1]: gone.append(page) or ([4] if page == 3 else []))
+        for _ in range(6):
+            pool.allocate()
+        for page in (3, 5, 4):
+            pool.mark_cached(page)
+        for page in (3, 5, 4, 0, 1, 2):
+            pool.release(page)
+        pools.append(pool)
+    taken = [pools[0].allocate_many(count), [pools[1].allocate() for _ in range(count)]]
+    assert taken[0] == taken[1] and evicted[0] == evicted[1]
+    assert (taken[0], evicted[0]) == ([2, 1, 0, 3, 4, 5][:count], [3, 5][: max(0, (count - 2) // 2)])
+    assert list(pools[0]._free) == list(pools[1]._free)
+    for pool in pools:
+        pool.check_integrity([[page] for page in taken[0]])
+
+
 class PoolModel(RuleBasedStateMachine):
     """The pool against a model of counts and a list: what is owned how often, pinned, cached; the order of the rest."""
 
