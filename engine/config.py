@@ -74,6 +74,7 @@ class EngineConfig:
     enable_chunked_prefill: bool = True
     max_num_partial_prefills: int = 1  # prompts computed side by side; from 2 on, one share is kept for short ones
     max_num_waiting: int | None = None  # requests in the queue; one more is refused. None: no limit
+    watermark: float | None = None  # share of the pages left free beside a new sequence; None: 16 tokens a running one
     scheduling_policy: str = "fcfs"
     preemption_mode: str = "recompute"
     swap_space: int | None = None  # bytes of host memory
@@ -97,6 +98,7 @@ class EngineConfig:
         for name in ("async_scheduling", "cuda_graphs", "fused_layers"):
             if getattr(self, name) is not None and not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} cannot be {getattr(self, name)!r}: it is true, false or left out")
+        self._check_watermark()
         self.check_against_device(self.device)
         self._settle_batch()
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
@@ -128,6 +130,18 @@ class EngineConfig:
             )
         self._check_partial_prefills()
         self._check_unchunked(self.max_model_len)
+
+    def _check_watermark(self) -> None:
+        value = self.watermark
+        if value is None:
+            return
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+            raise ValueError(f"watermark cannot be {value!r}: it is a share of all pages, from 0 to less than 1")
+        if self.layout == "contiguous":
+            raise ValueError(
+                f"watermark {value} has no effect with layout 'contiguous', whose sequences never outgrow their "
+                "reservations: use layout 'paged' or leave watermark out"
+            )
 
     def _settle_batch(self) -> None:
         """Replace None by the defaults of the device. A limit that is given lowers or raises the other one."""

@@ -13,4 +13,4 @@ def make_kv_manager(config: EngineConfig, capacity: KVCapacity) -> KVManager:
     """The manager of ``config.layout``."""
     if config.layout == "contiguous":
         return ContiguousKVManager(config.max_num_seqs, capacity, config.reservation)
-    return PagedKVManager(config.max_num_seqs, capacity, config.enable_prefix_caching)
+    return PagedKVManager(config.max_num_seqs, capacity, config.enable_prefix_caching, config.watermark)

@@ -11,7 +11,7 @@ from kvbench_engine.kv.prefix_cache import PrefixCache
 from kvbench_engine.kv.swap_space import SwapSpace
 from kvbench_engine.sequence import Sequence
 
-SPARE_TOKENS = 16  # room kept for each running sequence when another one is admitted
+SPARE_TOKENS = 16  # room kept for each running sequence when another one is admitted, without a watermark
 
 
 class PagedKVManager(KVManager):
@@ -19,15 +19,20 @@ class PagedKVManager(KVManager):
 
     Only a page that is not full and in one page table alone is ever written. Full pages are shared (prefix cache,
     forks, host copies); a partly filled page that siblings share is copied for the one that writes first.
+
+    ``watermark``: see ``EngineConfig``.
     """
 
-    def __init__(self, max_num_seqs: int, capacity: KVCapacity, enable_prefix_caching: bool):
+    def __init__(
+        self, max_num_seqs: int, capacity: KVCapacity, enable_prefix_caching: bool, watermark: float | None = None
+    ):
         super().__init__(max_num_seqs, capacity)
         self.page_size = capacity.page_size
         self.prefix_cache = PrefixCache(self.page_size, capacity.num_pages) if enable_prefix_caching else None
         host_pages = capacity.host_slots // self.page_size
         self.swap = SwapSpace(host_pages) if host_pages else None
         self.pool = PagePool(capacity.num_pages, self.prefix_cache.evict if self.prefix_cache is not None else None)
+        self._watermark = watermark
         self._promised = 0  # pages that running sequences were admitted for and have not taken
         self._pinned: list[int] = []  # sources of planned copies
         self._pinned_host: list[int] = []
@@ -77,11 +82,15 @@ class PagedKVManager(KVManager):
     def _has_pages(self, seq: Sequence, running: int, prefix: list[int | None], coming: int = 0) -> bool:
         """Tests whether all of ``seq`` fits once ``coming`` more pages are free.
 
-        ``SPARE_TOKENS`` stay free for each running sequence. Pages promised to prompts that are computed in part are
-        not free. Without the spare room, an admission could cause a preemption within a few steps, and its prompt would
-        have been computed for nothing. The room is counted in tokens so that it is the same for every page size.
+        ``SPARE_TOKENS`` stay free for each running sequence, or the watermark's share of all pages if any runs. Pages
+        promised to prompts that are computed in part are not free. Without the spare room, an admission could cause a
+        preemption within a few steps, and its prompt would have been computed for nothing. The room is counted in
+        tokens so that it is the same for every page size.
         """
-        spare = -(-running * SPARE_TOKENS // self.page_size)
+        if self._watermark is None:
+            spare = -(-running * SPARE_TOKENS // self.page_size)
+        else:
+            spare = int(self._watermark * self.pool.num_pages) if running else 0
         ref_count = self.pool.ref_count
         shared = sum(page is not None and ref_count[page] > 0 for page in prefix)  # need no free page
         needed = -(-seq.num_tokens // self.page_size) - shared

@@ -233,6 +233,7 @@ def cache_config_info(config: EngineConfig, capacity: KVCapacity) -> dict[str, s
         "max_num_batched_tokens": config.max_num_batched_tokens,
         "max_num_partial_prefills": config.max_num_partial_prefills,
         "max_num_waiting": config.max_num_waiting,
+        "watermark": config.watermark,
         "scheduling_policy": config.scheduling_policy,
         "preemption_mode": config.preemption_mode,
         "swap_space": capacity.swap_space_bytes,

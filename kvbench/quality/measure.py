@@ -64,8 +64,8 @@ from kvbench_engine.teacher_forcing import TeacherForced, with_room
 _WEIGHTS = ("model", "load_format", "seed", "dtype", "device", "torch_compile")
 # Settings that change no answer: how much fits, how many at once and in which order. The measurement sets its own.
 _WITHOUT_EFFECT = (
-    "kv_budget", "swap_space", "max_model_len", "max_num_seqs", "max_num_waiting", "scheduling_policy", "num_threads",
-    "tokenizer",
+    "kv_budget", "swap_space", "max_model_len", "max_num_seqs", "max_num_waiting", "watermark", "scheduling_policy",
+    "num_threads", "tokenizer",
 )  # fmt: skip
 _WITHOUT_EFFECT_WITH_ROOM = (*_WITHOUT_EFFECT, "preemption_mode")  # nothing is preempted
 # Settings that change no answer as long as they work: where each token's KV lies, and who is computed beside whom. That

@@ -142,6 +142,7 @@ COMMON: Mapping[str, Setting] = {
     "layout": always("paged", "its KV cache is always paged"),
     "enable_chunked_prefill": always(True, "prompts are always cut to its batch"),
     "max_num_partial_prefills": absent("it has no such setting"),
+    "watermark": absent("how much it leaves free at an admission is its own"),
     "scheduling_policy": always("fcfs", "it serves in order of arrival"),
     "preemption_mode": always("recompute", "it never preempts"),
     "swap_space": absent("it has none"),

@@ -44,6 +44,7 @@ _SETTINGS: Mapping[str, _Setting] = {
     "max_num_seqs": _Setting(None, "seqs"),
     "max_num_batched_tokens": _Setting(None, "tokens"),
     "max_num_waiting": _Setting("waiting limit", "waiting"),
+    "watermark": _Setting("watermark", "watermark", None, ("layout", "paged")),
     "max_model_len": _Setting(None, "len"),
     "scheduling_policy": _Setting("scheduling", "", "fcfs"),
     "preemption_mode": _Setting("preemption", "", "recompute"),
