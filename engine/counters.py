@@ -119,9 +119,8 @@ class EngineCounters:
 
     def count(self, plan: StepPlan) -> StepTokens:
         """Count the work of ``plan``; call before it is committed."""
-        prefill = recomputed = 0
-        decode = len(plan.scheduled) if plan.repeats else 0
-        for seq, num_tokens in () if plan.repeats else plan.scheduled:
+        prefill, decode, recomputed = 0, plan.num_steady, 0
+        for seq, num_tokens in plan.scheduled[plan.num_steady :]:
             computed, ever = seq.num_computed, seq.num_ever_computed
             if seq.first_scheduled is None:
                 seq.first_scheduled, seq.first_step = self._clock(), self.counts["steps"] + 1

@@ -19,6 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Protocol
 
 from kvbench_engine.config import EngineConfig
@@ -28,7 +29,7 @@ from kvbench_engine.kv.manager import KVManager
 from kvbench_engine.model.spec import ModelInfo
 from kvbench_engine.scheduling.groups import BeamGroup, Group
 from kvbench_engine.scheduling.scheduler import Scheduler
-from kvbench_engine.scheduling.step_plan import Draw, Scheduled, StepHandle, StepPlan
+from kvbench_engine.scheduling.step_plan import Draw, StepHandle, StepPlan
 from kvbench_engine.sequence import PENDING, Drawn, Request, Sequence, Status, TokenOutput
 
 
@@ -199,6 +200,7 @@ class Engine:
 
         All steps in flight count as failed.
         """
+        self.scheduler.dissolve()  # its calendar counts steps that were not committed
         self.kv.moves_done()
         self.kv.forget_unfinished(clear_cache=any(step.handle is not None for step in self._in_flight))
         touched = list(self.scheduler.running)
@@ -225,19 +227,17 @@ class Engine:
 
     def _commit(self, step: _Step) -> None:
         """Count the step's tokens as computed: their KV exists for everything that is launched later."""
-        commit = self.kv.commit
-        if self.pipelined and step.plan.repeats:
-            for seq, _ in step.plan.scheduled:
-                seq.num_computed += 1
-                seq.token_ids.append(PENDING)
-                seq.num_pending += 1
-            self.kv.commit_decodes(len(step.plan.scheduled))
-            return
+        commit, scheduled, steady = self.kv.commit, step.plan.scheduled, step.plan.num_steady
         if not self.pipelined:
-            for seq, num_tokens in step.plan.scheduled:
+            for seq, num_tokens in scheduled:
                 commit(seq, num_tokens)
             return
-        for seq, num_tokens in step.plan.scheduled:
+        for seq, _ in islice(scheduled, steady):
+            seq.num_computed += 1
+            seq.token_ids.append(PENDING)
+            seq.num_pending += 1
+        self.kv.commit_decodes(steady)
+        for seq, num_tokens in islice(scheduled, steady, None):
             commit(seq, num_tokens)
             if seq.num_computed == len(seq.token_ids):  # a token is being drawn
                 if seq.num_candidates or seq.pending_forks:
@@ -251,8 +251,7 @@ class Engine:
         started = self._clock()
         outputs = StepOutputs()
         self._step_read = step.work.step
-        take = self._take_decodes if step.plan.repeats else self._take
-        generated = take(step.plan.scheduled, drawn, outputs)
+        generated = self._take_decodes(step, drawn, outputs) + self._take(step, drawn, outputs)
         self._counters.counts["generation_tokens"] += generated
         self._in_flight.popleft()
         kv = self.kv.stats()
@@ -262,28 +261,31 @@ class Engine:
         self._counters.phases["output"] += self._clock() - started
         return outputs
 
-    def _take(self, scheduled: list[Scheduled], draws: list[Draw], outputs: StepOutputs) -> int:
-        """Append what was drawn for each item; returns the number of tokens."""
-        generated, finished = 0, Status.FINISHED
-        for (seq, _), drawn in zip(scheduled, draws, strict=True):
-            if drawn is None or seq.status is finished:  # ended meanwhile
-                continue
-            drawn = Drawn((drawn,)) if type(drawn) is int else drawn
-            if drawn.token_ids:
-                generated += self._advance(seq, drawn, outputs)
-            else:
-                self._fail(seq, outputs)
-        return generated
+    def _take(self, step: _Step, draws: list[Draw], outputs: StepOutputs) -> int:
+        """Append what was drawn for the items that are not steady; returns the number of tokens."""
+        steady, scheduled = step.plan.num_steady, step.plan.scheduled
+        items = zip(islice(scheduled, steady, None), islice(draws, steady, None), strict=True)
+        return sum(self._take_one(seq, drawn, outputs) for (seq, _), drawn in items if drawn is not None)
 
-    def _take_decodes(self, scheduled: list[Scheduled], draws: list[Draw], outputs: StepOutputs) -> int:
-        """Append the tokens of a step that repeats the one before: none is a sequence's first or ends it by length."""
+    def _take_one(self, seq: Sequence, drawn: int | Drawn, outputs: StepOutputs) -> int:
+        """Append what was drawn for ``seq``, unless it has ended meanwhile; returns the number of tokens."""
+        if seq.status is Status.FINISHED:
+            return 0
+        drawn = Drawn((drawn,)) if type(drawn) is int else drawn
+        if drawn.token_ids:
+            return self._advance(seq, drawn, outputs)
+        self._fail(seq, outputs)
+        return 0
+
+    def _take_decodes(self, step: _Step, draws: list[Draw], outputs: StepOutputs) -> int:
+        """Append the tokens of the steady items, of which none is a sequence's first or ends it by length."""
         generated, finished, publishes = 0, Status.FINISHED, self._caches_prefixes and self.pipelined
         page_size, eos = self.capacity.page_size, self._eos
-        for (seq, _), drawn in zip(scheduled, draws, strict=True):
+        for (seq, _), drawn in zip(islice(step.plan.scheduled, step.plan.num_steady), draws, strict=False):
             if seq.status is finished:
                 continue
             if type(drawn) is not int or drawn in eos or drawn in seq.request.params.stop_token_ids:
-                generated += self._take([(seq, 1)], [drawn], outputs)
+                generated += self._take_one(seq, drawn, outputs)
                 continue
             generated += 1
             if pending := seq.num_pending:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -136,12 +137,12 @@ class KVManager(ABC):
     def grow(self, seq: Sequence, num_tokens: int) -> bool:
         """Allocate writable slots for ``num_tokens`` more tokens; False, with nothing done, without room."""
 
-    def begin_pages(self, sequences: list[Sequence]) -> bool:
-        """Give each sequence the page of its next token; False, with nothing done, without room for all.
+    def has_room(self, beginning: list[Sequence], others: Iterable[tuple[Sequence, int]]) -> bool:
+        """Tests whether ``begin_pages`` of the first and ``grow`` of all others by so many tokens would succeed."""
+        return True  # contiguous: they have their room
 
-        Their pages are full, and no admission promised them more.
-        """
-        return all(self.grow(seq, 1) for seq in sequences)  # contiguous: it has its room
+    def begin_pages(self, sequences: list[Sequence]) -> None:  # noqa: B027 (only pages need it)
+        """Give each sequence the page of its next token: their pages are full, and no admission promised them more."""
 
     @abstractmethod
     def commit(self, seq: Sequence, num_tokens: int) -> None:

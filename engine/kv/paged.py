@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from kvbench_engine.kv.budget import KVCapacity
@@ -126,15 +128,13 @@ class PagedKVManager(KVManager):
     def grow(self, seq: Sequence, num_tokens: int) -> bool:
         """Allocate pages for ``num_tokens`` more and copy a shared page before it is written: all or nothing."""
         size, pages = self.page_size, seq.pages
-        computed = seq.num_computed
-        needed = -(-(computed + num_tokens) // size) - len(pages)
-        copies = computed % size and self.pool.ref_count[pages[computed // size]] > 1
-        if needed <= 0 and not copies:
+        needed, copies = self._needed(seq, num_tokens)
+        if not needed and not copies:
             return True
-        if needed + bool(copies) > self.pool.num_available:
+        if needed + copies > self.pool.num_available:
             return False
         if copies:
-            self._copy_on_write(seq, computed // size, computed % size)
+            self._copy_on_write(seq, *divmod(seq.num_computed, size))
         table = self.page_table[seq.row]
         for _ in range(needed):
             page = self._allocate()
@@ -143,9 +143,17 @@ class PagedKVManager(KVManager):
         self._take_promised(seq, min(needed, seq.promised_pages))
         return True
 
-    def begin_pages(self, sequences: list[Sequence]) -> bool:
-        if len(sequences) > self.pool.num_available:
-            return False
+    def _needed(self, seq: Sequence, num_tokens: int) -> tuple[int, bool]:
+        """Pages that ``num_tokens`` more need, and whether a shared page must be copied first."""
+        size, computed = self.page_size, seq.num_computed
+        needed = max(0, -(-(computed + num_tokens) // size) - len(seq.pages))
+        return needed, computed % size > 0 and self.pool.ref_count[seq.pages[computed // size]] > 1
+
+    def has_room(self, beginning: list[Sequence], others: Iterable[tuple[Sequence, int]]) -> bool:
+        needed = len(beginning) + sum(sum(self._needed(seq, num_tokens)) for seq, num_tokens in others)
+        return needed <= self.pool.num_available
+
+    def begin_pages(self, sequences: list[Sequence]) -> None:
         new_pages = self.pool.allocate_many(len(sequences))
         self.counters.allocated_pages += len(new_pages)
         for seq, page in zip(sequences, new_pages, strict=True):
@@ -154,7 +162,6 @@ class PagedKVManager(KVManager):
                 self.swap.forget_device_page(page)
         rows, columns = [seq.row for seq in sequences], [len(seq.pages) - 1 for seq in sequences]
         self.page_table[rows, columns] = np.array(new_pages) * self.page_size
-        return True
 
     def _take_promised(self, seq: Sequence, count: int) -> None:
         seq.promised_pages -= count

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import defaultdict
+from collections.abc import Iterator
 
 from kvbench_engine.config import EngineConfig
 from kvbench_engine.kv.manager import KVManager
@@ -21,31 +22,60 @@ class QueueFull(ValueError):
 
 
 class SteadyBatch:
-    """A step of nothing but decodes, which the next steps repeat until a sequence comes, goes or nears its end.
+    """The sequences that decode step after step, planned together: one is looked at when it begins a page or ends.
 
-    ``scheduled``: one token of every running sequence. ``remaining``: how often it can be repeated.
+    ``scheduled``: one token of each. The list is replaced when a sequence comes or goes, never changed.
+
+    Each one's first token is drawn, none is a beam or has forks to come, and no step draws the last token of one. Each
+    writes to its last page only, which no other sequence shares.
     """
 
-    def __init__(self, scheduled: list[Scheduled]):
-        self.scheduled = scheduled
-        # A step later each has a token more; the step that draws the last one, or ends the sequence, is planned anew.
-        self.remaining = min([seq.max_length - len(seq.token_ids) for seq, _ in scheduled]) - 2
-        self._steps = 0
-        self._beginning: dict[int, list[Sequence]] | None = None  # step modulo the page size -> who begins a page
+    def __init__(self, page_size: int):
+        self.scheduled: list[Scheduled] = []
+        self._page_size = page_size
+        self._step = 0
+        self._beginning: dict[int, list[Sequence]] = defaultdict(list)  # step modulo the page size -> who begins a page
+        self._leaving: dict[int, list[Sequence]] = defaultdict(list)  # step -> whose last token is near then
 
-    def repeat(self, kv: KVManager) -> bool:
-        """Make room for one more token of each; False if memory ran out or the batch has been repeated enough."""
-        if not self.remaining:
+    def advance(self) -> list[Sequence]:
+        """Go on to the next step; returns the sequences that leave the batch, as their last tokens are near."""
+        leaving = self._leaving.pop(self._step + 1, [])
+        for seq in leaving:
+            self.discard(seq)
+        self._step += 1
+        return leaving
+
+    @property
+    def beginning(self) -> list[Sequence]:
+        """The sequences that begin a page in this step."""
+        return self._beginning.get(self._step % self._page_size, [])
+
+    def join(self, plan: StepPlan) -> list[Sequence]:
+        """Add the sequences of ``plan`` that will go on for a while as plain decodes; returns them."""
+        joined = []
+        others = plan.scheduled[plan.num_steady :]
+        for seq, num_tokens in others:
+            computed, tokens = seq.num_computed + num_tokens, len(seq.token_ids)
+            last = seq.max_length - tokens - 1  # steps from now to the one that draws the last token
+            if computed == tokens and last > 1 and not seq.num_candidates and not seq.pending_forks:
+                joined.append(seq)
+                self._leaving[self._step + last].append(seq)
+                self._beginning[(self._step + 1 - computed) % self._page_size].append(seq)
+        if joined:
+            whole = len(joined) == len(others) and all(num_tokens == 1 for _, num_tokens in others)
+            self.scheduled = plan.scheduled if whole else self.scheduled + [Scheduled(seq, 1) for seq in joined]
+        return joined
+
+    def discard(self, seq: Sequence) -> bool:
+        """Take ``seq`` out between two steps; False if it is not in the batch."""
+        kept = [item for item in self.scheduled if item[0] is not seq]
+        if len(kept) == len(self.scheduled):
             return False
-        size = kv.capacity.page_size
-        if self._beginning is None:  # no page but the last one of each is written, and none of those is shared
-            self._beginning = defaultdict(list)
-            for seq, _ in self.scheduled:
-                self._beginning[-seq.num_computed % size].append(seq)
-        beginning = self._beginning.get(self._steps % size)
-        self._steps += 1
-        self.remaining -= 1
-        return beginning is None or kv.begin_pages(beginning)
+        self.scheduled = kept
+        self._beginning[(self._step + 1 - seq.num_computed) % self._page_size].remove(seq)
+        if (leaving := self._leaving.get(self._step + seq.max_length - 1 - seq.num_computed)) is not None:
+            leaving.remove(seq)
+        return True
 
 
 class Scheduler:
@@ -58,7 +88,7 @@ class Scheduler:
 
     While a step is in flight, the id of a sequence's last token may be unknown; it is scheduled like any other token.
 
-    ``reuses_batches``: plan a step of decodes like the one before from that one, instead of sequence by sequence.
+    Sequences that decode are planned together (``SteadyBatch``), unless ``reuses_batches`` is False.
     """
 
     reuses_batches = True
@@ -75,7 +105,9 @@ class Scheduler:
         self._arrivals = 0
         self._left_waiting = 0  # sequences that were waiting after the last step
         self._promised_rows = 0  # rows kept for forks of running sequences
-        self._steady: SteadyBatch | None = None
+        self._steady = SteadyBatch(kv.capacity.page_size)
+        self._unsteady: list[Sequence] = []  # the running ones beside the steady batch, by rank; unused without one
+        self._last_scheduled: list[Scheduled] = []
         self._share = config.max_num_batched_tokens // config.max_num_partial_prefills  # tokens of one prompt a step
 
     def rank(self, seq: Sequence) -> Rank:
@@ -152,36 +184,61 @@ class Scheduler:
         plan = StepPlan()
         if self._by_priority:
             self._preempt_for_urgent(plan)
-        budget, memory_left = self.config.max_num_batched_tokens, True
-        if self._steady is not None and self._steady.repeat(self.kv):
-            plan.scheduled, plan.repeats = self._steady.scheduled, True
-            budget -= len(plan.scheduled)
-        else:
-            self._steady = None
-            budget, memory_left = self._schedule_running(plan, budget)
+        budget = self._schedule_steady(plan)
+        memory_left = budget is not None
+        if budget is None:
+            budget, memory_left = self._schedule_running(plan)
         if memory_left:
             budget = self._admit_waiting(plan, budget)
         while not plan.scheduled and self.running and self.num_waiting and not any(s.ending for s in self.running):
             self._preempt(self.running.pop(), plan)
             budget = self._admit_waiting(plan, budget)
-        if budget and self.config.max_num_partial_prefills > 1 and not plan.repeats:
+        if budget and self.config.max_num_partial_prefills > 1:
             self._spend_rest(plan, budget)
-        if not plan.repeats:
-            self._steady = self._steady_batch(plan.scheduled)
+        if self.reuses_batches:
+            self._join_steady(plan)
+        plan.repeats = plan.scheduled is self._last_scheduled and len(plan.scheduled) == plan.num_steady > 0
+        self._last_scheduled = plan.scheduled
         self._left_waiting = self.num_waiting
         plan.moves = self.kv.take_moves()
         return plan
 
-    def _steady_batch(self, scheduled: list[Scheduled]) -> SteadyBatch | None:
-        """Make a batch for the next steps to repeat; None unless the step decodes all that run."""
-        if not self.reuses_batches or not scheduled or len(scheduled) != len(self.running) or self._promised_rows:
+    def _schedule_steady(self, plan: StepPlan) -> int | None:
+        """Plan the steady batch, then the others by rank; returns the tokens left of the budget.
+
+        None, with an empty plan, where there is no such batch, or no room: then all must be planned by rank.
+        """
+        steady, kv = self._steady, self.kv
+        if not steady.scheduled:
             return None
-        for (seq, num_tokens), running in zip(scheduled, self.running, strict=True):
-            decodes = num_tokens == 1 and len(seq.token_ids) - seq.num_computed == 1
-            if not decodes or seq.num_candidates or seq is not running:
-                return None
-        batch = SteadyBatch(scheduled)
-        return batch if batch.remaining > 0 else None
+        for seq in steady.advance():
+            insort(self._unsteady, seq, key=self.rank)
+        budget = self.config.max_num_batched_tokens - len(steady.scheduled)
+        others = list(self._wanted(self._unsteady, budget))
+        if not steady.scheduled or not kv.has_room(steady.beginning, others):
+            self.dissolve()
+            return None
+        plan.scheduled, plan.num_steady = steady.scheduled, len(steady.scheduled)
+        if steady.beginning:
+            kv.begin_pages(steady.beginning)
+        for seq, num_tokens in others:
+            grown = kv.grow(seq, num_tokens)
+            assert grown, "has_room() promised it"
+            plan.add(seq, num_tokens)
+            budget -= num_tokens
+        return budget
+
+    def _join_steady(self, plan: StepPlan) -> None:
+        """Add the sequences of ``plan`` that go on as plain decodes to the steady batch."""
+        others = self._unsteady if plan.num_steady else self.running
+        if joined := self._steady.join(plan):
+            gone = set(map(id, joined))
+            self._unsteady = [seq for seq in others if id(seq) not in gone]
+
+    def dissolve(self) -> None:
+        """Plan every sequence by rank in the next step."""
+        if self._steady.scheduled:
+            self._steady, self._unsteady = SteadyBatch(self.kv.capacity.page_size), []
 
     def _preempt_for_urgent(self, plan: StepPlan) -> None:
         """Preempt running sequences of strictly lower priority (a higher number) until the first waiting one fits.
@@ -199,25 +256,30 @@ class Scheduler:
             self._preempt(running.pop(), plan)
             lower.pop()
 
-    def _schedule_running(self, plan: StepPlan, budget: int) -> tuple[int, bool]:
-        """Returns the tokens left of ``budget``, and whether nobody was preempted for lack of memory."""
-        running, kv = self.running, self.kv
-        preempted = len(plan.preempted)
-        decodes = sum(len(seq.token_ids) - seq.num_computed == 1 for seq in running)  # served before prompts
+    def _wanted(self, sequences: list[Sequence], budget: int) -> Iterator[Scheduled]:
+        """The tokens of ``sequences``, which may shrink at its end meanwhile, in a step of ``budget`` tokens."""
+        decodes = sum(len(seq.token_ids) - seq.num_computed == 1 for seq in sequences)  # served before prompts
         index = 0
-        while index < len(running):
-            seq = running[index]
+        while index < len(sequences):
+            seq = sequences[index]
             num_tokens = len(seq.token_ids) - seq.num_computed
             if num_tokens == 1:
                 decodes -= 1
             elif num_tokens:
                 num_tokens = self._chunk(num_tokens, budget - decodes)
             if num_tokens > 0:
-                if not kv.grow(seq, num_tokens) and not self._make_room(seq, num_tokens, plan):
-                    break  # seq was the last in rank and was preempted itself
-                plan.add(seq, num_tokens)
+                yield Scheduled(seq, num_tokens)
                 budget -= num_tokens
             index += 1
+
+    def _schedule_running(self, plan: StepPlan) -> tuple[int, bool]:
+        """Returns the tokens left of the budget, and whether nobody was preempted for lack of memory."""
+        budget, preempted = self.config.max_num_batched_tokens, len(plan.preempted)
+        for seq, num_tokens in self._wanted(self.running, budget):
+            if not self.kv.grow(seq, num_tokens) and not self._make_room(seq, num_tokens, plan):
+                break  # seq was the last in rank and was preempted itself
+            plan.add(seq, num_tokens)
+            budget -= num_tokens
         return budget, len(plan.preempted) == preempted
 
     def _chunk(self, num_tokens: int, budget: int) -> int:
@@ -285,21 +347,23 @@ class Scheduler:
 
     def _spend_rest(self, plan: StepPlan, budget: int) -> None:
         """Give what is left of ``budget`` to prompts that were limited to their share, in order of rank."""
-        for position, (seq, num_tokens) in enumerate(plan.scheduled):
+        for position in range(plan.num_steady, len(plan.scheduled)):
+            seq, num_tokens = plan.scheduled[position]
             more = min(budget, seq.num_uncomputed - num_tokens)
             if more > 0 and self.kv.grow(seq, num_tokens + more):
                 plan.scheduled[position] = Scheduled(seq, num_tokens + more)
                 budget -= more
 
     def _start_running(self, seq: Sequence) -> None:
-        self._steady = None
         insort(self.running, seq, key=self.rank)
+        if self._steady.scheduled:
+            insort(self._unsteady, seq, key=self.rank)
         seq.status = Status.RUNNING
         self._promised_rows += seq.pending_forks
 
     def _preempt(self, seq: Sequence, plan: StepPlan) -> None:
         """Call after taking ``seq`` out of ``running``. It keeps its tokens; its KV is swapped out or dropped."""
-        self._steady = None
+        self.dissolve()
         self._promised_rows -= seq.pending_forks
         seq.num_ever_computed = max(seq.num_ever_computed, seq.num_computed)
         if self.config.preemption_mode == "swap" and not seq.ending:
@@ -340,9 +404,10 @@ class Scheduler:
     def finish(self, seq: Sequence) -> None:
         """Remove a sequence, whatever its state, and free its KV."""
         if seq.status is Status.RUNNING:
-            self._steady = None
             self._promised_rows -= seq.pending_forks
             self.running.remove(seq)
+            if self._steady.scheduled and not self._steady.discard(seq):
+                self._unsteady.remove(seq)
         elif seq in self.waiting:
             self.waiting.remove(seq)
         elif seq in self.passed_over:
@@ -364,6 +429,7 @@ class Scheduler:
         assert not any(seq.blocked for seq in waiting)
         assert self._promised_rows == sum(seq.pending_forks for seq in self.running)
         assert len(self.running) + self._promised_rows <= self.config.max_num_seqs
-        if self._steady is not None:
-            assert [seq for seq, _ in self._steady.scheduled] == self.running
-            assert all(seq.num_uncomputed == 1 for seq in self.running), "a steady batch holds more than decodes"
+        if steady := [seq for seq, _ in self._steady.scheduled]:
+            assert sorted([*steady, *self._unsteady], key=self.rank) == self.running, "who is steady is unclear"
+            assert self._unsteady == sorted(self._unsteady, key=self.rank)
+            assert all(seq.num_uncomputed == 1 and not seq.num_candidates for seq in steady), "more than plain decodes"

@@ -25,19 +25,21 @@ class Scheduled(NamedTuple):
 class StepPlan:
     """One step's work: ``moves`` in order, then the tokens. A sequence is scheduled at most once.
 
-    ``repeats``: ``scheduled`` is the list of the plan before, one token further. Each sequence decodes, its first token
-    is drawn already, and none reaches its last token, has forks to come or is a beam.
+    ``num_steady``: so many of ``scheduled``, from the first, are plain decodes: their first tokens are drawn, none
+    reaches its last token, has forks to come or is a beam. ``repeats``: ``scheduled`` is the list of the plan before,
+    one token further, and all of it is steady.
     """
 
     scheduled: list[Scheduled] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
     moves: list[Move] = field(default_factory=list)
+    num_steady: int = 0
     repeats: bool = False
 
     def add(self, seq: Sequence, num_tokens: int) -> None:
         """Schedule ``num_tokens`` of ``seq``, after all that is scheduled."""
-        if self.repeats:
-            self.scheduled, self.repeats = self.scheduled.copy(), False
+        if len(self.scheduled) == self.num_steady:  # the scheduler's own list
+            self.scheduled = self.scheduled.copy()
         self.scheduled.append(Scheduled(seq, num_tokens))
 
     @property

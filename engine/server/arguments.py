@@ -46,8 +46,8 @@ HELP = {
     "max_num_partial_prefills": "most prompts computed side by side. With 2 or more, one share of the step is kept for "
     "short prompts, so that a long one cannot hold them up.",
     "max_num_waiting": "most requests in the waiting queue; one more gets HTTP 429. Left out: no limit.",
-    "watermark": "share of all pages that stays free when a request is admitted beside others (paged only). Less admits "
-    "earlier and preempts more. Left out: room for 16 tokens of each running sequence.",
+    "watermark": "share of all pages that stays free when a request is admitted beside others (paged only). A smaller "
+    "one admits earlier and preempts more. Left out: room for 16 tokens of each running sequence.",
     "scheduling_policy": "who is admitted first. fcfs: in order of arrival; priority: the lowest priority that a "
     "request states, then in order of arrival.",
     "preemption_mode": "what happens to the newest request when memory runs out. recompute: its KV is freed and "

@@ -112,7 +112,7 @@ def engine_settings_schema() -> dict[str, dict[str, Any]]:
     from kvbench_engine.config import BYTE_SETTINGS, CHOICES, KV_CACHE_DTYPE_ALIASES, EngineConfig
     from kvbench_engine.server.arguments import HELP
 
-    kinds = {"bool": "boolean", "int": "integer", "str": "string"}
+    kinds = {"bool": "boolean", "int": "integer", "float": "number", "str": "string"}
     schema = {}
     for field in dataclasses.fields(EngineConfig):
         if field.name in MODEL_SECTION:

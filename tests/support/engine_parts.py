@@ -69,7 +69,7 @@ class CountingExecutor:
         if fail_at == "start":
             raise StepFailed("meant to fail at the start")
         handle = CountingHandle(self)
-        self.num_repeated += plan.repeats
+        self.num_repeated += plan.num_steady > 0
         if self.kv is not None:
             self._check_plan(plan)
             self._move(plan.moves, fail_at, handle)

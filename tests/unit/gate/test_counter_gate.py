@@ -77,15 +77,15 @@ def test_one_preemption_more(gate, monkeypatch):
     assert [finding.id for finding in verdict.findings] == [f"counters/{name}" for name in NAMES]
     assert verdict.base["reason"] == "as it was" and not verdict.moved and not verdict.notes and verdict.accept is None
     steps = (9, 12)  # of the extra preemption, in paged and in contiguous scenarios
-    real = Scheduler._schedule_running
+    real = Scheduler._schedule_steady
 
-    def schedule_running(self, plan, budget):
+    def schedule_steady(self, plan):
         self.times = getattr(self, "times", 0) + 1
         if self.times == steps[self.config.layout != "paged"] and len(self.running) > 1:
             self._preempt(self.running.pop(), plan)
-        return real(self, plan, budget)
+        return real(self, plan)
 
-    monkeypatch.setattr(Scheduler, "_schedule_running", schedule_running)
+    monkeypatch.setattr(Scheduler, "_schedule_steady", schedule_steady)
     verdict = gate.judge()
     found = failed(verdict)
     assert set(found) == set(NAMES)
@@ -131,6 +131,7 @@ def test_one_page_copied_too_many(gate, monkeypatch):
         return real(self, seq, num_tokens)
 
     monkeypatch.setattr(PagedKVManager, "grow", grow)
+    monkeypatch.setattr(Scheduler, "reuses_batches", False)  # else it is not called for a page that is there
     verdict = gate.judge()
     found = failed(verdict)
     assert "grow/contiguous-oracle" not in found

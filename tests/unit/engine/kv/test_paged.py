@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from kvbench_engine.config import EngineConfig
 from kvbench_engine.kv.budget import KVCapacity
 from kvbench_engine.kv.manager import Move, MoveKind
 from kvbench_engine.kv.paged import PagedKVManager
@@ -58,3 +59,29 @@ def test_slot_numbers_do_not_wrap_at_two_to_the_31():
     assert manager.admit(seq, 0) and manager.grow(seq, page_size + 1)
     assert manager.page_table[seq.row].tolist() == [(2**12 - 2) * 2**20, (2**12 - 1) * 2**20]
     assert manager.stats().slots_total == 2**32
+
+
+@pytest.mark.parametrize(("watermark", "admitted"), [(None, 3), (0.0, 5), (0.2, 4), (0.25, 3), (0.5, 2), (0.99, 1)])
+def test_a_watermark_keeps_its_share_of_all_pages_free_beside_others(watermark, admitted):
+    """20 pages of 4 tokens, and prompts of 4 pages; without one, 4 pages are kept for each sequence that runs."""
+    engine = small_engine(80, page_size=4, watermark=watermark, max_num_seqs=8, max_num_batched_tokens=200)
+    for i in range(6):
+        engine.add_request(request(str(i), range(i, i + 14), max_tokens=2))
+    engine.step()
+    assert len(engine.scheduler.running) == admitted
+    drain(engine)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"watermark": 1}, "from 0 to less than 1"),
+        ({"watermark": -0.1}, "from 0 to less than 1"),
+        ({"watermark": True}, "from 0 to less than 1"),
+        ({"watermark": "0.1"}, "from 0 to less than 1"),
+        ({"watermark": 0.1, "layout": "contiguous"}, "no effect with layout 'contiguous'"),
+    ],
+)
+def test_a_watermark_that_means_nothing_is_refused(settings, says):
+    with pytest.raises(ValueError, match=says):
+        EngineConfig(**settings)
