@@ -114,19 +114,18 @@ class TorchExecutor:
 
     def _make_inputs(self, scheduled: list[Scheduled]) -> StepInputs:
         """Make the inputs, with what the sampler needs on the device."""
+        chunks = [i for i, (_, num_tokens) in enumerate(scheduled) if num_tokens != 1]
         order, items = range(len(scheduled)), scheduled
-        if any(num_tokens != 1 for _, num_tokens in scheduled):  # single tokens first: decode takes them as one block
-            order = sorted(order, key=lambda i: scheduled[i].num_tokens != 1)
+        if chunks:  # single tokens first: decode takes them as one block
+            order = [*sorted(set(order).difference(chunks)), *chunks]
             items = [scheduled[i] for i in order]
-        drawn_at = {seq: at for at, seq in enumerate(self._drawing)}
-        self._sampling = [i for i in order if scheduled[i].samples]
-        sequences = [scheduled[i].seq for i in self._sampling]
-        columns = self._sampler.prepare(sequences)
-        inputs = self._inputs.make(items, drawn_at, columns)
+        drawn_at = dict(zip(self._drawing, range(len(self._drawing)), strict=True))
+        inputs = self._inputs.make(items, drawn_at, self._sampler.prepare)
         if len(inputs.pending_at):
             inputs.fill_in(self._drawn)
-        if sequences:
-            self._drawing = sequences if self.config.async_scheduling else []
+        self._sampling = [order[i] for i in inputs.sampling]
+        if self._sampling and self.config.async_scheduling:
+            self._drawing = [scheduled[i][0] for i in self._sampling]
         return inputs
 
     def _repeat_inputs(self, scheduled: list[Scheduled]) -> StepInputs:

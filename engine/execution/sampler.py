@@ -126,27 +126,35 @@ class Sampler:
     def __init__(self, max_num_seqs: int, engine_seed: int):
         self._engine_seed = engine_seed
         self._holders: list[Sequence | None] = [None] * max_num_seqs
+        self._plain = np.zeros(max_num_seqs, bool)  # False: may need more than a token
         self._samples = np.zeros(max_num_seqs, bool)  # False: greedy
         self._seeds = np.zeros(max_num_seqs, np.uint64)
         self._temperature = np.zeros(max_num_seqs, np.float32)
         self._top_k = np.zeros(max_num_seqs, np.int64)
         self._top_p = np.zeros(max_num_seqs, np.float32)
         self._sequences: list[Sequence] = []  # of the step
+        self._places = self._top_k[:0]  # their rows
         self._wanted: _Wanted | None = None
         self._drawn_seeds = self._seeds[:0]  # of the step's draws that are not greedy
         self._positions = self._top_k[:0]  # of the tokens that these draw
         self._columns: tuple[torch.Tensor, ...] = ()  # where they draw, and by which settings, on the device
         self._repeated = False
 
-    def prepare(self, sequences: list[Sequence]) -> list[np.ndarray]:
+    def prepare(self, sequences: list[Sequence], places: np.ndarray, positions: np.ndarray) -> list[np.ndarray]:
         """Make the columns that ``draw`` needs on the device, for sequences in the order of their logits.
+
+        ``places``: their rows of the page table, ``positions`` of the tokens that they draw, int64.
 
         For S draws that are not greedy: key, index among all draws, row, temperature, top-k and top-p, ``[S]`` each.
         If rows need more than a token: each draw's row, the first draws of the rows, the draws whose log probabilities
         are needed, their rows, and the rows of each beam width.
         """
-        self._sequences, self._wanted, self._repeated, self._columns = sequences, _Wanted.of(sequences), False, ()
-        places = np.array([self._enter(seq) for seq in sequences], dtype=np.int64)
+        holders = self._holders
+        for seq, place in zip(sequences, places.tolist(), strict=True):
+            if holders[place] is not seq:
+                self._enter(seq, place)
+        self._wanted = None if self._plain[places].all() else _Wanted.of(sequences)
+        self._sequences, self._places, self._repeated, self._columns = sequences, places, False, ()
         row = np.arange(len(sequences))
         extras: list[np.ndarray] = []
         if (wanted := self._wanted) is not None:
@@ -155,21 +163,20 @@ class Sampler:
             first = np.flatnonzero(np.diff(row, prepend=-1))  # of each row's draws
             extras = [row, first, silent, row[silent], *map(np.array, wanted.beams.values())]
         at = np.flatnonzero(self._samples[places[row]])
+        row = row[at]
+        places, self._positions = places[row], positions[row]
         if not len(at):
-            self._drawn_seeds, self._positions = self._seeds[:0], at
             return extras
-        row, places = row[at], places[row[at]]
         self._drawn_seeds = self._seeds[places]
         if wanted is not None:
             self._seed_siblings(row)
-        self._positions = np.array([len(sequences[i].token_ids) for i in row.tolist()])
         keys = row_keys(self._drawn_seeds, self._positions)
         return [keys, at, row, self._temperature[places], self._top_k[places], self._top_p[places], *extras]
 
     def repeat(self) -> list[np.ndarray]:
         """Make the columns for the sequences of the last call, each with one token more."""
         if self._wanted is not None:
-            return self.prepare(self._sequences)
+            return self.prepare(self._sequences, self._places, _lengths(self._sequences))
         if not self._repeated:  # on a CPU they are views of a buffer that the next step but one writes
             self._columns, self._repeated = tuple(column.clone() for column in self._columns), True
         self._positions = self._positions + 1
@@ -197,18 +204,15 @@ class Sampler:
         tokens = best.index_copy_(0, rows[firsts], drawn[firsts])
         return Sampled(tokens, largest, _Extras(self._wanted, drawn, logprobs, candidates))
 
-    def _enter(self, seq: Sequence) -> int:
-        """Store the settings of ``seq`` in its row, unless they are there; returns the row."""
-        row = seq.row
-        if self._holders[row] is not seq:
-            self._holders[row] = seq
-            params = seq.request.params
-            self._samples[row] = not params.greedy
-            self._seeds[row] = _seed_of(seq, seq.index, self._engine_seed)
-            self._temperature[row] = max(params.temperature, _SMALLEST)
-            self._top_k[row] = min(params.top_k or _ALL, _ALL)
-            self._top_p[row] = max(params.top_p, _SMALLEST)
-        return row
+    def _enter(self, seq: Sequence, row: int) -> None:
+        """Store what ``seq`` asks for in its row."""
+        self._holders[row], params = seq, seq.request.params
+        self._plain[row] = not (seq.num_candidates or seq.pending_forks or seq.silent)
+        self._samples[row] = not params.greedy
+        self._seeds[row] = _seed_of(seq, seq.index, self._engine_seed)
+        self._temperature[row] = max(params.temperature, _SMALLEST)
+        self._top_k[row] = min(params.top_k or _ALL, _ALL)
+        self._top_p[row] = max(params.top_p, _SMALLEST)
 
     def _seed_siblings(self, row: np.ndarray) -> None:
         """Give the second and later draws of a row, which are its siblings' first ones, the seeds of these."""
@@ -224,6 +228,10 @@ class Sampler:
         if keys is not None:
             at, row, temperature, top_k, top_p = self._columns
             draw_into(drawn, at, logits, row, largest, temperature, keys, top_k, top_p)
+
+
+def _lengths(sequences: list[Sequence]) -> np.ndarray:
+    return np.array([len(seq.token_ids) for seq in sequences])
 
 
 def _candidates(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass
 from itertools import accumulate
@@ -22,7 +22,8 @@ class StepInputs:
     """int64 views into one buffer on the device. ``T`` tokens of all items, ``S`` items that sample.
 
     ``pending_at [P]``: indices in ``ids`` of tokens that the host does not know; ``pending_from [P]``: their indices
-    among the tokens that the previous launch drew. ``columns``: what the caller sent with them.
+    among the tokens that the previous launch drew. ``columns``: what the caller sent with them. ``sampling``: indices
+    of the items that sample.
     """
 
     ids: torch.Tensor  # [T]
@@ -32,10 +33,15 @@ class StepInputs:
     pending_from: torch.Tensor
     step: StepTensors
     columns: tuple[torch.Tensor, ...] = ()
+    sampling: List[int] = ()
 
     def fill_in(self, drawn: torch.Tensor) -> None:
         """Copy the pending ids from the previous launch's tokens, on the device."""
         self.ids.index_copy_(0, self.pending_at, drawn.index_select(0, self.pending_from))
+
+
+ColumnsFor = Callable[[list[Sequence], np.ndarray, np.ndarray], List[np.ndarray]]
+"""Makes int64 or float32 columns for the sequences that sample, of their rows and their numbers of tokens, int64."""
 
 
 class PageTables:
@@ -109,17 +115,18 @@ class InputBuffers:
         self.tables.in_order = in_order
 
     def make(
-        self, items: List[Scheduled], drawn_at: Mapping[Sequence, int], columns: List[np.ndarray] = ()
+        self, items: List[Scheduled], drawn_at: Mapping[Sequence, int], columns_for: ColumnsFor = lambda *sampling: []
     ) -> StepInputs:
         """Make the inputs of a step.
 
         ``items``: single tokens first. ``drawn_at``: for each sequence with a pending token, its index among the
-        previous launch's tokens. ``columns``: int64 or float32 arrays to send to the device with the rest.
+        previous launch's tokens. ``columns_for``: makes arrays that are sent with the rest.
         """
+        sequences = [seq for seq, _ in items]
         counts = _column([count for _, count in items])
-        rows = _column([seq.row for seq, _ in items])
-        starts = _column([seq.num_computed for seq, _ in items])
-        tokens = _column([len(seq.token_ids) for seq, _ in items])
+        rows = _column([seq.row for seq in sequences])
+        starts = _column([seq.num_computed for seq in sequences])
+        tokens = _column([len(seq.token_ids) for seq in sequences])
         lengths, ends = starts + counts, np.cumsum(counts)
         total, decodes = int(ends[-1]), int((counts == 1).sum())
         size, tables = self._page_size, self.tables
@@ -132,22 +139,24 @@ class InputBuffers:
         ids = _column(_ids_of(items, decodes))
         last = ends - 1
         pending = np.flatnonzero(ids[last] < 0)
+        sampling = np.flatnonzero(lengths == tokens)
+        drawing = sequences if len(sampling) == len(items) else [sequences[i] for i in sampling.tolist()]
         prefill_lengths, prefill_counts = lengths[decodes:], counts[decodes:]
         unsent = tables.unsent(items, rows, starts // size, last_pages := (lengths - 1) // size)
         views = self._send(
             ids,
             positions,
             tables.host[row_of_token, positions // size] + positions % size,
-            last[lengths == tokens],
+            last[sampling],
             last[pending],
-            _column([drawn_at[items[i].seq] for i in pending.tolist()]),
+            _column([drawn_at[sequences[i]] for i in pending.tolist()]),
             lengths[:decodes],
             prefill_lengths,
             np.concatenate([[0], np.cumsum(prefill_counts)]),
             rows,
             unsent,
             tables.host.ravel()[unsent],
-            *columns,
+            *columns_for(drawing, rows[sampling], tokens[sampling]),
         )
         ids, positions, slots, last, pending_at, pending_from, *attention, on_device, at, entries = views[:12]
         page_starts = tables.gather(on_device, int(last_pages.max()) + 1, at, entries)
@@ -164,7 +173,8 @@ class InputBuffers:
             max_prefill_tokens=int(prefill_lengths.max(initial=0)),
             max_queries=int(prefill_counts.max(initial=0)),
         )
-        return StepInputs(ids, positions, last, pending_at, pending_from, step, tuple(views[12:]))
+        columns = tuple(views[12:])
+        return StepInputs(ids, positions, last, pending_at, pending_from, step, columns, sampling.tolist())
 
     def repeat(self, ids: torch.Tensor | np.ndarray, columns: List[np.ndarray] = ()) -> StepInputs:
         """Make the inputs of the last call's sequences, which all decoded, each with one token more.

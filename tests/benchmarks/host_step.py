@@ -10,6 +10,7 @@ none comes or goes. ``churn``: sequences end after 20 to 400 tokens, and others 
 from __future__ import annotations
 
 import argparse
+import gc
 import random
 import statistics
 import time
@@ -131,6 +132,7 @@ def steady(sequences: int, page_size: int, context: int, caching: bool) -> list[
     """Steps in which every sequence decodes at about ``context`` tokens."""
     length = context - STEPS // 2
     output = STEPS + WARM_STEPS + 90 + 2 * sequences * length // PROMPT_STEP  # the first ones decode as the last begin
+    gc.collect()  # of the case before
     loop = make_loop(sequences, page_size, length + output + 10, caching)
     endless = iter(lambda: output, None)
     loop._port.commands = [Command("add", (requests(sequences, length, endless),))]
@@ -148,6 +150,7 @@ def steady(sequences: int, page_size: int, context: int, caching: bool) -> list[
 @torch.inference_mode()
 def churn(sequences: int, page_size: int, caching: bool) -> list[dict[str, float]]:
     """Steps of as many sequences, of which each ends after 20 to 400 tokens and makes room for another one."""
+    gc.collect()
     loop = make_loop(sequences, page_size, 512, caching)
     rng = random.Random(1)
     lengths = iter(lambda: rng.randrange(20, 401), None)

@@ -48,7 +48,7 @@ TestContiguous = _profile(ContiguousMachine, 0.35)
 def test_that_many_rules_were_executed():
     """The claim of the two tests above: it is only worth what has really run, and what has really happened."""
     assert EngineMachine.executed >= RULES_IN_CI * max(1, DEEP), "the tests above belong to this one"
-    assert EngineMachine.overlapped >= 0.4 * EngineMachine.executed
+    assert EngineMachine.overlapped >= 0.3 * EngineMachine.executed
     assert len(EngineMachine.events) == 19, EngineMachine.events
     # Too rare to count on; test_contiguous and test_async_scheduling bring them about.
     rare = {"refused_fragmented", "pending ending preempted"}

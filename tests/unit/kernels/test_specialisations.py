@@ -35,6 +35,7 @@ from kvbench_kernels.triton_backend import TritonBackend
 from kvbench_kernels.triton_launch import Chip
 from kvbench_kernels.triton_layers import Heads, Norm, Rotation, act_mul, add_norm, rotate_and_write
 from kvbench_kernels.triton_move import TritonMover
+from tests.support.sampling import sample
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="TRITON_INTERPRET=1 replaces the compiler"
@@ -131,7 +132,7 @@ class Server:
             self.prefill(pages, queries)
         units = np.arange(batch % PAGES)
         self.mover.copy(units[: len(units) // 2], units[len(units) - len(units) // 2 :])
-        sampler.sample(torch.zeros(batch, 100, dtype=torch.bfloat16), self.sequences[:batch], 0)
+        sample(torch.zeros(batch, 100, dtype=torch.bfloat16), self.sequences[:batch], 0)
         self.layer(batch)
 
     def layer(self, batch: int) -> None:

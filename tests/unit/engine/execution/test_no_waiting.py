@@ -14,6 +14,7 @@ from kvbench_engine.execution import sampler
 from kvbench_engine.model.host_waits import HostWaits
 from kvbench_engine.sequence import Request, SamplingParams, Sequence
 from tests.support.hf_parts import VOCAB, one_thread
+from tests.support.sampling import prepared
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -39,13 +40,12 @@ def test_sampling_waits_only_when_it_is_read(kinds: list[str], monkeypatch: pyte
     """All but the draws themselves, which are kernels on a GPU (tests/unit/kernels/triton_sample_checks.py)."""
     monkeypatch.setattr(sampler, "draw_into", lambda out, at, *rest: out.index_fill_(0, at, 3))
     sequences = [Sequence.of(Request(kind, (1, 2, 3), SamplingParams(**KINDS[kind]))) for kind in kinds for _ in "ab"]
-    for row, seq in enumerate(sequences):
-        seq.row = row
+    for seq in sequences:
         seq.num_candidates = 2 * (seq.request.params.beam_width or 0)
     logits = torch.randn(len(sequences), VOCAB)
+    ready, columns = prepared(sequences, 0, logits.device)
     with torch.no_grad(), HostWaits(logits.device) as waits:
-        own = sampler.Sampler(len(sequences), 0)
-        sampled = own.draw(logits, tuple(map(torch.from_numpy, own.prepare(sequences))))
+        sampled = ready.draw(logits, columns)
         assert sampled.tokens.shape == (len(sequences),)
     assert waits.seen and not waits.found, waits.found
     draws = [drawn if isinstance(drawn, int) else drawn.token_ids[0] for drawn in sampled.read()]

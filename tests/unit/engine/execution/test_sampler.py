@@ -4,21 +4,12 @@ import torch
 from scipy import stats
 
 from kvbench_engine.execution.gumbel import allowed_tokens
-from kvbench_engine.execution.sampler import Sampled, Sampler
 from kvbench_engine.sequence import Request, SamplingParams, Sequence
+from tests.support.sampling import sample
 
 
 def sequence(name: str = "a", tokens: int = 4, **params) -> Sequence:
     return Sequence.of(Request(name, tuple(range(tokens)), SamplingParams(**params)))
-
-
-def sample(logits: torch.Tensor, sequences: list[Sequence], engine_seed: int) -> Sampled:
-    """What sequences draw that have the rows of the page table in their order."""
-    for row, seq in enumerate(sequences):
-        seq.row = row
-    sampler = Sampler(len(sequences), engine_seed)
-    columns = sampler.prepare(sequences)
-    return sampler.draw(logits, tuple(torch.from_numpy(column) for column in columns))
 
 
 def tokens_of(logits: torch.Tensor, sequences: list[Sequence], engine_seed: int = 0) -> list[int]:
