@@ -18,7 +18,7 @@ def few_steps(monkeypatch):
 def test_steady_steps_are_all_of_decodes(page_size, caching):
     rows = host_step.steady(5, page_size, 40, caching)
     assert len(rows) == 6
-    assert all(0 < sum(row[phase] for phase in PHASES) for row in rows)
+    assert all(sum(row[phase] for phase in PHASES) > 0 for row in rows)
     assert len(host_step.figures(rows)) == len(PHASES) + 3
 
 
