@@ -14,8 +14,8 @@ from kvbench_engine.scheduling.step_plan import StepPlan
 PHASES = ("schedule", "prepare", "execute", "sample", "output")
 """The parts of a step's time on the engine's thread.
 
-schedule: planning the step. prepare: moving KV, and making the step's inputs. execute: the forward pass. sample:
-drawing the tokens. output: appending tokens, ending sequences, counting.
+schedule: the clients' commands, and planning the step. prepare: moving KV, and making the step's inputs. execute: the
+forward pass. sample: drawing the tokens. output: appending tokens, ending sequences, counting, telling the clients.
 
 On CUDA the device computes while the thread does other things. There, execute is the time to queue the forward pass
 plus the wait for the step's tokens, and sample the time to queue the sampler. With asynchronous scheduling the next

@@ -10,6 +10,7 @@ import platform
 from typing import Any
 
 from kvbench_engine.engine import Engine
+from kvbench_engine.kv.paged import SPARE_TOKENS
 
 _PACKAGES = ("torch", "transformers", "triton", "numba", "fastapi", "uvicorn")
 
@@ -17,13 +18,15 @@ _PACKAGES = ("torch", "transformers", "triton", "numba", "fastapi", "uvicorn")
 def describe_engine(engine: Engine) -> dict[str, Any]:
     """Describe ``engine`` for /server_info and the lockstep protocol.
 
-    ``engine``: the settings as given; ``resolved``: the values of ``auto`` and null.
+    ``engine``: the settings as given; ``resolved``: the values of ``auto`` and null; ``policy``: constants that decide
+    who is admitted.
     """
     capacity, config = engine.capacity, engine.config
     longest = config.max_model_len or engine.model_info.max_model_len or 0
     return {
         "engine": dataclasses.asdict(config),
         "resolved": _resolved(engine.executor),
+        "policy": {"spare_tokens": SPARE_TOKENS} if config.layout == "paged" and config.watermark is None else {},
         "kv_outliers": _kv_outliers(engine.executor),
         "model": dataclasses.asdict(engine.model_info),
         "capacity": {
@@ -61,6 +64,7 @@ def _resolved(executor: Any) -> dict[str, Any]:
         "dtype": str(next(executor.model.parameters()).dtype).removeprefix("torch."),
         "kernel_backend": executor.host.backend.name,
         "cuda_graphs": executor.forward.replays_graphs,
+        "graph_sizes": dataclasses.asdict(sizes) if (sizes := executor.forward.graph_sizes) is not None else None,
         **_fusion(executor),
         # not torch's number, which in a forked process is each thread's own
         "num_threads": cpu_threads(executor.config) if device.type == "cpu" else torch.get_num_threads(),

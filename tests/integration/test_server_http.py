@@ -98,6 +98,7 @@ def test_tokenize_and_detokenize_are_inverse(server: RunningServer) -> None:
 def test_server_info_and_models_and_health(server: RunningServer) -> None:
     info = server.get("/server_info").json
     assert info["engine"]["max_model_len"] == 1024
+    assert info["policy"] == {"spare_tokens": 16}
     assert info["model"]["vocab_size"] == 8192
     assert info["capacity"]["capacity_tokens"] == server.engine.capacity.num_slots
     assert info["capacity"]["scale_bytes_per_slot"] == info["capacity"]["host_slots"] == 0
