@@ -52,7 +52,8 @@ class Executor(Protocol):
 class StepOutputs:
     """The tokens that a step brought.
 
-    ``tokens[i]``: the next token of ``sequences[i]``, which goes on. ``others``: outputs that are more than that.
+    ``tokens[i]``: the next token of ``sequences[i]``, which goes on. ``others``: the last outputs of sequences, and all
+    of a request that returns only the best ones.
     """
 
     sequences: list[Sequence] = field(default_factory=list)
@@ -63,7 +64,7 @@ class StepOutputs:
         return bool(self.tokens or self.others)
 
     def all(self) -> list[TokenOutput]:
-        """Every output, those of sequences that go on first."""
+        """Make every output, those of sequences that go on first."""
         going_on = [
             TokenOutput(seq.request.request_id, (token,), None, seq.num_cached, None, seq.index)
             for seq, token in zip(self.sequences, self.tokens, strict=True)
@@ -228,6 +229,8 @@ class Engine:
     def _commit(self, step: _Step) -> None:
         """Count the step's tokens as computed: their KV exists for everything that is launched later."""
         commit, scheduled, steady = self.kv.commit, step.plan.scheduled, step.plan.num_steady
+        if len(self._in_flight) == 1:  # all tokens are known: a page that is full now can be found
+            steady = 0
         if not self.pipelined:
             for seq, num_tokens in scheduled:
                 commit(seq, num_tokens)

@@ -142,7 +142,7 @@ class Status(enum.Enum):
     FINISHED = "finished"
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Sequence:
     """One sequence of a request.
 
@@ -164,7 +164,7 @@ class Sequence:
     num_computed: int = 0
     num_cached: int = 0
     num_preemptions: int = 0
-    num_ever_computed: int = 0  # highest num_computed before a preemption: below it, tokens are recomputed
+    num_ever_computed: int = 0  # most computed before a preemption or its fork: below it, tokens are recomputed
     num_recomputed: int = 0  # tokens
     num_swapped_pages: int = 0  # to the host, over all preemptions; contiguous: reservations
     first_step: int = 0  # number of the step that computed its first tokens; 0: none has

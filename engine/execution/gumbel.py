@@ -79,8 +79,8 @@ def draw_into(
 
     ``rows [S]`` int64: which row each is from. ``largest [N]``: each row's largest logit, set to 0 so that no
     temperature overflows; of a row where it is not finite, any token of the vocabulary is drawn. ``temperature [S]``
-    float32, ``keys [S]`` int64. Only tokens that ``top_k [S]`` int64 (vocab: all) and then ``top_p [S]`` float32
-    (1: all) allow are drawn:
+    float32, ``keys [S]`` int64. Only tokens that ``top_k [S]`` int64 (vocab or more: all) and then ``top_p [S]``
+    float32 (1: all) allow are drawn:
 
     - top-k: the k largest logits, and those that equal the last of them;
     - top-p: the fewest most probable tokens of these whose probabilities reach ``top_p`` (Holtzman et al. 2020), as in

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
 from itertools import islice
+from weakref import ref
 
 import numpy as np
 import torch
@@ -125,7 +126,7 @@ class Sampler:
 
     def __init__(self, max_num_seqs: int, engine_seed: int):
         self._engine_seed = engine_seed
-        self._holders: list[Sequence | None] = [None] * max_num_seqs
+        self._holders: list[ref[Sequence] | None] = [None] * max_num_seqs
         self._plain = np.zeros(max_num_seqs, bool)  # False: may need more than a token
         self._samples = np.zeros(max_num_seqs, bool)  # False: greedy
         self._seeds = np.zeros(max_num_seqs, np.uint64)
@@ -133,28 +134,29 @@ class Sampler:
         self._top_k = np.zeros(max_num_seqs, np.int64)
         self._top_p = np.zeros(max_num_seqs, np.float32)
         self._sequences: list[Sequence] = []  # of the step
-        self._places = self._top_k[:0]  # their rows
+        self._table_rows = self._top_k[:0]  # their rows
         self._wanted: _Wanted | None = None
         self._drawn_seeds = self._seeds[:0]  # of the step's draws that are not greedy
         self._positions = self._top_k[:0]  # of the tokens that these draw
         self._columns: tuple[torch.Tensor, ...] = ()  # where they draw, and by which settings, on the device
         self._repeated = False
 
-    def prepare(self, sequences: list[Sequence], places: np.ndarray, positions: np.ndarray) -> list[np.ndarray]:
+    def prepare(self, sequences: list[Sequence], table_rows: np.ndarray, num_tokens: np.ndarray) -> list[np.ndarray]:
         """Make the columns that ``draw`` needs on the device, for sequences in the order of their logits.
 
-        ``places``: their rows of the page table, ``positions`` of the tokens that they draw, int64.
+        ``table_rows``: their rows of the page table, int64.
 
         For S draws that are not greedy: key, index among all draws, row, temperature, top-k and top-p, ``[S]`` each.
         If rows need more than a token: each draw's row, the first draws of the rows, the draws whose log probabilities
         are needed, their rows, and the rows of each beam width.
         """
         holders = self._holders
-        for seq, place in zip(sequences, places.tolist(), strict=True):
-            if holders[place] is not seq:
-                self._enter(seq, place)
-        self._wanted = None if self._plain[places].all() else _Wanted.of(sequences)
-        self._sequences, self._places, self._repeated, self._columns = sequences, places, False, ()
+        for seq, table_row in zip(sequences, table_rows.tolist(), strict=True):
+            holder = holders[table_row]
+            if holder is None or holder() is not seq:
+                self._enter(seq, table_row)
+        self._wanted = None if self._plain[table_rows].all() else _Wanted.of(sequences)
+        self._sequences, self._table_rows, self._repeated, self._columns = sequences, table_rows, False, ()
         row = np.arange(len(sequences))
         extras: list[np.ndarray] = []
         if (wanted := self._wanted) is not None:
@@ -162,21 +164,21 @@ class Sampler:
             silent = np.flatnonzero(np.repeat(wanted.silent, wanted.counts))
             first = np.flatnonzero(np.diff(row, prepend=-1))  # of each row's draws
             extras = [row, first, silent, row[silent], *map(np.array, wanted.beams.values())]
-        at = np.flatnonzero(self._samples[places[row]])
+        at = np.flatnonzero(self._samples[table_rows[row]])
         row = row[at]
-        places, self._positions = places[row], positions[row]
+        table_rows, self._positions = table_rows[row], num_tokens[row]
         if not len(at):
             return extras
-        self._drawn_seeds = self._seeds[places]
+        self._drawn_seeds = self._seeds[table_rows]
         if wanted is not None:
             self._seed_siblings(row)
         keys = row_keys(self._drawn_seeds, self._positions)
-        return [keys, at, row, self._temperature[places], self._top_k[places], self._top_p[places], *extras]
+        return [keys, at, row, *(facts[table_rows] for facts in (self._temperature, self._top_k, self._top_p)), *extras]
 
     def repeat(self) -> list[np.ndarray]:
         """Make the columns for the sequences of the last call, each with one token more."""
         if self._wanted is not None:
-            return self.prepare(self._sequences, self._places, _lengths(self._sequences))
+            return self.prepare(self._sequences, self._table_rows, _lengths(self._sequences))
         if not self._repeated:  # on a CPU they are views of a buffer that the next step but one writes
             self._columns, self._repeated = tuple(column.clone() for column in self._columns), True
         self._positions = self._positions + 1
@@ -206,7 +208,7 @@ class Sampler:
 
     def _enter(self, seq: Sequence, row: int) -> None:
         """Store what ``seq`` asks for in its row."""
-        self._holders[row], params = seq, seq.request.params
+        self._holders[row], params = ref(seq), seq.request.params
         self._plain[row] = not (seq.num_candidates or seq.pending_forks or seq.silent)
         self._samples[row] = not params.greedy
         self._seeds[row] = _seed_of(seq, seq.index, self._engine_seed)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass
 from itertools import accumulate
+from weakref import ref
 
 import numpy as np
 import torch
@@ -41,14 +42,15 @@ class StepInputs:
 
 
 ColumnsFor = Callable[[list[Sequence], np.ndarray, np.ndarray], List[np.ndarray]]
-"""Makes int64 or float32 columns for the sequences that sample, of their rows and their numbers of tokens, int64."""
+"""Makes int64 or float32 columns for the sequences that sample, their rows of the page table and numbers of tokens."""
 
 
 class PageTables:
     """The device's page tables, int64 ``[rows, pages]``, changed in the order of the steps.
 
-    ``host``: the KV manager's table. ``by_row``: a copy of it, to which a step sends the entries of the pages that it
-    writes; on a CPU the table itself. ``in_order``: the step's sequences in its order; the rest of it is left over.
+    ``host``: the KV manager's table, for which the KV budget pays. On a GPU ``by_row`` is a copy of it, to which a step
+    sends the entries of the pages that it writes; on a CPU it is the table itself. ``in_order[i]`` is the table of the
+    step's i-th sequence; entries beyond those are stale.
     """
 
     def __init__(self, host: np.ndarray, device: torch.device):
@@ -56,10 +58,10 @@ class PageTables:
         self._is_copy = device.type != "cpu"
         self.in_order = torch.zeros(host.shape, dtype=torch.int64, device=device)
         self._by_row = torch.zeros_like(self.in_order) if self._is_copy else torch.from_numpy(host)
-        self._holders: list[tuple[Sequence, int] | None] = [None] * len(host)  # whose entries a row has
+        self._holders: list[tuple[ref[Sequence], int] | None] = [None] * len(host)  # whose entries a row has
 
     def unsent(self, items: List[Scheduled], rows: np.ndarray, first: np.ndarray, last: np.ndarray) -> np.ndarray:
-        """Flat indices of the entries that ``by_row`` lacks, if a step writes pages ``first [N]`` to ``last [N]``.
+        """Find the flat indices of entries that ``by_row`` lacks, if a step writes pages ``first [N]`` to ``last [N]``.
 
         All entries of a sequence that is new in its row, else those of the pages that are written: no others change.
         """
@@ -68,8 +70,8 @@ class PageTables:
         first, holders = first.copy(), self._holders
         for index, (seq, _) in enumerate(items):
             holder = holders[seq.row]
-            if holder is None or holder[0] is not seq or holder[1] != seq.num_preemptions:
-                holders[seq.row] = (seq, seq.num_preemptions)
+            if holder is None or holder[0]() is not seq or holder[1] != seq.num_preemptions:
+                holders[seq.row] = (ref(seq), seq.num_preemptions)
                 first[index] = 0
         counts = last - first + 1
         ends = np.cumsum(counts)
@@ -231,7 +233,7 @@ class InputBuffers:
 
 
 def _as_words(column: np.ndarray) -> np.ndarray:
-    """float32 values two to an int64, the last one with a zero where they are odd in number."""
+    """Pack float32 values two to an int64, the last one with a zero where they are odd in number."""
     return np.pad(column, (0, len(column) % 2)).view(np.int64)
 
 

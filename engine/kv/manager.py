@@ -92,7 +92,7 @@ class KVCounters:
     prefix_hits: int = 0  # tokens
     prefix_queries: int = 0  # tokens
     prefix_evictions: int = 0  # pages
-    hash_seconds: float = 0.0  # of looking pages up in the prefix cache and storing them there
+    hash_seconds: float = 0.0  # of finding and storing pages in the prefix cache; the name is of when they were hashed
     allocated_pages: int = 0  # pages that became owned: new ones, and hits of the prefix cache
     freed_pages: int = 0  # pages no longer owned; allocated - freed = owned
     copied_pages: int = 0  # copy-on-write; contiguous: forks copied whole

@@ -144,7 +144,7 @@ class PagedKVManager(KVManager):
         return True
 
     def _needed(self, seq: Sequence, num_tokens: int) -> tuple[int, bool]:
-        """Pages that ``num_tokens`` more need, and whether a shared page must be copied first."""
+        """Count the pages that ``num_tokens`` more need, and test whether a shared page must be copied first."""
         size, computed = self.page_size, seq.num_computed
         needed = max(0, -(-(computed + num_tokens) // size) - len(seq.pages))
         return needed, computed % size > 0 and self.pool.ref_count[seq.pages[computed // size]] > 1

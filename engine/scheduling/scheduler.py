@@ -22,12 +22,13 @@ class QueueFull(ValueError):
 
 
 class SteadyBatch:
-    """The sequences that decode step after step, planned together: one is looked at when it begins a page or ends.
+    """The sequences that decode step after step, planned together.
 
     ``scheduled``: one token of each. The list is replaced when a sequence comes or goes, never changed.
 
-    Each one's first token is drawn, none is a beam or has forks to come, and no step draws the last token of one. Each
-    writes to its last page only, which no other sequence shares.
+    Of each member the first token is drawn, and the last one will not be drawn by a step of this batch. It is no beam,
+    has no forks to come, and shares the page that it writes with no other sequence. Calendars name the steps in which a
+    member begins a page, and in which it leaves.
     """
 
     def __init__(self, page_size: int):
@@ -72,10 +73,26 @@ class SteadyBatch:
         if len(kept) == len(self.scheduled):
             return False
         self.scheduled = kept
-        self._beginning[(self._step + 1 - seq.num_computed) % self._page_size].remove(seq)
-        if (leaving := self._leaving.get(self._step + seq.max_length - 1 - seq.num_computed)) is not None:
+        self._beginning[self._begins(seq)].remove(seq)
+        if (leaving := self._leaving.get(self._leaves(seq))) is not None:
             leaving.remove(seq)
         return True
+
+    def _begins(self, seq: Sequence) -> int:
+        """The next step, modulo the page size, in which ``seq`` begins a page; between two steps."""
+        return (self._step + 1 - seq.num_computed) % self._page_size
+
+    def _leaves(self, seq: Sequence) -> int:
+        return self._step + seq.max_length - 1 - seq.num_computed
+
+    def check_integrity(self) -> None:
+        """Assert that each member decodes, and stands once in both calendars, at the right steps."""
+        for seq, num_tokens in self.scheduled:
+            assert num_tokens == 1 == seq.num_uncomputed and not seq.num_candidates, "more than plain decodes"
+            assert self._beginning[self._begins(seq)].count(seq) == 1, "a page will begin in another step"
+            assert self._leaves(seq) > self._step and self._leaving[self._leaves(seq)].count(seq) == 1
+        for calendar in (self._beginning, self._leaving):
+            assert sum(map(len, calendar.values())) == len(self.scheduled), "a calendar names who has gone"
 
 
 class Scheduler:
@@ -237,8 +254,7 @@ class Scheduler:
 
     def dissolve(self) -> None:
         """Plan every sequence by rank in the next step."""
-        if self._steady.scheduled:
-            self._steady, self._unsteady = SteadyBatch(self.kv.capacity.page_size), []
+        self._steady, self._unsteady = SteadyBatch(self.kv.capacity.page_size), []
 
     def _preempt_for_urgent(self, plan: StepPlan) -> None:
         """Preempt running sequences of strictly lower priority (a higher number) until the first waiting one fits.
@@ -408,6 +424,8 @@ class Scheduler:
             self.running.remove(seq)
             if self._steady.scheduled and not self._steady.discard(seq):
                 self._unsteady.remove(seq)
+            if not self._steady.scheduled:
+                self._unsteady.clear()
         elif seq in self.waiting:
             self.waiting.remove(seq)
         elif seq in self.passed_over:
@@ -432,4 +450,4 @@ class Scheduler:
         if steady := [seq for seq, _ in self._steady.scheduled]:
             assert sorted([*steady, *self._unsteady], key=self.rank) == self.running, "who is steady is unclear"
             assert self._unsteady == sorted(self._unsteady, key=self.rank)
-            assert all(seq.num_uncomputed == 1 and not seq.num_candidates for seq in steady), "more than plain decodes"
+        self._steady.check_integrity()

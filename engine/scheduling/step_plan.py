@@ -42,10 +42,6 @@ class StepPlan:
             self.scheduled = self.scheduled.copy()
         self.scheduled.append(Scheduled(seq, num_tokens))
 
-    @property
-    def num_tokens(self) -> int:
-        return sum(item.num_tokens for item in self.scheduled)
-
 
 Draw = int | Drawn | None
 """What an item drew: one token and nothing else, tokens of another kind, or nothing, because its prompt is not done."""

@@ -40,9 +40,9 @@ _STEP_PARTS = {
     "step_time_seconds_total_sample": "sample",
     "step_time_seconds_total_output": "output",
     "swap_seconds_total": "swap",
-    "hash_seconds_total": "page hashes",
+    "hash_seconds_total": "prefix cache",
 }
-_INSIDE = {"swap": "prepare: copies and swaps", "page hashes": "finding and storing pages in the prefix cache"}
+_INSIDE = {"swap": "prepare: copies and swaps", "prefix cache": "finding and storing pages in the prefix cache"}
 _REQUEST_PARTS = {"request_queue_time": "queue", "request_prefill_time": "prefill", "request_decode_time": "decode"}
 _PARTS = {ITL: _STEP_PARTS, TTFT: _REQUEST_PARTS}
 _EVENTS = {
@@ -196,7 +196,7 @@ def _latency_words(name: str, moved: Sequence[Moved], counters: ByCell) -> str:
     suspects = {**_REQUEST_PARTS, **_STEP_PARTS, "num_preemptions_total": "preemption"}
     changed = {m.name for m in moved if m.where == row.where}
     reported = {p.figure.name for p in _paired(counters[row.where])}
-    still = [p for n, p in suspects.items() if n in reported and n not in changed and p != "page hashes"]
+    still = [p for n, p in suspects.items() if n in reported and n not in changed and p != "prefix cache"]
     return text + say("explain.still", bool(still), parts=listing(still))
 
 

@@ -100,7 +100,7 @@ def _title(frame: pd.DataFrame) -> str:
 
 
 def step_time_table(every_cell: Sequence[MeasuredCell]) -> ReportTable:
-    """The same shares a cell, with ms a step, and hashing where there is any; empty where no server tells."""
+    """The same shares a cell, with ms a step, and the prefix cache; empty where no server tells."""
     seconds = {cell.cell_id: phases for cell in every_cell if (phases := phase_seconds(cell))}
 
     def phase_column(phase: str) -> Column:
@@ -119,7 +119,7 @@ def step_time_table(every_cell: Sequence[MeasuredCell]) -> ReportTable:
         tables.number_column("steps", "steps", lambda cell: cell.counter("steps_total"), words.count),
         tables.number_column("step_ms", "ms a step", whole, words.milliseconds),
         *map(phase_column, PHASES),
-        tables.number_column("hash_share", "hashing", lambda cell: share_of_steps(cell, "hash_seconds"), words.percent),
+        tables.number_column("hash_share", "prefix cache", lambda c: share_of_steps(c, "hash_seconds"), words.percent),
     ]
     return tables.cell_table(columns, [c for c in every_cell if c.cell_id in seconds], not_zero=("move", "hash_share"))
 

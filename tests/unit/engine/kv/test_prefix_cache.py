@@ -128,3 +128,26 @@ def test_pages_are_freed_from_the_end_so_that_the_beginning_stays_cached_longest
         engine.add_request(request(name, tokens, max_tokens=1))  # a leaves 4 cached pages, b evicts the last of them
         drain(engine)
     assert engine.stats().prefix_cache_hits == 12
+
+
+@pytest.mark.parametrize("beside", [{}, {"beam_width": 2}, {"n": 2}], ids=["alone", "beams", "forks"])
+@pytest.mark.parametrize("length", [41, 42, 43, 44])
+@pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlapping"])
+def test_an_answer_is_cached_to_its_last_full_page_whoever_is_beside_it(beside, length, overlap):
+    """Steps that decide who goes on are read at once, so that no token is pending when the next one is planned."""
+    engine = small_engine(
+        640, CountingExecutor(50), page_size=4, enable_prefix_caching=True, max_model_len=128, async_scheduling=overlap,
+        max_num_seqs=8, max_num_batched_tokens=64,
+    )  # fmt: skip
+    first = engine.add_request(request("first", 8, max_tokens=length))
+    engine.step()
+    engine.step()
+    if beside:
+        engine.add_request(request("beside", range(40, 43), max_tokens=100, **beside))
+    while "first" in engine._groups:
+        engine.step()
+    engine.abort("beside")
+    drain(engine)
+    again = engine.add_request(request("again", [*first.token_ids, 1], max_tokens=1))
+    drain(engine)
+    assert again.num_cached == (len(first.token_ids) - 1) // 4 * 4
