@@ -325,5 +325,6 @@ def decisions() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    lines = (f"{json.dumps(part)}: {json.dumps(made, ensure_ascii=False)}" for part, made in decisions().items())
+    compact = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # the tracked tree has a limit
+    lines = (f"{json.dumps(part)}:{compact(made)}" for part, made in decisions().items())
     print("{", ",\n".join(lines), "}", sep="\n")
