@@ -319,11 +319,8 @@ class EngineClient(ABC):
         """
         if recipients is not None:
             self._recipients = recipients
-        for recipient, token in zip(self._recipients, tokens, strict=True) if tokens else ():
-            stream = self._streams.get(recipient.request_id)
-            if stream is not None:  # else aborted meanwhile
-                stream.put(recipient.delivery(at, token))
-        for delivery in deliveries:
+        ordinary = zip(self._recipients, tokens, strict=True) if tokens else ()
+        for delivery in (*(recipient.delivery(at, token) for recipient, token in ordinary), *deliveries):
             request_id = delivery.output.request_id
             stream = self._streams.get(request_id)
             if stream is None:

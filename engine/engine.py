@@ -229,12 +229,12 @@ class Engine:
     def _commit(self, step: _Step) -> None:
         """Count the step's tokens as computed: their KV exists for everything that is launched later."""
         commit, scheduled, steady = self.kv.commit, step.plan.scheduled, step.plan.num_steady
-        if len(self._in_flight) == 1:  # all tokens are known: a page that is full now can be found
-            steady = 0
         if not self.pipelined:
             for seq, num_tokens in scheduled:
                 commit(seq, num_tokens)
             return
+        if len(self._in_flight) == 1:  # all tokens are known: a page that is full now can be found
+            steady = 0
         for seq, _ in islice(scheduled, steady):
             seq.num_computed += 1
             seq.token_ids.append(PENDING)

@@ -86,7 +86,7 @@ class TorchExecutor:
 
     def use_page_table(self, page_table: np.ndarray) -> None:
         """Switch to another KV manager of the same capacity (after the warm-up)."""
-        self._inputs.use_page_table(page_table)
+        self._inputs.tables.use(page_table)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:
@@ -117,7 +117,7 @@ class TorchExecutor:
         chunks = [i for i, (_, num_tokens) in enumerate(scheduled) if num_tokens != 1]
         order, items = range(len(scheduled)), scheduled
         if chunks:  # single tokens first: decode takes them as one block
-            order = [*sorted(set(order).difference(chunks)), *chunks]
+            order = [*(i for i, (_, num_tokens) in enumerate(scheduled) if num_tokens == 1), *chunks]
             items = [scheduled[i] for i in order]
         drawn_at = dict(zip(self._drawing, range(len(self._drawing)), strict=True))
         inputs = self._inputs.make(items, drawn_at, self._sampler.prepare)

@@ -134,7 +134,7 @@ class Sampler:
         self._top_k = np.zeros(max_num_seqs, np.int64)
         self._top_p = np.zeros(max_num_seqs, np.float32)
         self._sequences: list[Sequence] = []  # of the step
-        self._table_rows = self._top_k[:0]  # their rows
+        self._table_rows = self._num_tokens = self._top_k[:0]  # theirs
         self._wanted: _Wanted | None = None
         self._drawn_seeds = self._seeds[:0]  # of the step's draws that are not greedy
         self._positions = self._top_k[:0]  # of the tokens that these draw
@@ -156,7 +156,8 @@ class Sampler:
             if holder is None or holder() is not seq:
                 self._enter(seq, table_row)
         self._wanted = None if self._plain[table_rows].all() else _Wanted.of(sequences)
-        self._sequences, self._table_rows, self._repeated, self._columns = sequences, table_rows, False, ()
+        self._sequences, self._table_rows, self._num_tokens = sequences, table_rows, num_tokens
+        self._repeated, self._columns = False, ()
         row = np.arange(len(sequences))
         extras: list[np.ndarray] = []
         if (wanted := self._wanted) is not None:
@@ -178,7 +179,7 @@ class Sampler:
     def repeat(self) -> list[np.ndarray]:
         """Make the columns for the sequences of the last call, each with one token more."""
         if self._wanted is not None:
-            return self.prepare(self._sequences, self._table_rows, _lengths(self._sequences))
+            return self.prepare(self._sequences, self._table_rows, self._num_tokens + 1)
         if not self._repeated:  # on a CPU they are views of a buffer that the next step but one writes
             self._columns, self._repeated = tuple(column.clone() for column in self._columns), True
         self._positions = self._positions + 1
@@ -230,10 +231,6 @@ class Sampler:
         if keys is not None:
             at, row, temperature, top_k, top_p = self._columns
             draw_into(drawn, at, logits, row, largest, temperature, keys, top_k, top_p)
-
-
-def _lengths(sequences: list[Sequence]) -> np.ndarray:
-    return np.array([len(seq.token_ids) for seq in sequences])
 
 
 def _candidates(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -54,9 +54,14 @@ class PageTables:
     """
 
     def __init__(self, host: np.ndarray, device: torch.device):
-        self.host = host
         self._is_copy = device.type != "cpu"
         self.in_order = torch.zeros(host.shape, dtype=torch.int64, device=device)
+        self.use(host)
+
+    def use(self, host: np.ndarray) -> None:
+        """Read the table of another KV manager of the same capacity; captured steps go on reading ``in_order``."""
+        assert host.shape == self.in_order.shape
+        self.host = host
         self._by_row = torch.zeros_like(self.in_order) if self._is_copy else torch.from_numpy(host)
         self._holders: list[tuple[ref[Sequence], int] | None] = [None] * len(host)  # whose entries a row has
 
@@ -108,13 +113,6 @@ class InputBuffers:
         self._order = torch.arange(len(page_table), device=device)
         self.tables = PageTables(page_table, device)
         self._rows = self._starts = np.zeros(0, np.int64)  # of the last step that may be repeated
-
-    def use_page_table(self, page_table: np.ndarray) -> None:
-        """Read the page table of another KV manager, of the same capacity, from now on."""
-        assert page_table.shape == self.tables.host.shape
-        in_order = self.tables.in_order  # captured steps read it
-        self.tables = PageTables(page_table, self._device)
-        self.tables.in_order = in_order
 
     def make(
         self, items: List[Scheduled], drawn_at: Mapping[Sequence, int], columns_for: ColumnsFor = lambda *sampling: []

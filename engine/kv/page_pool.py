@@ -40,16 +40,13 @@ class FreeQueue:
         self.remove(page)
         return page
 
-    def pop_heads(self, count: int) -> list[int]:
-        """Remove the first ``count`` pages at once."""
-        pages = list(islice(self, count))
-        assert len(pages) == count, "pop from an empty free queue"
-        after = self._next[pages[-1]] if pages else self._next[self._sentinel]
+    def remove_heads(self, pages: list[int]) -> None:
+        """Remove the first pages, which are ``pages`` in their order, at once."""
+        after = self._next[pages[-1] if pages else self._sentinel]
         self._next[self._sentinel], self._prev[after] = after, self._sentinel
         for page in pages:
             self._next[page] = self._prev[page] = -1
-        self._length -= count
-        return pages
+        self._length -= len(pages)
 
     def push_head(self, page: int) -> None:
         self._link(page, self._sentinel, self._next[self._sentinel])
@@ -126,10 +123,11 @@ class PagePool:
 
     def allocate_many(self, count: int) -> list[int]:
         """The next ``count`` pages, as ``allocate`` would give them one after another."""
-        head = islice(self._free, count)
-        if any(self._cached[page] for page in head):  # an eviction puts pages at the head
+        pages = list(islice(self._free, count))
+        assert len(pages) == count, "pop from an empty free queue"
+        if any(self._cached[page] for page in pages):  # an eviction puts pages at the head
             return [self.allocate() for _ in range(count)]
-        pages = self._free.pop_heads(count)
+        self._free.remove_heads(pages)
         for page in pages:
             self.ref_count[page] = 1
         self.num_references += count

@@ -56,12 +56,12 @@ class SteadyBatch:
         joined = []
         others = plan.scheduled[plan.num_steady :]
         for seq, num_tokens in others:
-            computed, tokens = seq.num_computed + num_tokens, len(seq.token_ids)
-            last = seq.max_length - tokens - 1  # steps from now to the one that draws the last token
-            if computed == tokens and last > 1 and not seq.num_candidates and not seq.pending_forks:
+            computed = seq.num_computed + num_tokens
+            goes_on = computed == len(seq.token_ids) and self._leaves(seq, computed) > self._step + 1
+            if goes_on and not seq.num_candidates and not seq.pending_forks:
                 joined.append(seq)
-                self._leaving[self._step + last].append(seq)
-                self._beginning[(self._step + 1 - computed) % self._page_size].append(seq)
+                self._leaving[self._leaves(seq, computed)].append(seq)
+                self._beginning[self._begins(computed)].append(seq)
         if joined:
             whole = len(joined) == len(others) and all(num_tokens == 1 for _, num_tokens in others)
             self.scheduled = plan.scheduled if whole else self.scheduled + [Scheduled(seq, 1) for seq in joined]
@@ -73,24 +73,26 @@ class SteadyBatch:
         if len(kept) == len(self.scheduled):
             return False
         self.scheduled = kept
-        self._beginning[self._begins(seq)].remove(seq)
-        if (leaving := self._leaving.get(self._leaves(seq))) is not None:
+        self._beginning[self._begins(seq.num_computed)].remove(seq)
+        if (leaving := self._leaving.get(self._leaves(seq, seq.num_computed))) is not None:
             leaving.remove(seq)
         return True
 
-    def _begins(self, seq: Sequence) -> int:
-        """The next step, modulo the page size, in which ``seq`` begins a page; between two steps."""
-        return (self._step + 1 - seq.num_computed) % self._page_size
+    def _begins(self, computed: int) -> int:
+        """The next step, modulo the page size, in which a member begins a page that has ``computed`` tokens now."""
+        return (self._step + 1 - computed) % self._page_size
 
-    def _leaves(self, seq: Sequence) -> int:
-        return self._step + seq.max_length - 1 - seq.num_computed
+    def _leaves(self, seq: Sequence, computed: int) -> int:
+        """The step that would draw the last token of ``seq``, of which ``computed`` tokens are computed now."""
+        return self._step + seq.max_length - 1 - computed
 
     def check_integrity(self) -> None:
         """Assert that each member decodes, and stands once in both calendars, at the right steps."""
         for seq, num_tokens in self.scheduled:
             assert num_tokens == 1 == seq.num_uncomputed and not seq.num_candidates, "more than plain decodes"
-            assert self._beginning[self._begins(seq)].count(seq) == 1, "a page will begin in another step"
-            assert self._leaves(seq) > self._step and self._leaving[self._leaves(seq)].count(seq) == 1
+            begins, leaves = self._begins(seq.num_computed), self._leaves(seq, seq.num_computed)
+            assert self._beginning[begins].count(seq) == 1, "a page will begin in another step"
+            assert leaves > self._step and self._leaving[leaves].count(seq) == 1, "it will leave in another step"
         for calendar in (self._beginning, self._leaving):
             assert sum(map(len, calendar.values())) == len(self.scheduled), "a calendar names who has gone"
 
@@ -201,10 +203,7 @@ class Scheduler:
         plan = StepPlan()
         if self._by_priority:
             self._preempt_for_urgent(plan)
-        budget = self._schedule_steady(plan)
-        memory_left = budget is not None
-        if budget is None:
-            budget, memory_left = self._schedule_running(plan)
+        budget, memory_left = self._schedule_steady(plan) or self._schedule_running(plan)
         if memory_left:
             budget = self._admit_waiting(plan, budget)
         while not plan.scheduled and self.running and self.num_waiting and not any(s.ending for s in self.running):
@@ -220,8 +219,8 @@ class Scheduler:
         plan.moves = self.kv.take_moves()
         return plan
 
-    def _schedule_steady(self, plan: StepPlan) -> int | None:
-        """Plan the steady batch, then the others by rank; returns the tokens left of the budget.
+    def _schedule_steady(self, plan: StepPlan) -> tuple[int, bool] | None:
+        """Plan the steady batch, then the others by rank; returns what ``_schedule_running`` does.
 
         None, with an empty plan, where there is no such batch, or no room: then all must be planned by rank.
         """
@@ -243,7 +242,7 @@ class Scheduler:
             assert grown, "has_room() promised it"
             plan.add(seq, num_tokens)
             budget -= num_tokens
-        return budget
+        return budget, True
 
     def _join_steady(self, plan: StepPlan) -> None:
         """Add the sequences of ``plan`` that go on as plain decodes to the steady batch."""

@@ -21,7 +21,7 @@ from kvbench_engine.kv.page_pool import PagePool
 from kvbench_engine.kv.prefix_cache import PrefixCache
 from kvbench_engine.model.spec import ModelInfo
 from kvbench_engine.scheduling.step_plan import Computed, StepPlan
-from kvbench_engine.sequence import Drawn, Request, SamplingParams, Sequence
+from kvbench_engine.sequence import Request, SamplingParams, Sequence
 
 SLOT_BYTES = 4096
 STEPS = choose(full=64, quick=64, smoke=4)  # a round: each sequence takes a new page four times at page size 16
@@ -33,10 +33,9 @@ class NullExecutor:
     def __init__(self):
         self.model_info = ModelInfo("null", 32_000, None, (), None)
         self.phase_seconds: dict[str, float] = {}
-        self._drawn = Drawn((7,))
 
     def launch(self, plan: StepPlan) -> Computed:
-        return Computed([self._drawn if item.samples else None for item in plan.scheduled])
+        return Computed([7 if item.samples else None for item in plan.scheduled])
 
 
 def make_engine(sequences: int, pages: int, page_size: int, length: int, **settings) -> Engine:

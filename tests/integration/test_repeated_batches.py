@@ -7,7 +7,6 @@ from unittest import mock
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
@@ -30,9 +29,10 @@ def folder(tmp_path_factory):
 class CopiedTables(step_inputs.PageTables):
     """The page tables of a GPU, which has only the entries that a step has sent."""
 
-    def __init__(self, host: np.ndarray, device: torch.device):
-        super().__init__(host, device)
-        self._is_copy, self._by_row = True, torch.full_like(self.in_order, 10**9)
+    def use(self, host: np.ndarray) -> None:
+        self._is_copy = True
+        super().use(host)
+        self._by_row.fill_(10**9)
 
 
 SAMPLING = st.sampled_from(

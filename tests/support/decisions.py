@@ -15,7 +15,6 @@ import json
 import math
 import os
 import re
-import tarfile
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -25,6 +24,7 @@ from unittest import mock
 
 from kvbench.cli.main import main
 from kvbench.common.errors import UsageError
+from kvbench.common.files import unpack
 from kvbench.common.packages import REPOSITORY
 from kvbench.report.recommend import recommend
 from kvbench.report.side_by_side import groups_of, obstacles, pairs_of, ratios
@@ -161,8 +161,7 @@ def limit_decisions(run: Path, policy: Path, work: Path) -> dict[str, Any]:
 
 def unpack_run(folder: Path) -> Path:
     """Unpacks the run that is kept whole, with its loads and samples: two page sizes, 12 requests, 3 repeats."""
-    with tarfile.open(MEASURED_RUN) as archive:
-        archive.extractall(folder, filter="data")
+    unpack(MEASURED_RUN.read_bytes(), folder)
     return folder / "small"
 
 

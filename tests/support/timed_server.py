@@ -18,8 +18,7 @@ from kvbench_engine.engine import Engine
 from kvbench_engine.execution.null_executor import ReplayExecutor
 from kvbench_engine.kv.budget import capacity_of
 from kvbench_engine.kv.layouts import make_kv_manager
-from kvbench_engine.scheduling.step_plan import StepPlan
-from kvbench_engine.sequence import Drawn
+from kvbench_engine.scheduling.step_plan import Draw, StepPlan
 from kvbench_engine.server import __main__ as server
 from kvbench_engine.server.arguments import build_parser
 from tests.support.fake_engine import SHAPE
@@ -30,10 +29,10 @@ VOCABULARY = 8192  # of the tokenizer that ships
 class _Running:
     """A launched step."""
 
-    def __init__(self, drawn: list[Drawn | None], done_at: float):
+    def __init__(self, drawn: list[Draw], done_at: float):
         self._drawn, self._done_at = drawn, done_at
 
-    def tokens(self) -> list[Drawn | None]:
+    def tokens(self) -> list[Draw]:
         time.sleep(max(0.0, self._done_at - time.perf_counter()))
         return self._drawn
 
@@ -48,7 +47,7 @@ class TimedExecutor(ReplayExecutor):
 
     def launch(self, plan: StepPlan) -> _Running:
         self._free_at = max(self._free_at, time.perf_counter()) + self._step_s
-        return _Running([Drawn((262,)) if item.samples else None for item in plan.scheduled], self._free_at)
+        return _Running([262 if item.samples else None for item in plan.scheduled], self._free_at)
 
 
 def load(config: EngineConfig) -> Engine:

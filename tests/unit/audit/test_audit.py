@@ -29,7 +29,7 @@ from kvbench.audit.compare import comparable, shared_figures
 from kvbench.audit.readers import read_results
 from kvbench.cli import main as cli
 from kvbench.common.errors import UsageError
-from kvbench.common.files import read_json
+from kvbench.common.files import read_json, unpack
 
 DATA = Path(__file__).parents[2] / "data" / "audit.tar.xz"
 FILES = {
@@ -64,8 +64,7 @@ HIDDEN = {("sglang", "queued-client"): {"queue"}, ("aiperf", "queued-client"): {
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("audit")
-    with tarfile.open(DATA) as archive:
-        archive.extractall(folder, filter="data")
+    unpack(DATA.read_bytes(), folder)
     return folder / "audit"
 
 

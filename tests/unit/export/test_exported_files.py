@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-import tarfile
 import types
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -20,17 +18,14 @@ from kvbench.audit.readers import read_results
 from kvbench.cli import main as cli
 from kvbench.common.files import read_json
 from kvbench.export.loads import read_loads
+from tests.support.decisions import unpack_run
 
-RUN = Path(__file__).parents[2] / "data" / "measured_run.tar.xz"
 CELL = "paged-p16-c3"
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("export")
-    with tarfile.open(RUN) as archive:
-        archive.extractall(folder, filter="data")
-    return folder / "small"
+    return unpack_run(tmp_path_factory.mktemp("export"))
 
 
 @pytest.fixture
