@@ -1,6 +1,6 @@
 """A model's dense layers on a CPU in float32 or bfloat16: linear with packed weights, gated MLP, RMSNorm, RoPE.
 
-Linear layers in float32: numba_gemm.py; in bfloat16: numba_amx.py.
+Linear layers in float32: numba_gemm.py; in bfloat16: numba_bf16.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from kvbench_kernels import numba_amx
 from kvbench_kernels.api import KVCache, KVPair, dense_rows
 from kvbench_kernels.cpu_memory import HugeArena
 from kvbench_kernels.layer_parts import Heads, Norm, Rotation
-from kvbench_kernels.numba_amx import build_amx, has_amx, pack_bf16, unpack_bf16
+from kvbench_kernels.numba_amx import pack_bf16, unpack_bf16
+from kvbench_kernels.numba_bf16 import build_bf16, has_bf16
 from kvbench_kernels.numba_gemm import HAS_BIAS, HAS_GATE, IS_GELU, NUM_GEMM_ARGS, PANEL, build_gemm, run_gemm
 from kvbench_kernels.numba_layers import (
     NUM_NORM_ARGS,
@@ -63,12 +64,12 @@ def _threads_for(values: int) -> int:
 def can_pack(linear: nn.Module) -> bool:
     """Tests whether a linear layer can be packed: plain, on a CPU, with whole vectors of output features.
 
-    float32, or bfloat16 where AMX multiplies it and the inputs fill its tiles. torch computes the others by oneDNN.
+    float32, or bfloat16 where the CPU multiplies it and the inputs fill its tiles. torch computes the others by oneDNN.
     """
     if type(linear) is not nn.Linear or linear.weight.device.type != "cpu" or linear.out_features % LANES:
         return False
     if linear.weight.dtype == torch.bfloat16:
-        return linear.in_features % numba_amx.DEPTH == 0 and has_amx()
+        return linear.in_features % numba_amx.DEPTH == 0 and has_bf16()
     return linear.weight.dtype == torch.float32
 
 
@@ -175,7 +176,7 @@ def _multiply(
         rows.data_ptr(), linear.packed.data_ptr(), out.data_ptr(), bias, opening, gate_bias, added,
         rows.shape[0], linear.out_features, linear.in_features,
         size * rows.stride(0), step, gate_step, added_step, torch.get_num_threads(),
-        (build_gemm if size == 4 else build_amx)(epilogue).address, *_TEAM,
+        (build_gemm if size == 4 else build_bf16)(epilogue).address, *_TEAM,
     )  # fmt: skip
     _run_gemm(_scratch.address)
 

@@ -16,8 +16,6 @@ Threads: torch's own OpenMP team, see numba_threads.py.
 
 from __future__ import annotations
 
-from functools import cache
-
 import numba
 import torch
 from llvmlite import ir
@@ -25,57 +23,21 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from kvbench_kernels.numba_gemm import (
-    G_BIAS,
-    G_GATE,
-    G_GATE_BIAS,
-    G_K,
-    G_M,
-    G_N,
-    G_NUM_THREADS,
-    G_OUT,
-    G_OUT_STRIDE,
-    G_RESIDUAL,
-    G_RESIDUAL_STRIDE,
-    G_THREAD_NUM,
-    G_W,
-    G_X,
-    G_X_STRIDE,
-    HAS_BIAS,
-    HAS_GATE,
-    IS_GELU,
-)  # fmt: skip
 from kvbench_kernels.numba_memory import (
     I8,
     I16,
-    I32,
     I64,
     JIT,
-    call_get_int,
-    compiles_for,
     emit_prefetch,
-    load_i64,
-    stack_bytes,
+    has_amx,
 )
-from kvbench_kernels.numba_simd import gelu_argument
-from kvbench_kernels.numba_vectors import LANES, call, constant, fma, ints, load, load_bf16, store_bf16, vec
 
 PANEL = 32
-ROW_BLOCK = 32
-CHUNK = 512  # rows multiplied by a panel before the next panel
-AHEAD = 8192  # bytes of weights that are asked for ahead of their use
 DEPTH = 32  # values of K per instruction
-SUMS_BYTES = 4 * PANEL * ROW_BLOCK
 TILE_BYTES = 1024
 STEP_BYTES = 2 * TILE_BYTES  # bytes of a panel's weights per DEPTH
 
 SUMS, X_TILES, W_TILES = (0, 1, 2, 3), (4, 5), (6, 7)  # tile registers; sums: row of tiles x 2 + column
-
-
-@cache
-def has_amx() -> bool:
-    """Tests whether Numba compiles for AMX's bfloat16 here and the system lets this process use the tile registers."""
-    return compiles_for("amx-bf16") and compiles_for("avx512f") and bool(torch.cpu._init_amx())
 
 
 def pack_bf16(weight: torch.Tensor) -> torch.Tensor:
@@ -105,9 +67,14 @@ def _place(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
 
 @intrinsic
 def configure_tiles(typingctx, at, rows):
-    """Set the tile registers for blocks of ``rows`` (1..32) rows of x; ``at``: 64 bytes of scratch."""
+    """Set the tile registers for blocks of ``rows`` (1..32) rows of x; ``at``: 64 bytes of scratch.
+
+    Without AMX there is nothing to set.
+    """
 
     def codegen(context, builder, signature, args):
+        if not has_amx():
+            return context.get_dummy_value()
         at_value, count = args
         sixteen = ir.Constant(I64, 16)
         high = builder.select(builder.icmp_signed("<", count, sixteen), count, sixteen)
@@ -136,7 +103,8 @@ def release_tiles(typingctx):
     """Set the tile registers free, so that a switch of threads need not save them."""
 
     def codegen(context, builder, signature, args):
-        _amx(builder, "tilerelease")
+        if has_amx():
+            _amx(builder, "tilerelease")
         return context.get_dummy_value()
 
     return types.void(), codegen
@@ -188,114 +156,20 @@ def multiply_block(typingctx, x, x_stride, w, steps, ahead, sums, sums_stride, t
     return types.void(*[types.intp] * 7, tiles, add), codegen
 
 
-def _times_sigmoid(builder: ir.IRBuilder, x: ir.Value, u: ir.Value) -> ir.Value:
-    """Compute x / (1 + e**-u) to about 1e-4, which bfloat16 rounds away. NaN stays NaN.
-
-    It takes a third of numba_simd's time.
-    """
-    w = x.type.count
-    edge, zero = constant(w, 87.0), constant(w, 0.0)
-    power = builder.fsub(zero, u)
-    for sign, bound in (("<", edge), (">", constant(w, -87.0))):
-        power = builder.select(builder.fcmp_ordered(sign, power, bound), power, bound)
-    n = call(builder, f"llvm.rint.v{w}f32", vec(w), [builder.fmul(power, constant(w, 1.4426950408889634))])
-    r = fma(builder, n, constant(w, -0.6931471805599453), power)
-    poly = constant(w, 1 / 24)
-    for divisor in (6, 2, 1, 1):
-        poly = fma(builder, poly, r, constant(w, 1 / divisor))
-    words = ir.VectorType(I32, w)
-    exponent = builder.shl(builder.fptosi(n, words), ints(I32, w, 23))
-    below = builder.fadd(builder.bitcast(builder.add(builder.bitcast(poly, words), exponent), vec(w)), constant(w, 1.0))
-    every_lane = ir.Constant(I16, -1)
-    inverse = call(builder, "llvm.x86.avx512.rcp14.ps.512", vec(w), [below, zero, every_lane])
-    return builder.fmul(x, inverse)
-
-
-@intrinsic(prefer_literal=True)
-def finish_row(typingctx, sums, bias, gate_sums, gate_bias, residual, out, columns, epilogue):
-    """Round a row of ``columns`` (16 or 32) sums to bfloat16 at ``out``.
-
-    ``epilogue`` (a constant) says what is done before; the residual is added unless its address is 0.
-    """
-    flags = epilogue.literal_value
-
-    def codegen(context, builder, signature, args):
-        sums_at, bias_at, gate_at, gate_bias_at, residual_at, out_at, width = args[:7]
-        none = ir.Constant(I64, 0)
-
-        def sums_of(at: ir.Value, bias_here: ir.Value, v: int) -> ir.Value:
-            value = load(builder, at, LANES * v, LANES)
-            if flags & HAS_BIAS:
-                value = builder.fadd(value, load_bf16(builder, bias_here, LANES * v, LANES))
-            return value
-
-        for v in range(PANEL // LANES):
-            with builder.if_then(builder.icmp_signed(">", width, ir.Constant(I64, LANES * v))):
-                value = sums_of(sums_at, bias_at, v)
-                if flags & HAS_GATE:
-                    opening = sums_of(gate_at, gate_bias_at, v)
-                    u = gelu_argument(builder, opening) if flags & IS_GELU else opening
-                    value = builder.fmul(value, _times_sigmoid(builder, opening, u))
-                total = cgutils.alloca_once_value(builder, value)
-                with builder.if_then(builder.icmp_signed("!=", residual_at, none)):
-                    builder.store(builder.fadd(value, load_bf16(builder, residual_at, LANES * v, LANES)), total)
-                store_bf16(builder, builder.load(total), out_at, LANES * v)
-        return context.get_dummy_value()
-
-    return types.void(*[types.intp] * 7, epilogue), codegen
-
-
 @numba.njit(**JIT)
-def _multiply(x: int, x_step: int, w: int, steps: int, ahead: int, sums: int, rows: int) -> None:
-    if rows > 16:
-        multiply_block(x, x_step, w, steps, ahead, sums, 4 * PANEL, 2, 0)
-    else:
-        multiply_block(x, x_step, w, steps, ahead, sums, 4 * PANEL, 1, 0)
+def multiply_rows(
+    x: int, x_step: int, w: int, steps: int, ahead: int, sums: int, sums_step: int, rows: int, add: int
+) -> None:
+    """Set ``sums [rows, PANEL]`` float32, or add to them, the product of x ``[rows, 32 steps]`` and a panel's weights.
 
-
-@cache
-def build_amx(epilogue: int):
-    """Compile the worker for an epilogue (HAS_BIAS | HAS_GATE | IS_GELU) as a Numba cfunc.
-
-    Each thread takes its share of the panels. With HAS_BIAS and HAS_GATE the gate has a bias too.
-
-    Arguments as numba_gemm.py's, of bfloat16.
+    ``rows``: 1..32, as the tiles are configured. ``ahead``: where to prefetch as many weights, or 0.
     """
-    assert has_amx(), "without the system's leave the first tile instruction ends the process"
-
-    def worker(args):
-        thread = call_get_int(load_i64(args + 8 * G_THREAD_NUM))
-        threads = call_get_int(load_i64(args + 8 * G_NUM_THREADS))
-        m, n, k = load_i64(args + 8 * G_M), load_i64(args + 8 * G_N), load_i64(args + 8 * G_K)
-        x_step, out_step = load_i64(args + 8 * G_X_STRIDE), load_i64(args + 8 * G_OUT_STRIDE)
-        residual_step = load_i64(args + 8 * G_RESIDUAL_STRIDE)
-        panels, steps = (n + PANEL - 1) // PANEL, k // DEPTH
-        pairs = (m + CHUNK - 1) // CHUNK * panels
-        sums, gate_sums = stack_bytes(SUMS_BYTES), stack_bytes(SUMS_BYTES)
-        config = stack_bytes(64)
-        configured = 0
-        for pair in range(pairs * thread // threads, pairs * (thread + 1) // threads):
-            first, panel = pair // panels * CHUNK, pair % panels
-            last, across = min(first + CHUNK, m), 2 * PANEL * panel
-            bias, gate_bias = load_i64(args + 8 * G_BIAS) + across, load_i64(args + 8 * G_GATE_BIAS) + across
-            w = load_i64(args + 8 * G_W) + panel * steps * STEP_BYTES
-            gate = load_i64(args + 8 * G_GATE) + panel * steps * STEP_BYTES
-            for row in range(first, last, ROW_BLOCK):
-                rows = min(ROW_BLOCK, last - row)
-                if rows != configured:
-                    configure_tiles(config, rows)
-                    configured = rows
-                x = load_i64(args + 8 * G_X) + row * x_step
-                if epilogue & HAS_GATE:
-                    _multiply(x, x_step, gate, steps, gate + AHEAD if row == first else 0, gate_sums, rows)
-                _multiply(x, x_step, w, steps, w + AHEAD if row == first else 0, sums, rows)
-                for r in range(rows):
-                    out = load_i64(args + 8 * G_OUT) + (row + r) * out_step + across
-                    residual = load_i64(args + 8 * G_RESIDUAL)
-                    residual += (row + r) * residual_step + across if residual else 0
-                    at, columns = 4 * PANEL * r, min(PANEL, n - PANEL * panel)
-                    finish_row(sums + at, bias, gate_sums + at, gate_bias, residual, out, columns, epilogue)
-        if configured:
-            release_tiles()
-
-    return numba.cfunc(types.void(types.intp), **JIT)(worker)
+    if rows > 16:
+        if add:
+            multiply_block(x, x_step, w, steps, ahead, sums, sums_step, 2, 1)
+        else:
+            multiply_block(x, x_step, w, steps, ahead, sums, sums_step, 2, 0)
+    elif add:
+        multiply_block(x, x_step, w, steps, ahead, sums, sums_step, 1, 1)
+    else:
+        multiply_block(x, x_step, w, steps, ahead, sums, sums_step, 1, 0)

@@ -6,7 +6,7 @@ Decode multiplies a few rows with weights that no cache holds: each weight is to
 use, while every core is busy. A general GEMM packs the weights in every call and waits for them.
 
     panel   PANEL output features, stored [K, PANEL]; pairs of block and panel are shared out over the threads
-    slice   DEPTH of a panel's K: 24 KiB, which stay in the L1 cache while all rows of a block pass by
+    slice   DEPTH of a panel's K: at most 128 KiB, which stay in the L2 cache while all rows of a block pass by
     block   ROW_BLOCK rows of x, which stay in the L2 cache while the panels pass by
     tile    up to ROWS rows x PANEL results in registers: with AVX-512 per k 4 loads of weights, a broadcast a row and
             24 multiply-adds; half the registers of half the width, as AVX2 has, hold panels of 16
@@ -37,11 +37,11 @@ from kvbench_kernels.numba_memory import (
     pointer,
 )
 from kvbench_kernels.numba_simd import gelu_argument, times_sigmoid
-from kvbench_kernels.numba_vectors import LANES, constant, fma, load, splat, store, vec
+from kvbench_kernels.numba_vectors import LANES, cases, constant, fma, load, splat, store, vec
 
 PANEL = 64 if compiles_for("avx512f") else 16
 ROWS = 6  # 6 x 4 sums, 4 weights and a broadcast fit the 32 registers of AVX-512; 6 x 2, 2 and 1 the 16 of AVX2
-DEPTH = 24 * 1024 // (4 * PANEL)
+DEPTH = 512  # 96, whose slice the L1 cache holds, was 5 % slower on an EPYC: sums went through memory more often
 ROW_BLOCK = 192
 LINES = PANEL // LANES  # cache lines of weights per k
 
@@ -54,7 +54,7 @@ FIRST_SLICE, LAST_SLICE = 1, 2  # bits of a slice's stage: sums begin at 0; the 
     G_THREADS, G_WORKER, G_PARALLEL, G_THREAD_NUM, G_NUM_THREADS,
     NUM_GEMM_ARGS,
 ) = range(20)  # fmt: skip
-# Strides in bytes. No residual: 0. G_GATE: the gate's values; in numba_amx.py its packed weights, with G_GATE_BIAS.
+# Strides in bytes. No residual: 0. G_GATE: the gate's values; in numba_bf16.py its packed weights, with G_GATE_BIAS.
 
 
 class _Tile:
@@ -142,12 +142,7 @@ def multiply_tile(
         def at_stage(bit: int) -> ir.Value:
             return builder.icmp_signed("!=", builder.and_(stages, ir.Constant(I64, bit)), ir.Constant(I64, 0))
 
-        done = builder.append_basic_block("tile.done")
-        choice = builder.switch(height, done)
-        for rows_here in range(1, ROWS + 1):
-            body = builder.append_basic_block(f"tile.{rows_here}")
-            choice.add_case(ir.Constant(I64, rows_here), body)
-            builder.position_at_end(body)
+        for rows_here in cases(builder, height, ROWS):
             tile = _Tile(builder, rows_here, width)
             tile.clear()
             with builder.if_then(builder.not_(at_stage(FIRST_SLICE))):
@@ -156,8 +151,6 @@ def multiply_tile(
             with builder.if_then(at_stage(LAST_SLICE)):
                 tile.finish(flags, bias_at, gate_at, gate_step, residual_at, residual_step)
             tile.store(out_at, out_step)
-            builder.branch(done)
-        builder.position_at_end(done)
         return context.get_dummy_value()
 
     return types.void(*[types.intp] * 15, epilogue), codegen
@@ -174,10 +167,12 @@ def build_gemm(epilogue: int):
         x_step, out_step = load_i64(args + 8 * G_X_STRIDE), load_i64(args + 8 * G_OUT_STRIDE)
         gate_step, residual_step = load_i64(args + 8 * G_GATE_STRIDE), load_i64(args + 8 * G_RESIDUAL_STRIDE)
         panels = (n + PANEL - 1) // PANEL
-        pairs = (m + ROW_BLOCK - 1) // ROW_BLOCK * panels
+        blocks = (m + ROW_BLOCK - 1) // ROW_BLOCK
+        pairs = blocks * panels
         for pair in range(pairs * thread // threads, pairs * (thread + 1) // threads):
-            block, panel = pair // panels * ROW_BLOCK, pair % panels
-            count = min(ROW_BLOCK, m - block)
+            part, panel = pair // panels, pair % panels
+            block = m * part // blocks  # of nearly equal height, or the threads would have unlike shares
+            count = m * (part + 1) // blocks - block
             tiles = (count + ROWS - 1) // ROWS
             across = 4 * PANEL * panel
             bias = load_i64(args + 8 * G_BIAS) + across

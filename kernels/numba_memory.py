@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
+from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 
 import numba
+import torch
 from llvmlite import binding, ir
 from numba import types
 from numba.core import cgutils, config
 from numba.extending import intrinsic
 
 
+def compiles_for(feature: str) -> bool:
+    """Tests whether Numba compiles for an x86 machine with this feature (LLVM's name), such as avx512f."""
+    if config.CPU_NAME or config.CPU_FEATURES is not None:  # a target named by hand, older than the machine perhaps
+        return f"+{feature}" in (config.CPU_FEATURES or "")
+    return bool(binding.get_host_cpu_features().get(feature))
+
+
+@cache
+def has_amx() -> bool:
+    """Tests whether Numba compiles for AMX's bfloat16 here and the system lets this process use the tile registers."""
+    return compiles_for("amx-bf16") and compiles_for("avx512f") and bool(torch.cpu._init_amx())
+
+
 def _cache_folder() -> str:
-    """The folder of compiled kernels, named after all the kernels' sources.
+    """The folder of compiled kernels, named after all the kernels' sources and the leave to use AMX.
 
     Numba looks only at the file that defines a kernel, so an edit of a helper in another file would leave machine code
     of the old one in use.
     """
     here = Path(__file__).parent
-    digest = blake2b(digest_size=8)
+    digest = blake2b(bytes([has_amx()]), digest_size=8)
     for source in sorted([*here.glob("numba_*.py"), here / "kv_formats.py"]):
         digest.update(source.read_bytes())
     return str(Path(config.CACHE_DIR or here / "__pycache__") / f"numba-{digest.hexdigest()}")
@@ -41,13 +56,6 @@ def _can_cache() -> bool:
 config.CACHE_DIR = _cache_folder()
 # For every kernel: no GIL, on-disk cache where there is a place for it, division without Python's checks.
 JIT = {"nogil": True, "cache": _can_cache(), "error_model": "numpy"}
-
-
-def compiles_for(feature: str) -> bool:
-    """Tests whether Numba compiles for an x86 machine with this feature (LLVM's name), such as avx512f."""
-    if config.CPU_NAME or config.CPU_FEATURES is not None:  # a target named by hand, older than the machine perhaps
-        return f"+{feature}" in (config.CPU_FEATURES or "")
-    return bool(binding.get_host_cpu_features().get(feature))
 
 
 F32 = ir.FloatType()

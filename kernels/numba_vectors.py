@@ -8,6 +8,8 @@ Addresses are byte addresses in ``intp``.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from llvmlite import ir
 from numba.core import cgutils
 
@@ -44,7 +46,7 @@ def store(builder: ir.IRBuilder, value: ir.Value, address: ir.Value, element: in
     builder.store(value, pointer(builder, place, value.type), align=4)
 
 
-class _BFloat(ir.Type):
+class BFloat(ir.Type):
     """LLVM's bfloat, which llvmlite has no class for."""
 
     def _to_string(self) -> str:
@@ -68,7 +70,7 @@ def store_bf16(builder: ir.IRBuilder, value: ir.Value, address: ir.Value, elemen
     place = builder.add(address, ir.Constant(I64, 2 * element)) if element else address
     width = value.type.count
     if width == LANES and compiles_for("avx512bf16"):  # one instruction; it takes subnormal numbers for 0
-        narrow = ir.VectorType(_BFloat(), width)
+        narrow = ir.VectorType(BFloat(), width)
         halves = call(builder, "llvm.x86.avx512bf16.cvtneps2bf16.512", narrow, [value])
     else:
         bits = builder.bitcast(value, ir.VectorType(I32, width))
@@ -80,9 +82,9 @@ def store_bf16(builder: ir.IRBuilder, value: ir.Value, address: ir.Value, elemen
 
 
 def splat(builder: ir.IRBuilder, scalar: ir.Value, width: int) -> ir.Value:
-    one = builder.insert_element(ir.Constant(vec(width), ir.Undefined), scalar, ir.Constant(I32, 0))
-    zeros = ir.Constant(ir.VectorType(I32, width), [0] * width)
-    return builder.shuffle_vector(one, ir.Constant(vec(width), ir.Undefined), zeros)
+    nothing = ir.Constant(ir.VectorType(scalar.type, width), ir.Undefined)
+    one = builder.insert_element(nothing, scalar, ir.Constant(I32, 0))
+    return builder.shuffle_vector(one, nothing, ints(I32, width, 0))
 
 
 def constant(width: int, value: float) -> ir.Constant:
@@ -97,6 +99,19 @@ def call(builder: ir.IRBuilder, name: str, result: ir.Type, args: list[ir.Value]
 def fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
     width = a.type.count
     return call(builder, f"llvm.fma.v{width}f32", vec(width), [a, b, c])
+
+
+def cases(builder: ir.IRBuilder, value: ir.Value, last: int) -> Iterator[int]:
+    """Yield 1..last, each to emit the code that runs where ``value`` is that number."""
+    done = builder.append_basic_block("cases.done")
+    choice = builder.switch(value, done)
+    for number in range(1, last + 1):
+        body = builder.append_basic_block(f"cases.{number}")
+        choice.add_case(ir.Constant(I64, number), body)
+        builder.position_at_end(body)
+        yield number
+        builder.branch(done)
+    builder.position_at_end(done)
 
 
 def sum_of(builder: ir.IRBuilder, vector: ir.Value) -> ir.Value:

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from kvbench_kernels.api import AttentionOptions, KVCache, KVPair, PrefillBatch, dense_rows
-from kvbench_kernels.numba_amx import DEPTH, has_amx
+from kvbench_kernels.numba_amx import DEPTH
+from kvbench_kernels.numba_bf16 import has_bf16
 from kvbench_kernels.numba_prefill import (
     C_KEYS,
     C_NEW,
@@ -29,7 +30,7 @@ from kvbench_kernels.numba_prefill import (
     run_prefill,
     work_floats,
 )
-from kvbench_kernels.numba_prefill_amx import build_workers
+from kvbench_kernels.numba_prefill_bf16 import build_workers
 from kvbench_kernels.numba_quantised import KIND_OF_DTYPE, load_rows
 from kvbench_kernels.numba_threads import thread_team
 from kvbench_kernels.quantized import QuantizedKV
@@ -119,7 +120,7 @@ class CpuPrefill:
         q, chunks = dense_rows(q), plan.chunks(options.sliding_window)
         plain = not isinstance(k_cache, QuantizedKV)
         if q.dtype == torch.bfloat16 and not (
-            plain and q.shape[2] % DEPTH == v_cache.shape[2] % DEPTH == 0 and has_amx()
+            plain and q.shape[2] % DEPTH == v_cache.shape[2] % DEPTH == 0 and has_bf16()
         ):
             floats = torch.empty(out.shape)
             return out.copy_(self._attend_in_floats(q.float(), k_cache, v_cache, chunks, options, floats))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from kvbench_engine.execution.graphs import Capture, GraphSizes, StepGraphs
-from kvbench_engine.model.attention import AttentionHost, StepTensors, install
+from kvbench_engine.model.attention import FUSION, AttentionHost, StepTensors, install
+from kvbench_engine.model.fused_layers import Fusion
 
 
 class ModelForward:
@@ -78,5 +80,7 @@ class ModelForward:
     ) -> torch.Tensor:
         install(self.model, self.host)
         self.host.begin(step)
-        output = self._call(input_ids=ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=keep)
+        fusion: Fusion | None = getattr(self.model, FUSION, None)
+        with nullcontext() if fusion is None else fusion.for_tokens(keep, len(ids)):
+            output = self._call(input_ids=ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=keep)
         return output.logits[0]

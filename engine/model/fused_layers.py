@@ -133,7 +133,8 @@ class LayerKernels(Protocol):
 class Fusion:
     """The fused modules of a model. ``on``: whether the engine that uses the model now wants them.
 
-    ``fused``: kind -> modules; ``left``: (kind, why) -> modules.
+    ``fused``: kind -> modules; ``left``: (kind, why) -> modules. ``wanted [N]``: the tokens whose logits the running
+    call wants, if few; the last layer computes no others.
     """
 
     def __init__(self, config: PreTrainedConfig, kernels: LayerKernels) -> None:
@@ -143,6 +144,7 @@ class Fusion:
         self.fused: Counter[str] = Counter()
         self.left: Counter[tuple[str, str]] = Counter()
         self.modules: dict[nn.Module, _Fused] = {}
+        self.wanted: torch.Tensor | None = None
 
     @property
     def active(self) -> bool:
@@ -156,6 +158,16 @@ class Fusion:
             yield
         finally:
             self.on = before
+
+    @contextmanager
+    def for_tokens(self, wanted: torch.Tensor | int, tokens: int) -> Iterator[None]:
+        """Run a call on ``tokens`` tokens whose logits at ``wanted`` are used, all at 0."""
+        few = isinstance(wanted, torch.Tensor) and 2 * len(wanted) <= tokens
+        self.wanted = wanted if few else None
+        try:
+            yield
+        finally:
+            self.wanted = None
 
     def use(self, kind: str, fused: _Fused) -> None:
         """Give the module its new forward."""
@@ -266,14 +278,17 @@ class FusedAttention(_Fused):
             )
         return self.attend(hidden_states[0], position_embeddings)[None], None
 
-    def attend(self, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """Attend: ``x [T, C]`` -> ``[T, C]``. ``angles``: cos and sin ``[1, T, width]``."""
+    def attend(
+        self, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], wanted: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Attend: ``x [T, C]`` -> ``[T, C]``, or the rows ``wanted``. ``angles``: cos and sin ``[1, T, width]``."""
         host, layer = getattr(self.module, HOST), self._layer
         cos, sin = angles
         q, new_kv = self.switch.kernels.rotate_and_write(
             self._joint(x), (cos[0], sin[0]), self._heads, self.rotation, self._norms, *host.destination(layer)
         )
-        return self._out(host.attend(layer, q, self._options, new_kv).view(len(x), -1))
+        mixed = host.attend(layer, q, self._options, new_kv).view(len(x), -1)
+        return self._out(mixed if wanted is None else mixed[wanted])
 
 
 def _is_plain(
@@ -286,7 +301,8 @@ def _is_plain(
 class FusedLayer(_Fused):
     """A decoder layer whose residual sums are part of a norm or of a matrix product.
 
-    ``norms``: before attention, after it, before the MLP, after it; None where there is none.
+    ``norms``: before attention, after it, before the MLP, after it; None where there is none. ``is_last``: no layer
+    reads its result. Beside ``Fusion.wanted`` its rows then are the input's.
     """
 
     def __init__(self, module: nn.Module, switch: Fusion, norms: tuple[Norm | None, ...]):
@@ -295,6 +311,7 @@ class FusedLayer(_Fused):
         attention, mlp = switch.modules.get(module.self_attn), switch.modules.get(module.mlp)
         self._attention = attention if isinstance(attention, FusedAttention) else None
         self._mlp = mlp if isinstance(mlp, FusedMLP) else None
+        self.is_last = False
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Compute ``[1, T, C]`` -> ``[1, T, C]``. The input is not changed."""
@@ -302,16 +319,19 @@ class FusedLayer(_Fused):
             return self.own(hidden_states, *args, **kwargs)
         add_norm = self.switch.kernels.add_norm
         before, after, before_mlp, after_mlp = self._norms
-        rows = hidden_states[0]
+        rows, wanted = hidden_states[0], None
         x = rows if before is None else add_norm(rows, before)[1]
         if self._attention is not None and _is_plain(**kwargs):
-            mixed = self._attention.attend(x, kwargs["position_embeddings"])
+            wanted = self.switch.wanted if self.is_last else None
+            mixed = self._attention.attend(x, kwargs["position_embeddings"], wanted)
         else:
             mixed = self.module.self_attn(hidden_states=x[None], **kwargs)[0][0]
-        residual, x = add_norm(mixed, before_mlp, rows, after)
+        residual, x = add_norm(mixed, before_mlp, rows if wanted is None else rows[wanted], after)
         if self._mlp is not None and after_mlp is None:
-            return self._mlp.add_to(residual, x)[None]
-        return add_norm(self.module.mlp(x[None])[0], None, residual, after_mlp)[0][None]
+            result = self._mlp.add_to(residual, x)
+        else:
+            result = add_norm(self.module.mlp(x[None])[0], None, residual, after_mlp)[0]
+        return (result if wanted is None else rows.index_copy(0, wanted, result))[None]
 
 
 @torch.no_grad()
@@ -335,6 +355,7 @@ def fuse_layers(
     fuser.fuse_attention()
     fuser.fuse_mlps()
     fuser.fuse_whole_layers()
+    fuser.shorten_last_layer()
     fusion = fuser.fusion
     setattr(model, FUSION, fusion)
     try:
@@ -556,6 +577,21 @@ class _Fuser:
             why = self._try("layers", fused, calls, module.self_attn.layer_idx, children_fused=True)
             if why is not None:
                 self._leave("layers", why)
+
+    def shorten_last_layer(self) -> None:
+        """Let the last layer leave out the tokens whose logits nobody wants, if that changes no other logits."""
+        layers = [fused for fused in self.fusion.modules.values() if isinstance(fused, FusedLayer)]
+        last = next((one for one in layers if one.module.self_attn.layer_idx == len(self._heads) - 1), None)
+        if last is None:
+            return
+        ids = torch.arange(PROBE_TOKENS, device=self.model.device)
+        wanted = ids[1::3]
+        call = {"input_ids": ids[None], "position_ids": ids[None], "use_cache": False, "logits_to_keep": wanted}
+        with self.fusion.turned_on():
+            expected = self.model(**call).logits
+            last.is_last = True
+            with self.fusion.for_tokens(wanted, PROBE_TOKENS):
+                last.is_last = same_numbers(expected, self.model(**call).logits)
 
 
 def _children(module: nn.Module, choices: tuple[tuple[str, ...], ...]) -> tuple[tuple[str, ...] | None, set[str]]:

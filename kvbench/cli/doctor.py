@@ -95,14 +95,11 @@ def _has_torch() -> bool:
 
 def _bfloat16() -> str:
     """Names the instructions that the built-in engine computes bfloat16 with on this CPU."""
-    import torch
+    from kvbench_kernels.numba_bf16 import has_bf16
+    from kvbench_kernels.numba_memory import has_amx
 
-    from kvbench_kernels.numba_amx import has_amx
-
-    if has_amx():
-        return "fast: AMX, in linear layers and prefill"
-    if torch.cpu._is_avx512_bf16_supported():
-        return "AVX512-BF16 in linear layers; no AMX, so prefill computes in float32"
+    if has_bf16():
+        return f"fast: {'AMX' if has_amx() else 'AVX512-BF16'}, in linear layers and prefill"
     return "slow: neither AMX nor AVX512-BF16"
 
 

@@ -16,17 +16,21 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from kvbench_kernels import numba_dot
 from kvbench_kernels.cpu_memory import HugeArena, huge_empty
 from kvbench_kernels.kv_formats import INT8
 from kvbench_kernels.layer_parts import Heads, Norm, Rotation
 from kvbench_kernels.layers_cpu import PackedLinear, add_norm, can_norm, can_pack, can_rotate, gated, rotate_and_write
-from kvbench_kernels.numba_amx import CHUNK, has_amx
+from kvbench_kernels.numba_amx import PANEL as TILE_PANEL
+from kvbench_kernels.numba_amx import pack_bf16
+from kvbench_kernels.numba_bf16 import CHUNK, has_bf16
 from kvbench_kernels.numba_gemm import DEPTH, PANEL, ROW_BLOCK, ROWS
+from kvbench_kernels.numba_memory import compiles_for
 from kvbench_kernels.numba_quantised import load_rows
 from kvbench_kernels.quantized import QuantizedKV
 
 ARENA = HugeArena()
-amx = pytest.mark.skipif(not has_amx(), reason="no AMX here")
+fast_bf16 = pytest.mark.skipif(not has_bf16(), reason="no CPU that multiplies bfloat16")
 
 
 def in_float64(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
@@ -115,7 +119,7 @@ def test_strided_rows_and_what_is_not_finite():
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=amx)])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=fast_bf16)])
 def test_gate_far_out(dtype):
     """silu of +-200 is 200 and -0, not NaN from an overflowing exponential."""
     gate, up = nn.Linear(32, 16, bias=False).to(dtype), nn.Linear(32, 16, bias=False).to(dtype)
@@ -224,7 +228,7 @@ def test_what_is_left_to_torch():
     assert not can_rotate(Heads(4, 2, 40, 40), Rotation(32), 32) and not can_rotate(heads, Rotation(64), 32)
 
 
-@amx
+@fast_bf16
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(
     rows=st.one_of(st.integers(0, 70), st.sampled_from([CHUNK - 1, CHUNK + 1, CHUNK + 17])),
@@ -240,7 +244,7 @@ def test_products_in_bfloat16_equal_float64(rows, inputs, outputs, bias, how, th
     near(*products(rows, inputs, outputs, bias, how, threads, seed, torch.bfloat16))
 
 
-@amx
+@fast_bf16
 @torch.inference_mode()
 def test_parts_strided_rows_and_what_is_not_finite_in_bfloat16():
     layers = [nn.Linear(64, width, bias=width > 32).bfloat16() for width in (64, 32, 48)]
@@ -253,6 +257,19 @@ def test_parts_strided_rows_and_what_is_not_finite_in_bfloat16():
     x[2, 5] = math.nan
     got = gated(joint, joint, "silu", x)
     assert got[2].isnan().all() and got[[0, 1, *range(3, 9)]].isfinite().all()
+
+
+@pytest.mark.skipif(not compiles_for("avx512bf16"), reason="no AVX512-BF16 here")
+@pytest.mark.parametrize("rows", [1, numba_dot.ROWS, numba_dot.ROWS + 1, 32])
+def test_vectors_set_sums_and_add_to_them(rows):
+    """Also on a CPU with AMX, where layers use its tiles."""
+    x, weight = torch.randn(rows, 96).bfloat16(), torch.randn(TILE_PANEL, 96).bfloat16()
+    packed, sums, expected = pack_bf16(weight), torch.full((rows, 48), 7.0), x.double() @ weight.double().T
+    where = (x.data_ptr(), 192, packed.data_ptr(), 3, 0, sums.data_ptr(), 192, rows)
+    for times, add in ((1, 0), (2, 1)):
+        numba_dot.multiply_rows(*where, add)
+        torch.testing.assert_close(sums[:, :TILE_PANEL].double(), times * expected, atol=1e-4, rtol=1e-5)
+    assert (sums[:, TILE_PANEL:] == 7).all(), "nothing beyond the panel is written"
 
 
 AS_COMPILED_FOR_AVX2 = """
@@ -268,7 +285,7 @@ assert PANEL == 16
 with torch.inference_mode():
     linear, x = nn.Linear(450, 80), torch.randn(33, 450)
     torch.testing.assert_close(PackedLinear([linear], HugeArena())(x), linear(x), atol=1e-5, rtol=1e-5)
-    assert not can_pack(linear.bfloat16()), "left to torch without AMX"
+    assert not can_pack(linear.bfloat16()), "left to torch where nothing multiplies bfloat16"
     weight, x = torch.randn(48).bfloat16(), torch.randn(3, 48).bfloat16()
     expected = F.rms_norm(x.double(), (48,), weight.double(), 1e-5)
     torch.testing.assert_close(add_norm(x, Norm(weight, 1e-5, 0.0))[1].double(), expected, atol=0, rtol=1.05 * 2**-8)

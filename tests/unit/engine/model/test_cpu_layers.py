@@ -20,7 +20,7 @@ from kvbench_engine.model.loader import load_model, serve_another
 from kvbench_engine.model.support_check import measure_kv
 from kvbench_kernels import get_backend
 from kvbench_kernels.layers_cpu import PackedLinear
-from kvbench_kernels.numba_amx import has_amx
+from kvbench_kernels.numba_bf16 import has_bf16
 from tests.support.hf_parts import loaded, make_engine, model_folder
 
 SHAPE = {
@@ -79,8 +79,8 @@ def use_layers(model: PreTrainedModel) -> tuple[int, ...]:
     return tuple(fused[kind] for kind in ("attention", "MLPs", "norms", "layers"))
 
 
-def paged_logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-    """One prompt in one step through our attention, pages out of order."""
+def paged_logits(model: PreTrainedModel, ids: torch.Tensor, keep: torch.Tensor | int = 0) -> torch.Tensor:
+    """One prompt in one step through our attention, pages out of order; the logits of the tokens ``keep`` (0: all)."""
     kv_shape, _ = measure_kv(model, model.dtype.itemsize)
     size, page = ids.shape[1], 4
     starts = torch.tensor([[8, 0, 4, 12]])
@@ -88,7 +88,8 @@ def paged_logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
     install(model, host)
     at = torch.arange(size)
     host.begin(StepTensors.of_prompt(starts[0, at // page] + at % page, starts))
-    return model(input_ids=ids, position_ids=at[None], use_cache=False).logits
+    with getattr(model, FUSION).for_tokens(keep, size):
+        return model(input_ids=ids, position_ids=at[None], use_cache=False, logits_to_keep=keep).logits
 
 
 def ring(model_types: Iterable[str], main: set[str]) -> list[Any]:
@@ -102,6 +103,8 @@ def test_logits_stay_what_they_were(model_type):
     expected = model(input_ids=ids, use_cache=False).logits
     assert use_layers(model) == EXPECTED[model_type], getattr(model, FUSION)
     paged = paged_logits(model, ids)
+    few = torch.tensor([3, 13, 3])  # as a captured step pads them
+    torch.testing.assert_close(paged_logits(model, ids, few), expected[:, few], atol=2e-4, rtol=1e-4)
     model.set_attn_implementation("eager")
     for logits in (paged, model(input_ids=ids, use_cache=False).logits, model(input_ids=ids, use_cache=True).logits):
         torch.testing.assert_close(logits, expected, atol=2e-4, rtol=1e-4)
@@ -115,7 +118,7 @@ def test_logits_stay_what_they_were(model_type):
     "model_type", ring(["llama", "qwen2", "qwen3", "phi3", "gemma2", "olmo", "ministral3"], {"llama", "gemma2"})
 )
 def test_logits_in_bfloat16_are_as_near_to_float64_as_transformers_own(model_type):
-    """And what is fused is what is fused in float32, where AMX multiplies linear layers."""
+    """And what is fused is what is fused in float32, where the CPU multiplies bfloat16."""
     model, ids = make_model(model_type).bfloat16(), torch.arange(14)[None] * 11 % SHAPE["vocab_size"]
     own = model(input_ids=ids, use_cache=False).logits
     exact = copy.deepcopy(model).double()(input_ids=ids, use_cache=False).logits
@@ -124,7 +127,7 @@ def test_logits_in_bfloat16_are_as_near_to_float64_as_transformers_own(model_typ
         ((logits - exact).square().mean() / exact.square().mean()).sqrt() for logits in (paged_logits(model, ids), own)
     )
     assert error <= 1.3 * allowed
-    if has_amx():
+    if has_bf16():
         assert fused == EXPECTED[model_type], getattr(model, FUSION)
 
 
@@ -148,6 +151,24 @@ def test_a_module_that_computes_something_else_stays():
         ("layers", "norms that are not fused"): 1, ("layers", "other numbers"): 1,
     }  # fmt: skip
     torch.testing.assert_close(paged_logits(model, ids), expected, atol=2e-4, rtol=1e-4)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("mixes", [False, True])
+def test_the_last_layer_computes_the_wanted_tokens_alone_unless_something_reads_the_others(monkeypatch, mixes):
+    model, ids, rows = make_model("llama"), torch.arange(14)[None], []
+    if mixes:
+        norm = model.model.norm.forward
+        model.model.norm.forward = lambda x: norm(x + x.mean(1, keepdim=True))
+    expected = model(input_ids=ids, use_cache=False).logits
+    assert use_layers(model)[-1] == LAYERS
+    add_to = fused_layers.FusedMLP.add_to
+    monkeypatch.setattr(fused_layers.FusedMLP, "add_to", lambda *args: rows.append(len(args[2])) or add_to(*args))
+    for keep, computed in ((torch.tensor([0, 13]), 2), (torch.arange(7), 7), (torch.arange(8), 14), (0, 14)):
+        got = paged_logits(model, ids, keep)
+        torch.testing.assert_close(got, expected if isinstance(keep, int) else expected[:, keep], atol=2e-4, rtol=1e-4)
+        assert rows == [14, 14 if mixes else computed]
+        rows.clear()
 
 
 @torch.inference_mode()

@@ -1,4 +1,4 @@
-"""Prefill attention in bfloat16 on a CPU with AMX: numba_prefill.py with both products in tile registers.
+"""Prefill attention in bfloat16 on a CPU that multiplies it: numba_prefill.py with the products of numba_bf16.py.
 
 K and V are packed as numba_amx.py has weights, in panels of PANEL tokens: K's pairs are neighbours along D, so a tile
 of K is 16 rows of 16 pairs, transposed; V's pairs are neighbouring tokens, so a tile of V is 16 times two rows,
@@ -15,15 +15,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from kvbench_kernels.numba_amx import (
-    ROW_BLOCK,
-    STEP_BYTES,
-    TILE_BYTES,
-    configure_tiles,
-    has_amx,
-    multiply_block,
-    release_tiles,
-)
+from kvbench_kernels.numba_amx import STEP_BYTES, TILE_BYTES, configure_tiles, release_tiles
+from kvbench_kernels.numba_bf16 import ROW_BLOCK, has_bf16, multiply_rows
 from kvbench_kernels.numba_codes import KIND_BF16, KIND_FLOAT
 from kvbench_kernels.numba_memory import (
     I16,
@@ -114,19 +107,6 @@ def _pack_panel(k_rows: int, v_rows: int, count: int, dim: int, v_dim: int, k_at
 
 
 @numba.njit(**JIT)
-def _multiply(x: int, x_step: int, count: int, w: int, steps: int, sums: int, sums_step: int, add: int) -> None:
-    if count > 16:
-        if add:
-            multiply_block(x, x_step, w, steps, 0, sums, sums_step, 2, 1)
-        else:
-            multiply_block(x, x_step, w, steps, 0, sums, sums_step, 2, 0)
-    elif add:
-        multiply_block(x, x_step, w, steps, 0, sums, sums_step, 1, 1)
-    else:
-        multiply_block(x, x_step, w, steps, 0, sums, sums_step, 1, 0)
-
-
-@numba.njit(**JIT)
 def _attend(args: int, head: int, first: int, count: int, work: int) -> None:
     """Compute one item: queries first..first+count-1 of a head."""
     dim, width = load_i64(args + 8 * P_DIM), load_i64(args + 8 * P_V_DIM)
@@ -150,7 +130,7 @@ def _attend(args: int, head: int, first: int, count: int, work: int) -> None:
         v = k + 2 * PANEL * dim
         for side in range(2):
             w = k + side * (dim // 32) * STEP_BYTES
-            _multiply(q, q_step, count, w, dim // 32, scores + 128 * side, 4 * PANEL, 0)
+            multiply_rows(q, q_step, w, dim // 32, 0, scores + 128 * side, 4 * PANEL, count, 0)
         for r in range(count):
             s, high = scores + 4 * PANEL * r, place + r + 1 - panel * PANEL
             if high - window < PANEL and high > 0:
@@ -161,7 +141,7 @@ def _attend(args: int, head: int, first: int, count: int, work: int) -> None:
             scale_values(s, weights + 2 * PANEL * r, numba.float32(1.0), PANEL, KIND_FLOAT, KIND_BF16)
         for column in range(0, width, 32):
             w = v + column // 32 * 2 * STEP_BYTES
-            _multiply(weights, 2 * PANEL, count, w, 2, acc + 4 * column, 4 * width, 1)
+            multiply_rows(weights, 2 * PANEL, w, 2, 0, acc + 4 * column, 4 * width, count, 1)
     for r in range(count):
         out = load_i64(args + 8 * P_OUT) + (first + r) * load_i64(args + 8 * P_OUT_STRIDE)
         out += 2 * head * width
@@ -171,8 +151,8 @@ def _attend(args: int, head: int, first: int, count: int, work: int) -> None:
 
 @cache
 def build_workers():
-    """Compile the workers that pack and that attend, as Numba cfuncs; possible only for AMX."""
-    assert has_amx(), "without the system's leave the first tile instruction ends the process"
+    """Compile the workers that pack and that attend, as Numba cfuncs."""
+    assert has_bf16(), "the first of these instructions would end the process"
 
     def pack(args):
         """Copy this thread's share of the panels."""
