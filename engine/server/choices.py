@@ -68,6 +68,11 @@ class Choice:
         self._first_at: float | None = None
         self._last_at = arrival
 
+    @property
+    def has_stops(self) -> bool:
+        """Tests whether a stop string can end it."""
+        return self._stops is not None
+
     def advance(self, delivery: Delivery) -> Piece:
         """Take one output.
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from starlette.types import Receive
 
 from kvbench_engine.async_engine import EngineClient, OutputStream
-from kvbench_engine.engine_loop import EngineUnavailable
+from kvbench_engine.engine_loop import Delivery, EngineUnavailable
 from kvbench_engine.scheduling.beam import check_beam_search
 from kvbench_engine.scheduling.scheduler import QueueFull
 from kvbench_engine.sequence import Request, SamplingParams
@@ -128,6 +128,20 @@ class Generation:
         except EngineUnavailable as error:
             raise APIError(503, str(error), code="engine_unavailable") from None
         return generation
+
+    def send_at_once(self, ready: Callable[[], bool], send: Callable[[Piece], None]) -> None:
+        """Give ``send`` the pieces that end nothing while ``ready``, instead of to the waiting reader of ``pieces``."""
+        assert self._stream is not None
+        if any(choice.has_stops for choice in self.choices):
+            return  # any token may end one
+
+        def take(delivery: Delivery) -> bool:
+            if not ready():
+                return False
+            send(self._by_sequence[delivery.output.request_id, delivery.output.index].advance(delivery))
+            return True
+
+        self._stream.take = take
 
     async def pieces(self, receive: Receive) -> AsyncIterator[Piece]:
         """One piece for each output of the engine; aborts what is left when it is closed.

@@ -15,11 +15,30 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from kvbench_engine.async_engine import EngineClient
 from kvbench_engine.server.app import create_app
 from kvbench_engine.server.arguments import ServeOptions
+from kvbench_engine.server.streaming import DIRECT
 from kvbench_engine.server.tokenizer import ServerTokenizer
 
 GRACE_SECONDS = 2  # time for handlers to send their last events once the requests are aborted
 EXIT_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 PEER_SECONDS = 0.2  # between checks of a connection whose client has ended its side
+
+
+class DirectWriter:
+    """Writes parts of an answer at once, where ASGI's ``send`` is a coroutine that a task has to await."""
+
+    def __init__(self, cycle: RequestResponseCycle):
+        self._cycle = cycle
+
+    def ready(self) -> bool:
+        """Tests whether a part can be written now: the answer has begun, in chunks, and the client reads it."""
+        cycle = self._cycle
+        if cycle.flow.write_paused or cycle.disconnected or cycle.transport.is_closing():
+            return False
+        return cycle.response_started and bool(cycle.chunked_encoding) and not cycle.response_complete
+
+    def write(self, part: bytes) -> None:
+        """Write one chunk."""
+        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
 
 
 class Protocol(HttpToolsProtocol):
@@ -66,6 +85,7 @@ class Protocol(HttpToolsProtocol):
                     end_by_closing(cycle, message)
                 await send(message)
 
+            scope.setdefault("extensions", {})[DIRECT] = DirectWriter(cycle)
             await app(scope, receive, send_open)
 
         super()._start_asgi_task(cycle, guarded)

@@ -20,6 +20,7 @@ from kvbench_engine.server.errors import CLIENT_LEFT
 from kvbench_engine.server.generation import ClientGone, Generation, error_of
 
 DONE = b"data: [DONE]\n\n"
+DIRECT = "kvbench.direct"  # the ASGI extension with ``ready`` and ``write``: see http.py
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -65,22 +66,17 @@ class EventFormat:
             opening = f'{self._head}{{"index":{choice.index},'
             self._starts[choice.index] = opening + self._before
             start = opening + self._before_first
-        parts = [start, quote(piece.text) if piece.delta is None else _compact(piece.delta)[1:-1]]
-        if piece.finish_reason is None:
-            parts.append(self._going_on)
-        else:
-            parts += [self._after, quote(piece.finish_reason), ',"stop_reason":', json.dumps(choice.stop_reason)]
-            if choice.kv_facts is not None:
-                parts += [',"kv_facts":', _compact(choice.kv_facts)]
-        if self._token_ids:
-            parts += [',"token_ids":[', ",".join(map(str, piece.token_ids)), "]"]
-        parts.append("}]")
-        if self._continuous_usage:
-            parts += [',"usage":', _compact(generation.usage())]
-        else:
-            parts.append(self._no_usage)
-        parts.append(self._end())
-        return "".join(parts).encode("ascii")
+        text = quote(piece.text) if piece.delta is None else _compact(piece.delta)[1:-1]
+        end = self._going_on if piece.finish_reason is None else self._after + self._last(piece)
+        ids = f',"token_ids":[{",".join(map(str, piece.token_ids))}]' if self._token_ids else ""
+        usage = f',"usage":{_compact(generation.usage())}' if self._continuous_usage else self._no_usage
+        return f"{start}{text}{end}{ids}}}]{usage}{self._end()}".encode("ascii")
+
+    def _last(self, piece: Piece) -> str:
+        """Write the fields of a choice's last event that say how it ended."""
+        facts = piece.choice.kv_facts
+        ledger = "" if facts is None else f',"kv_facts":{_compact(facts)}'
+        return f'{quote(piece.finish_reason)},"stop_reason":{json.dumps(piece.choice.stop_reason)}{ledger}'
 
     def usage_event(self, generation: Generation) -> bytes:
         """The last event before [DONE]: no choices, the usage."""
@@ -110,6 +106,9 @@ class EventStream(Response):
         metrics, status = self._generation.state.metrics, 200
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self._headers()})
+            if (direct := scope.get("extensions", {}).get(DIRECT)) and self._echoes is None:
+                form, generation = self._form, self._generation
+                generation.send_at_once(direct.ready, lambda piece: direct.write(form.event(piece, generation)))
             await self._send_pieces(receive, send)
             last = (self._form.usage_event(self._generation) if self._include_usage else b"") + DONE
         except ClientGone:

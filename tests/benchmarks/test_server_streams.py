@@ -6,7 +6,8 @@
 them. ``test_steps_beside_streams``: the server's engine plans and counts as always, and its device takes a fixed time a
 step and none of the CPU's, like a GPU (``tests/support/timed_server.py``). ``step_ms`` and ``step_p99_ms``: the time
 from step to step. ``host_ms``: what it is longer than the device's. ``itl_ms``: mean time between the events of a
-stream as the client reads them. ``server_cores``: CPU of the server's processes. ``mode`` is the switch interval in ms
+stream as the client reads them. ``server_cores``: CPU of the server's processes. ``token_us``: CPU of the process that
+serves HTTP, a token; the engine's own is in it unless that has a process. ``mode`` is the switch interval in ms
 of one process (5 is Python's default), or two processes. Server and client share this machine's cores: with few of them
 the second process has none of its own.
 """
@@ -61,10 +62,11 @@ def _client(port: int, streams: int, pipe: Connection) -> None:
     asyncio.run(run())
 
 
-def cpu_seconds(pid: int) -> float:
-    """Of a process and its children."""
+def cpu_seconds(pid: int) -> tuple[float, float]:
+    """The CPU time of a process, and of it and its children."""
     root = psutil.Process(pid)
-    return sum(sum(each.cpu_times()[:2]) for each in (root, *root.children(recursive=True)))
+    times = [sum(process.cpu_times()[:2]) for process in (root, *root.children(recursive=True))]
+    return times[0], sum(times)
 
 
 @contextlib.contextmanager
@@ -89,9 +91,9 @@ def client(port: int, streams: int) -> Iterator[Callable[[], tuple[int, float]]]
 
 @pytest.fixture
 def measure(benchmark):
-    """Two readings while the streams of ``running`` are read: (events, when, CPU seconds) at the begin and the end."""
+    """Two readings while the streams of ``running`` are read: (events, when, cpu_seconds) at the begin and the end."""
 
-    def of(running: RunningServer, streams: int) -> list[tuple[int, float, float]]:
+    def of(running: RunningServer, streams: int) -> list[tuple[int, float, tuple[float, float]]]:
         readings = []
         with client(running.port, streams) as count:
             wait_for(lambda: count()[0] > 0)
@@ -124,7 +126,7 @@ def test_steps_beside_streams(benchmark, measure, tmp_path, streams: int, step_m
     note(
         benchmark, step_ms=float(np.mean(gaps)), step_p99_ms=float(np.percentile(gaps, 99)),
         host_ms=float(np.mean(gaps)) - step_ms, itl_ms=(end - begin) * 1e3 * streams / (events_2 - events),
-        server_cores=(cpu_2 - cpu) / (end - begin),
+        server_cores=(cpu_2[1] - cpu[1]) / (end - begin), token_us=(cpu_2[0] - cpu[0]) * 1e6 / (events_2 - events),
     )  # fmt: skip
 
 
