@@ -50,7 +50,7 @@ WARPS, BLOCKS, BLOCK_SHARED_BYTES = 64, 32, 1024  # of a multiprocessor at most;
 INSTRUCTION_TOLERANCE = 0.03  # that a loop may grow by
 _LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)([^;]*);")
 _TARGET = re.compile(r"0x([0-9a-f]+)\s*$")
-_SHORTEST_LOOP = 50  # instructions; shorter ones search for the sequence
+_SHORTEST_LOOP = 60  # instructions; shorter ones search for the sequence, or count the blocks
 
 
 @dataclass(frozen=True)

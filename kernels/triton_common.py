@@ -284,14 +284,15 @@ def reduce_kernel(
     lse_ptr,  # float32 [parts, H], log2 of each part's denominator
     sinks_ptr,  # [H], read if HAS_SINKS
     out_ptr,  # [T, H, Dv]
-    work_ptr,  # the table of kvbench_kernels.triton_plan, read if LISTED
-    rows,  # LISTED: items that the table has room for; else parts of every token
+    work_ptr,  # int32: if LISTED the table of kvbench_kernels.triton_plan, else the number of parts of each token
+    rows,  # LISTED: items that the table has room for; else parts that every token has room for
     HEADS: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr,
     LISTED: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """Weigh the parts of one token by their denominators and add them up: BLOCK_H heads, BLOCK_P parts at a time.
 
-    With LISTED, of the tokens (sequences of decode) that the table says are cut; the others have their result.
+    With LISTED, of the tokens (sequences of decode) that the table says are cut, else of those with two parts or more.
+    The others have their result.
     """
     BLOCKS: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
     place = tl.program_id(0) // BLOCKS
@@ -304,7 +305,9 @@ def reduce_kernel(
         if place >= num_cut:
             return
     else:
-        token, first, count = place.to(tl.int64), place.to(tl.int64) * rows, rows
+        token, first, count = place.to(tl.int64), place.to(tl.int64) * rows, tl.load(work_ptr + place)
+        if count < 2:
+            return
     top = tl.full([BLOCK_H], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
     acc = tl.zeros([BLOCK_H, DV_PAD], tl.float32)

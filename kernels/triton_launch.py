@@ -9,6 +9,7 @@ import torch
 
 from kvbench_kernels.api import AttentionOptions, KVCache
 from kvbench_kernels.launch import (
+    PROGRAMS_PER_SM,
     SHORT_QUERIES,
     KernelShape,
     Tiles,
@@ -61,17 +62,19 @@ class Splits:
         self._buffers: dict[tuple[torch.device, int], torch.Tensor] = {}
         self._captured: dict[int, torch.Tensor] = {}  # by address
 
-    def take(self, rows: int, v_dim: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Parts ``[rows, v_dim]`` and lse ``[rows]``, float32, any contents."""
+    def take(
+        self, rows: int, v_dim: int, device: torch.device, tokens: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Parts ``[rows, v_dim]`` and lse ``[rows]``, float32, and int32 ``[tokens]``, any contents."""
         key = (device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
-        buffer = self._buffers.get(key)
-        if buffer is None or buffer.numel() < rows * (v_dim + 1):
-            size = 1 << (rows * (v_dim + 1) - 1).bit_length()
+        buffer, end = self._buffers.get(key), rows * (v_dim + 1)
+        if buffer is None or buffer.numel() < end + tokens:
+            size = 1 << (end + tokens - 1).bit_length()
             buffer = self._buffers[key] = torch.empty(size, dtype=torch.float32, device=device)
         if is_capturing(device):
             self._captured[buffer.data_ptr()] = buffer
-        parts, lse = buffer[: rows * v_dim], buffer[rows * v_dim : rows * (v_dim + 1)]
-        return parts.view(rows, v_dim), lse
+        parts, lse = buffer[: rows * v_dim], buffer[rows * v_dim : end]
+        return parts.view(rows, v_dim), lse, buffer[end : end + tokens].view(torch.int32)
 
 
 def side_of(cache: KVCache) -> Side:
@@ -158,7 +161,7 @@ class Attention:
             out, grid = self.out, (self.q.shape[0] * shape.num_kv_heads,)
             decode_kernel[grid](*self._inputs(seq_lens), out, out, out, out, *self._numbers(), **constants)
             return
-        parts, lse = buffers.take(work.most_items * shape.num_heads, shape.v_head_dim, self.q.device)
+        parts, lse, _ = buffers.take(work.most_items * shape.num_heads, shape.v_head_dim, self.q.device)
         decode_kernel[(work.most_items * shape.num_kv_heads,)](
             *self._inputs(seq_lens), self.out, work.table, parts, lse, *self._numbers(), **constants
         )
@@ -175,16 +178,17 @@ class Attention:
         useful = prefill_blocks(tokens, batch, max_queries, block_q)
         longest = max_tokens if window is None else min(max_tokens, window + block_q - 1)
         splits = num_kv_splits(useful * shape.num_kv_heads, longest, self.chip.num_sms)
-        parts = lse = self.out
+        parts = lse = pieces = self.out
         if splits > 1:
-            parts, lse = buffers.take(tokens * splits * shape.num_heads, shape.v_head_dim, self.q.device)
+            rows = tokens * splits * shape.num_heads
+            parts, lse, pieces = buffers.take(rows, shape.v_head_dim, self.q.device, tokens)
         blocks = tokens // block_q + batch
         prefill_kernel[(blocks * shape.num_kv_heads, splits)](
-            *self._inputs(query_starts, seq_lens), parts, lse, *self._numbers(), batch,
-            **prefill_constants(shape, splits, short),
+            *self._inputs(query_starts, seq_lens), self.out, parts, lse, pieces, *self._numbers(), batch,
+            PROGRAMS_PER_SM * self.chip.num_sms, **prefill_constants(shape, splits, short),
         )  # fmt: skip
         if splits > 1:
-            self._reduce(tokens, parts, lse, lse, splits, listed=False)
+            self._reduce(tokens, parts, lse, pieces, splits, listed=False)
 
     def _inputs(self, *lengths: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The tensors that both kernels read, in their order."""

@@ -3,7 +3,9 @@
 One program serves a block of query tokens of one sequence under one KV head; its rows are token x query head of the
 group, so K and V are read once for the whole group. The KV heads of a block run side by side, as in decode. Where there
 are fewer blocks than the GPU can run at a time (a few sequences, of which each has a few new tokens after a long
-context), each block's keys are split among programs, and the reduction of decode adds them up.
+context), each block's keys are split among programs, and the reduction of decode adds them up. A captured step is
+launched for the most and the longest possible sequences, so the device chooses anew how long a piece is; a block that
+is in one piece is written at once.
 """
 
 from __future__ import annotations
@@ -14,7 +16,14 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from kvbench_kernels.launch import KernelShape, shape_constants, short_tiles
+from kvbench_kernels.launch import (
+    GOOD_FILL,
+    MAX_SPLITS,
+    MIN_SPLIT_TOKENS,
+    KernelShape,
+    shape_constants,
+    short_tiles,
+)
 from kvbench_kernels.triton_codes import row_bytes
 from kvbench_kernels.triton_common import attend, columns, finish
 from kvbench_kernels.tuning import choose_prefill
@@ -38,9 +47,39 @@ def find_sequence(query_starts_ptr, block, batch, BLOCK_Q: tl.constexpr):
     return low, tl.load(query_starts_ptr + low).to(tl.int32) // BLOCK_Q + low
 
 
+@triton.jit
+def choose_piece(
+    query_starts_ptr, lens_ptr, batch, places, most,
+    WINDOW: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_Q: tl.constexpr,
+    SHORTEST: tl.constexpr, CHOICES: tl.constexpr, GOOD: tl.constexpr,
+):  # fmt: skip
+    """Returns the keys that no piece exceeds, by ``launch.num_kv_splits`` of the blocks and lengths that there are.
+
+    ``most``: pieces that there is room for. ``places``: programs that run at a time.
+    """
+    BLOCK: tl.constexpr = 128
+    programs = 0
+    longest = 1
+    for start in range(0, batch, BLOCK):
+        b = start + tl.arange(0, BLOCK)
+        begin = tl.load(query_starts_ptr + b, mask=b < batch, other=0).to(tl.int32)
+        end = tl.load(query_starts_ptr + b + 1, mask=b < batch, other=0).to(tl.int32)
+        lens = tl.load(lens_ptr + b, mask=b < batch, other=0).to(tl.int32)
+        lens = tl.where(end > begin, lens, 0)
+        programs += tl.sum(tl.where(lens > 0, tl.cdiv(end - begin, BLOCK_Q), 0), 0) * KV_HEADS
+        longest = tl.maximum(longest, tl.max(lens, 0))
+    if WINDOW > 0:
+        longest = tl.minimum(longest, WINDOW + BLOCK_Q - 1)
+    splits = 1 + tl.arange(0, CHOICES)
+    waves = tl.maximum(programs, 1) * splits
+    fill = waves / (tl.cdiv(waves, places) * places)
+    fill = tl.where(splits <= tl.maximum(tl.minimum(most, tl.cdiv(longest, SHORTEST)), 1), fill, 0.0)
+    return tl.cdiv(longest, tl.min(tl.where(fill >= GOOD * tl.max(fill, 0), splits, CHOICES), 0))
+
+
 @triton.jit(
-    do_not_specialize=["pages_stride", "batch"],
-    do_not_specialize_on_alignment=["pages_ptr", "query_starts_ptr", "lens_ptr", "sinks_ptr", "lse_ptr"],
+    do_not_specialize=["pages_stride", "batch", "places"],
+    do_not_specialize_on_alignment=["pages_ptr", "query_starts_ptr", "lens_ptr", "sinks_ptr", "lse_ptr", "pieces_ptr"],
 )
 def prefill_kernel(
     q_ptr,  # [T, H, D]
@@ -49,15 +88,19 @@ def prefill_kernel(
     pages_ptr,  # [B, max_pages] int64
     query_starts_ptr, lens_ptr,  # [B + 1], [B]
     sinks_ptr,  # [H], read if HAS_SINKS
-    out_ptr,  # [T, H, Dv]; if SPLIT float32 [T, splits, H, Dv]
-    lse_ptr,  # float32 [T, splits, H], written if SPLIT
+    out_ptr,  # [T, H, Dv]: of blocks in one piece
+    parts_ptr,  # float32 [T, splits, H, Dv]: of pieces, written if SPLIT
+    lse_ptr,  # float32 [T, splits, H], likewise
+    pieces_ptr,  # int32 [T]: in how many pieces each token's block is, written if SPLIT
     score_scale, softcap, v_scale,
     q_stride, q_head_stride, k_stride, v_stride, pages_stride, batch,
+    places,  # programs that run at a time, read if SPLIT
     PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
     KIND: tl.constexpr, FP8_HARDWARE: tl.constexpr,
+    SHORTEST: tl.constexpr, CHOICES: tl.constexpr, GOOD: tl.constexpr,
 ):  # fmt: skip
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     KV_HEADS: tl.constexpr = HEADS // GROUP
@@ -77,15 +120,26 @@ def prefill_kernel(
     heads = kv_head * GROUP + rows % GROUP
     row_ok = (rows < BLOCK_Q * GROUP) & (query < num_queries)
     token = (q_begin + query).to(tl.int64)
+    context = seq_len - num_queries  # tokens before the first query
+    lowest = context + first_query
+    end = tl.maximum(tl.minimum(lowest + BLOCK_Q, seq_len), 0)
+    begin = tl.maximum(lowest + 1 - WINDOW, 0) if WINDOW > 0 else 0
+    pieces = 1
+    if SPLIT:
+        piece = choose_piece(
+            query_starts_ptr, lens_ptr, batch, places, tl.num_programs(1),
+            WINDOW, KV_HEADS, BLOCK_Q, SHORTEST, CHOICES, GOOD,
+        )  # fmt: skip
+        pieces = tl.maximum(tl.cdiv(end - begin, piece), 1)
+        if tl.program_id(1) >= pieces:
+            return
+        if kv_head == 0:
+            tl.store(pieces_ptr + token, tl.zeros([BLOCK_M], tl.int32) + pieces, mask=row_ok & (rows % GROUP == 0))
     value, value_ok = columns(D, D_PAD, KIND)
     # int64: heads may lie as far apart as all tokens of a batch
     q_at = q_ptr + (token * q_stride + heads.to(tl.int64) * q_head_stride)[:, None] + value[None, :]
     q = tl.load(q_at, mask=row_ok[:, None] & value_ok[None, :], other=0.0)
 
-    context = seq_len - num_queries  # tokens before the first query
-    lowest = context + first_query
-    end = tl.maximum(tl.minimum(lowest + BLOCK_Q, seq_len), 0)
-    begin = tl.maximum(lowest + 1 - WINDOW, 0) if WINDOW > 0 else 0
     # Every row sees the tokens up to the lowest row's own, and from the last row's window on.
     unmasked = (tl.maximum(end - WINDOW, 0) if WINDOW > 0 else 0, tl.maximum(lowest + 1, 0))
     cache = (
@@ -93,15 +147,21 @@ def prefill_kernel(
         v_ptr + kv_head * row_bytes(DV, KIND), k_scales_ptr + kv_head, v_scales_ptr + kv_head, k_stride, v_stride,
     )  # fmt: skip
     acc, top, total = attend(
-        q, context + query, (begin, end), unmasked, tl.program_id(1), tl.num_programs(1), cache,
+        q, context + query, (begin, end), unmasked, tl.program_id(1), pieces, cache,
         score_scale, softcap, PAGE_SIZE, WINDOW, KV_HEADS, D, DV, D_PAD, DV_PAD, BLOCK_M, BLOCK_N,
         HAS_SOFTCAP, KIND, FP8_HARDWARE,
     )  # fmt: skip
-    row = token * tl.num_programs(1) + tl.program_id(1) if SPLIT else token
-    finish(
-        acc, top, total, row * HEADS + heads, row_ok, heads, sinks_ptr, out_ptr, lse_ptr, v_scale,
-        DV, DV_PAD, KIND, SPLIT, HAS_SINKS,
-    )  # fmt: skip
+    if pieces == 1:
+        finish(
+            acc, top, total, token * HEADS + heads, row_ok, heads, sinks_ptr, out_ptr, lse_ptr, v_scale,
+            DV, DV_PAD, KIND, False, HAS_SINKS,
+        )  # fmt: skip
+    elif SPLIT:
+        row = token * tl.num_programs(1) + tl.program_id(1)
+        finish(
+            acc, top, total, row * HEADS + heads, row_ok, heads, sinks_ptr, parts_ptr, lse_ptr, v_scale,
+            DV, DV_PAD, KIND, True, HAS_SINKS,
+        )  # fmt: skip
 
 
 @lru_cache(maxsize=1024)
@@ -117,4 +177,5 @@ def prefill_constants(shape: KernelShape, splits: int, short: bool) -> dict[str,
         tiles = short_tiles(shape.group, shape.head_dim, shape.v_head_dim, shape.itemsize, shape.kind)
     else:
         tiles = choose_prefill(*shape.tuning_key)
-    return shape_constants(shape, tiles) | {"SPLIT": splits > 1}
+    choice = {"SHORTEST": MIN_SPLIT_TOKENS, "CHOICES": MAX_SPLITS, "GOOD": GOOD_FILL}
+    return shape_constants(shape, tiles) | choice | {"SPLIT": splits > 1}

@@ -43,10 +43,8 @@ COMMON = (4, 128, 128)  # query heads a KV head, head dim of K, of V
 LARGEST = (8, 256, 256)
 EXTREME = (64, 256, 256)  # the largest that the backend admits
 SHAPES = [(1, 64, 64), (8, 80, 80), (16, 96, 96), (16, 192, 128)]
-_PARTS = {  # of split attention: where decode writes the parts of its pieces, prefill those of its splits
-    "decode": {"work_ptr": "i32", "parts_ptr": "fp32", "lse_ptr": "fp32"},
-    "prefill": {"out_ptr": "fp32", "lse_ptr": "fp32"},
-}
+# Of split attention: where the parts of pieces are written, and what says which pieces there are.
+_PARTS = {"work_ptr": "i32", "pieces_ptr": "i32", "parts_ptr": "fp32", "lse_ptr": "fp32"}
 _INDICES = dict.fromkeys(("pages_ptr", "lens_ptr", "slots_ptr", "query_starts_ptr"), "i64")
 _TABLES = dict.fromkeys(("source_table_ptr", "target_table_ptr", "sources_ptr", "targets_ptr"), "i64")
 _DRAWS = (
@@ -121,7 +119,7 @@ def _attention(
     shape: tuple[int, int, int],
     options: VariantOptions,
 ) -> Variant:
-    types = _INDICES | _cache_types(kind) | (_PARTS[name] if options.split else {})
+    types = _INDICES | _cache_types(kind) | (_PARTS if options.split else {})
     return Variant(f"{name}, {kind}, {_shape_name(shape)}{options}", kernel, constants, types, _model_dtype(kind))
 
 
@@ -148,7 +146,7 @@ def prefill(arch: int, kind: str, shape: tuple[int, int, int], options: VariantO
 
 def reduce(v_dim: int, listed: bool, sinks: bool) -> Variant:
     """The reduction over any number of parts, of decode if ``listed``, else of prefill."""
-    types = {"parts_ptr": "fp32", "lse_ptr": "fp32", "work_ptr": "i32" if listed else "fp32"}
+    types = {"parts_ptr": "fp32", "lse_ptr": "fp32", "work_ptr": "i32"}
     name = f"reduce, D {v_dim}{', listed' if listed else ''}{', sinks' if sinks else ''}"
     return Variant(name, reduce_kernel, reduce_constants(32, v_dim, listed, sinks), types)
 

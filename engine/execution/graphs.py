@@ -17,8 +17,8 @@ there can be decodes, and prefill attention takes all rows:
     decode: seq_lens       the step's     0                       -
     prefill: sequence      the first, 0   one a chunk, the step's the next, 0
 
-A sequence of length 0 gets zeros, so the sum of both parts is each row's own result. The last sequences, up to
-``MOST_PREFILLS`` chunks, have no rows. Only the rows that are sampled from pass the model's head.
+A sequence of length 0 gets zeros, so the sum of both parts is each row's own result. The last sequences, up to the
+chunks that the graph has room for, have no rows. Only the rows that are sampled from pass the model's head.
 
 Padding neither reads nor writes KV. Attention has room for the longest possible sequence, because the number of
 programs is part of the graph; what each program of decode does is planned in the graph, from the lengths at its replay.
@@ -43,8 +43,9 @@ Capture = Callable[[Callable[[], None]], Replay]  # runs the function at least o
 Forward = Callable[[torch.Tensor, torch.Tensor, StepTensors, torch.Tensor | int], torch.Tensor]
 
 LARGEST_BATCH = 512  # in larger batches the launches take less time than the kernels
-LARGEST_MIXED = 2048  # tokens; likewise
-MOST_PREFILLS = 16  # chunks in a mixed graph; every further one starts programs without work
+LARGEST_MIXED = 8192  # tokens; steps of 2,048 to 8,192 of a model of 0.6B were bound by the host on an H200
+FEW_PREFILLS = 16  # chunks that every mixed graph has room for; each one that is missing starts programs without work
+PREFILL_TOKENS = 64  # tokens for which a larger graph has room for one chunk
 
 _log = logging.getLogger(__name__)
 
@@ -64,12 +65,13 @@ def decode_sizes(max_num_seqs: int) -> list[int]:
 def mixed_sizes(max_num_batched_tokens: int) -> list[int]:
     """The numbers of tokens that are captured, the last ``max_num_batched_tokens`` or ``LARGEST_MIXED``.
 
-    16 and 32, then in steps of 32 up to 128, of 64 up to 512, of 128 beyond.
+    16 and 32, then in steps of 32 up to 128, of 64 up to 512, of 128 up to 2,048, of an eighth beyond.
 
     Products of matrices are computed in tiles of up to 128 rows, so that padding to a whole tile costs little where
     they are the most of a step.
     """
-    sizes = [16, *range(32, 128, 32), *range(128, 512, 64), *range(512, LARGEST_MIXED + 1, 128)]
+    sizes = [16, *range(32, 128, 32), *range(128, 512, 64), *range(512, 2048, 128)]
+    sizes += [*range(2048, 4096, 256), *range(4096, LARGEST_MIXED, 512)]
     return _up_to(min(max_num_batched_tokens, LARGEST_MIXED), sizes)
 
 
@@ -86,20 +88,15 @@ class Fit(NamedTuple):
 
 @dataclass(frozen=True)
 class GraphSizes:
-    """The sizes that are captured.
-
-    ``decodes``: numbers of sequences. ``mixed``: numbers of tokens. ``prefills``: the most chunks in a mixed step.
-    """
+    """The sizes that are captured: of decodes in sequences, of mixed steps in tokens."""
 
     decodes: tuple[int, ...]
     mixed: tuple[int, ...]
-    prefills: int
 
     @classmethod
     def of(cls, max_num_seqs: int, max_num_batched_tokens: int) -> GraphSizes:
         """Make the sizes for an engine of these settings."""
-        mixed = tuple(mixed_sizes(max_num_batched_tokens))
-        return cls(tuple(decode_sizes(max_num_seqs)), mixed, min(max_num_seqs, MOST_PREFILLS))
+        return cls(tuple(decode_sizes(max_num_seqs)), tuple(mixed_sizes(max_num_batched_tokens)))
 
     def __str__(self) -> str:
         prompts = f", steps with prompts up to {self.mixed[-1]} tokens" if self.mixed else ""
@@ -110,6 +107,10 @@ class GraphSizes:
         """The most sequences of a step that draw."""
         return self.decodes[-1]
 
+    def most_prefills(self, tokens: int) -> int:
+        """The chunks that the mixed graph of ``tokens`` has room for."""
+        return min(self.rows, max(FEW_PREFILLS, tokens // PREFILL_TOKENS))
+
     def fit(self, decodes: int, prefills: int, tokens: int) -> Fit | None:
         """The smallest graph that holds a step; None where there is none.
 
@@ -119,9 +120,10 @@ class GraphSizes:
             return None
         if not prefills:
             return Fit(False, self.decodes[bisect_left(self.decodes, decodes)]) if decodes else None
-        if prefills > self.prefills or not self.mixed or tokens > self.mixed[-1]:
+        least = max(tokens, prefills * PREFILL_TOKENS) if prefills > FEW_PREFILLS else tokens
+        if not self.mixed or least > self.mixed[-1]:
             return None
-        return Fit(True, self.mixed[bisect_left(self.mixed, tokens)])
+        return Fit(True, self.mixed[bisect_left(self.mixed, least)])
 
 
 class StepGraphs:
@@ -146,8 +148,8 @@ class StepGraphs:
         self._capture = capture
         self._replays: dict[Fit, Replay] = {}
         self._logits: torch.Tensor | None = None  # [rows, vocab]
-        rows, sequences = sizes.rows, sizes.prefills + 2  # before and behind the chunks: all that is not a chunk
-        tokens = max((rows, *sizes.mixed))
+        rows, tokens = sizes.rows, max((sizes.rows, *sizes.mixed))
+        sequences = sizes.most_prefills(tokens) + 2  # before and behind the chunks: all that is not a chunk
 
         def numbers(*shape: int) -> torch.Tensor:
             return torch.zeros(*shape, dtype=torch.int64, device=device)
@@ -174,7 +176,7 @@ class StepGraphs:
         """Capture all sizes, the largest first so that the others reuse its memory.
 
         False, with a warning, if the model cannot be captured: every step then runs eagerly. Where only mixed steps
-        cannot (their memory does not suffice), decodes are replayed all the same.
+        cannot, decodes are replayed all the same, and so are the mixed steps that the memory suffices for.
 
         Raises:
             ValueError: not all can be captured, and graphs are ``required``.
@@ -184,8 +186,9 @@ class StepGraphs:
         if not decodes:
             self._replays.clear()
             self._logits = None
-        elif not mixed:
-            self.sizes = replace(self.sizes, mixed=())
+        else:
+            captured = (size for size in self.sizes.mixed if mixed and Fit(True, size) in self._replays)
+            self.sizes = replace(self.sizes, mixed=tuple(captured))
         return decodes
 
     def _capture_all(self, what: str, fits: list[Fit], required: bool) -> bool:
@@ -200,8 +203,11 @@ class StepGraphs:
                         f"cuda_graphs cannot be true: the {step} cannot be captured ({reason}); leave cuda_graphs out "
                         "to run without them"
                     ) from error
-                kind = "steps with prompts run" if fit.mixed else "decode runs"
+                too_large = fit.mixed and isinstance(error, torch.OutOfMemoryError) and fit != fits[0]
+                kind = "decode runs" if not fit.mixed else "such steps run" if too_large else "steps with prompts run"
                 _log.warning("%s without CUDA graphs: the %s cannot be captured (%s)", kind, step, reason)
+                if too_large:  # a smaller one may fit
+                    continue
                 for captured in fits:
                     self._replays.pop(captured, None)
                 return False
@@ -234,9 +240,12 @@ class StepGraphs:
     def _mixed_body(self, size: int) -> Callable[[], None]:
         """Decodes and chunks of ``size`` tokens together, padding included."""
         whole = self._step
-        rows = min(size, self.sizes.rows)
+        rows, sequences = min(size, self.sizes.rows), self.sizes.most_prefills(size) + 2
         step = replace(
             whole,
+            prefill_page_starts=whole.prefill_page_starts[:sequences],
+            prefill_seq_lens=whole.prefill_seq_lens[:sequences],
+            query_starts=whole.query_starts[: sequences + 1],
             num_decodes=rows,
             slots=whole.slots[:size],
             decode_page_starts=whole.decode_page_starts[:rows],

@@ -74,6 +74,11 @@ def held_if(condition: bool) -> str:
     return HELD if condition else DID_NOT_HOLD
 
 
+def all_of(parts: Sequence[str]) -> str:
+    """Returns DID_NOT_HOLD if one part did not, UNDECIDED while one is open, else HELD."""
+    return next((word for word in (DID_NOT_HOLD, UNDECIDED) if word in parts), HELD)
+
+
 def any_of(parts: Sequence[str]) -> str:
     """Returns HELD if one part did, UNDECIDED while one is open, else DID_NOT_HOLD."""
     return next((word for word in (HELD, UNDECIDED) if word in parts), DID_NOT_HOLD)
@@ -361,6 +366,28 @@ def swap_by_page(measured: WorkloadFacts) -> ClaimVerdict:
         speed=speed,
     )
     return ClaimVerdict(held_if(moved <= 0.9 * whole), evidence)
+
+
+def watermark(measured: WorkloadFacts) -> ClaimVerdict:
+    """Holds if no share surely changes tokens/s or p95 ITL by 5 %, against nothing left free. Depends if one is."""
+
+    def preemptions(share: float) -> str:
+        return plural(round(measured.counters(watermark=share)["num_preemptions_total"]), "preemption")
+
+    shares = [configuration.varied["watermark"] for configuration in measured.design.configurations[1:]]
+    speeds = {share: measured.speed(watermark=share) for share in shares}
+    p95s = {share: measured.p95("itl", watermark=share) for share in shares}
+    rows = [
+        say("watermark_share", share=100 * share, preemptions=preemptions(share), speed=speeds[share], itl=p95s[share])
+        for share in shares
+    ]
+    evidence = say("watermark", none=preemptions(0.0), shares="; ".join(rows))
+    parts = [
+        all_of([is_above(ratio, 1 - LITTLE) for ratio in ratios] + [is_below(ratio, 1 + LITTLE) for ratio in ratios])
+        for ratios in (speeds.values(), p95s.values())
+    ]
+    reason, depends = say("holds", limit="\N{PLUS-MINUS SIGN}5 %"), say("only_metric", parts[0] == HELD)
+    return verdict(parts, evidence, reason, depends)
 
 
 def max_num_seqs(measured: WorkloadFacts) -> ClaimVerdict:

@@ -26,6 +26,10 @@ from kvbench.workload.settings import applies, effective, setting_title, value_w
 FEWEST_SIDES, MOST_SIDES = 2, 6  # cells in a group
 _LETTERS = "ABCDEF"
 _SAID_ELSEWHERE = ("model", "seed", "kv_budget")  # settings that have a fact of their own
+_POLICY = (  # decisions on which engines differ by default; see docs/engines.md
+    "watermark", "preemption_mode", "scheduling_policy", "enable_prefix_caching", "max_num_seqs",
+    "max_num_batched_tokens",
+)  # fmt: skip
 _MUST_BE_EQUAL = (("clock", "times"), ("machine", "processor", "GPUs"), ("device", "device"), ("model", "model"))
 
 
@@ -235,6 +239,16 @@ def differences(groups: Sequence[Group]) -> list[tuple[str, tuple[str, ...]]]:
         some = say("side_by_side.of_cells", len(cells) < len(groups), cells=words.and_more(cells, 2))
         rows.append((name + some, row))
     return rows
+
+
+def left_to_engines(groups: Sequence[Group]) -> list[str]:
+    """Writes which decisions different engines take by their own constants, since not every side has a setting."""
+    sides = groups[0]
+    if len({side.run.manifest.target for side in sides}) == 1:
+        return []
+    settings = (name for name in _POLICY if any(name not in side.cell.settings for side in sides))
+    names = words.listing([setting_title(name) for name in settings])
+    return [say("side_by_side.left_to_engines", names=names)] if names else []
 
 
 # --- Which of them are compared ---

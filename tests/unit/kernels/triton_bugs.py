@@ -178,13 +178,14 @@ def test_plans_read_no_tensor():
 def test_split_buffers_are_shared_and_kept_for_graphs(captured, monkeypatch):
     monkeypatch.setattr(kvbench_kernels.triton_launch, "is_capturing", lambda device: captured)
     buffers, device = Splits(), torch.device(DEVICE)
-    parts, lse = buffers.take(12, 16, device)
+    parts, lse, numbers = buffers.take(12, 16, device, 5)
     assert parts.shape == (12, 16) and lse.shape == (12,) and parts.dtype == lse.dtype == torch.float32
-    assert parts.data_ptr() + parts.nbytes <= lse.data_ptr()
+    assert numbers.shape == (5,) and numbers.dtype == torch.int32
+    assert parts.data_ptr() + parts.nbytes <= lse.data_ptr() and lse.data_ptr() + lse.nbytes <= numbers.data_ptr()
     parts.fill_(7.0)
     assert buffers.take(6, 16, device)[0].data_ptr() == parts.data_ptr()  # the next layer, a smaller step
     memory = weakref.ref(parts._base)
-    del parts, lse
+    del parts, lse, numbers
     buffers.take(120, 16, device)
     assert (memory() is not None) == captured  # a captured graph still writes there
 

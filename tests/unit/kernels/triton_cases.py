@@ -23,13 +23,13 @@ def full(*values: object):
 
 
 class PoisonedSplits(Splits):
-    """Buffers that hold NaN whenever they are taken."""
+    """Buffers that hold NaN, and -1 for integers, whenever they are taken."""
 
-    def take(self, *args) -> tuple[torch.Tensor, torch.Tensor]:
-        taken = super().take(*args)
-        for tensor in taken:
-            tensor.fill_(float("nan"))
-        return taken
+    def take(self, *args) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self.taken = super().take(*args)
+        for tensor in self.taken:
+            tensor.fill_(float("nan") if tensor.is_floating_point() else -1)
+        return self.taken
 
 
 def backend_on(num_sms: int, hardware: bool = False) -> TritonBackend:

@@ -13,10 +13,11 @@ from decode_plan_model import expected_list
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import KINDS, Problem, check_decode
-from triton_cases import DEVICE, TOLERANCE, backend_on
+from triton_cases import DEVICE, TOLERANCE, backend_on, check
 from triton_checks import DEEP, QUIET
 
-from kvbench_kernels.launch import PROGRAMS_PER_SM
+from kvbench_kernels.launch import MIN_SPLIT_TOKENS, PROGRAMS_PER_SM, num_kv_splits, short_tiles
+from kvbench_kernels.triton_backend import PrefillBounds
 from kvbench_kernels.triton_common import reduce_constants, reduce_kernel
 from kvbench_kernels.triton_plan import make_work
 
@@ -101,5 +102,25 @@ def test_the_reduction_of_more_parts_than_it_takes_at_a_time(with_sinks):
     assert constants["BLOCK_P"] < parts
     on = [x.to(DEVICE) for x in (values, lse, lse if sinks is None else sinks)]
     out = torch.full((1, heads, dim), float("nan"), device=DEVICE)
-    reduce_kernel[(-(-heads // constants["BLOCK_H"]),)](*on, out, on[1], parts, **constants)
+    count = torch.tensor([parts], dtype=torch.int32, device=DEVICE)
+    reduce_kernel[(-(-heads // constants["BLOCK_H"]),)](*on, out, count, parts, **constants)
     torch.testing.assert_close(out[0].cpu().double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("most", [1300, 40_000])
+@pytest.mark.parametrize("window", [None, 500])
+@pytest.mark.parametrize("sms", [9, 40])
+def test_blocks_of_prefill_are_cut_as_many_times_as_their_step_needs(sms, window, most):
+    """Whatever the launch has room for, as in a graph; a block that is in one piece is written at once."""
+    lens, new = (1300, 64, 0, 900), (2, 5, 7, 2)
+    p = Problem(lens, new, kv_heads=1, shape=(2, 16, 16), window=window, with_sinks=True, device=DEVICE)
+    backend = backend_on(sms)
+    backend.plan_prefill = lambda batch, max_queries, max_tokens: PrefillBounds(max_queries, most)
+    check(p, "auto", backend)
+    longest = 1300 if window is None else window + short_tiles(2, 16, 16, 4).block_m // 2 - 1
+    _, lse, pieces = backend._splits.taken
+    room = lse.numel() // (sum(new) * 2)
+    piece = -(-longest // num_kv_splits(3, min(longest, room * MIN_SPLIT_TOKENS), sms))
+    keys = lens if window is None else [min(one, window + count - 1) for one, count in zip(lens, new, strict=True)]
+    expected = [max(1, -(-keys[b] // piece)) for b, count in enumerate(new) for _ in range(count)]
+    assert pieces.tolist() == expected and max(expected) > 1

@@ -174,6 +174,8 @@ def test_cells_of_other_engines_match_by_load_and_the_settings_that_are_varied()
     assert [[side.cell.settings[caching] for side in group] for group in groups] == [[False] * 3, [True] * 3]
     text = shown(groups)
     assert "B vllm" in text and "C llamacpp" in text and "A the built-in engine" in text
+    assert "own default: watermark, preemption, scheduling, max_num_seqs and max_num_batched_tokens. Such" in text
+    assert "own default" not in shown(groups_of(ours, of(*ours.cells, name="later")))
     unnamed = llama.manifest.model_copy(update={"target": None})
     with pytest.raises(UsageError, match="share no measured cell"):
         groups_of(ours, replace(llama, cells=llama.cells[:1], manifest=unnamed))

@@ -137,13 +137,13 @@ def test_sizes_cover_every_step_and_grow_slowly():
         for count in range(1, sizes[-1] + 1):
             size = min(size for size in sizes if size >= count)
             assert size < 2 * count and (count <= 64 or size - count < count / 4)
-    assert len(mixed_sizes(8192)) == 23
+    assert len(mixed_sizes(8192)) == 39
     for most in (2, 24, 512, 700, 2048, 8192):
         sizes = mixed_sizes(most)
         assert sizes == sorted(set(sizes)) and sizes[-1] == min(most, LARGEST_MIXED)
         for count in range(17, sizes[-1] + 1):
             size = min(size for size in sizes if size >= count)
-            assert size < 2 * count and (count <= 128 or size - count < min(count / 2, 128))
+            assert size < 2 * count and (count <= 128 or size - count < min(count / 2, max(128, size / 8 + 1)))
 
 
 def test_which_steps_have_a_graph():
@@ -151,7 +151,12 @@ def test_which_steps_have_a_graph():
     assert sizes.fit(256, 0, 256) == (False, 256) and sizes.fit(3, 0, 3) == (False, 4)
     assert sizes.fit(250, 3, 700) == (True, 768) and sizes.fit(0, 1, 2) == (True, 16)
     assert sizes.fit(0, 16, LARGEST_MIXED) == (True, LARGEST_MIXED)
-    assert sizes.fit(0, 1, LARGEST_MIXED + 1) is None and sizes.fit(0, 17, 600) is None
+    assert sizes.fit(0, 1, LARGEST_MIXED + 1) is None
+    assert sizes.fit(9, 16, 600) == (True, 640) and sizes.fit(9, 17, 600) == (True, 1152), "room for the chunks"
+    assert sizes.fit(9, 128, 1500) == (True, LARGEST_MIXED) and sizes.fit(9, 129, 1500) is None
+    for size in sizes.mixed:
+        for chunks in (1, sizes.most_prefills(size)):
+            assert sizes.most_prefills(sizes.fit(0, chunks, size).size) >= chunks
     assert sizes.fit(255, 2, 400) is None, "more sequences than rows"
     assert sizes.fit(0, 0, 0) is None
 
@@ -211,7 +216,7 @@ def test_a_quantised_cache_too(model: LoadedModel, kv_cache_dtype: str):
 
 def test_a_step_that_fits_no_graph_runs_eagerly(model: LoadedModel):
     batch = Batch(model, 16)
-    sizes = GraphSizes((1, 4), (8,), prefills=2)
+    sizes = GraphSizes((1, 4), (8,))
     forward, capture = graphed(model, batch, sizes)
     with torch.inference_mode():
         for rows, chunks, fits in (
@@ -219,7 +224,7 @@ def test_a_step_that_fits_no_graph_runs_eagerly(model: LoadedModel):
             ([0, 1, 2, 3], {}, True),
             ([], {10: 9}, False),
             ([0], {10: 7}, True),
-            ([], {10: 2, 9: 2, 8: 2}, False),
+            ([], {10: 2, 9: 2, 8: 2}, True),
         ):
             before = capture.replayed
             assert forward(*batch.step(rows, chunks)).shape == (len(rows) + len(chunks), VOCAB)
@@ -265,6 +270,29 @@ def test_a_model_that_cannot_be_captured_runs_eagerly_and_says_so(
         batch.restore()
         assert torch.equal(forward(*batch.step([1, 2])), expected)
     assert capture.replayed == 0
+
+
+def test_mixed_steps_that_the_memory_suffices_for_are_replayed(model: LoadedModel, caplog: pytest.LogCaptureFixture):
+    batch = Batch(model, 16)
+    forward, capture = ModelForward(model.model, batch.host), FakeCapture(batch.host)
+    attempts = []
+
+    def short_of_memory(body: Callable[[], None]) -> Callable[[], None]:
+        attempts.append(body)
+        if len(attempts) == 1:
+            raise torch.OutOfMemoryError("out of memory")
+        return capture(body)
+
+    with caplog.at_level("WARNING"):
+        assert forward.capture_graphs(SIZES, tables_for(SIZES, batch), MAX_LEN, short_of_memory)
+    (record,) = caplog.records
+    assert f"mixed step of {SIZES.mixed[-1]} tokens" in record.message and "out of memory" in record.message
+    assert forward.graph_sizes == replace(SIZES, mixed=SIZES.mixed[:-1])
+    with torch.inference_mode():
+        forward(*batch.step([], {3: 36}))
+        assert capture.replayed == 0
+        forward(*batch.step([], {3: 20}))
+    assert capture.replayed == 1
 
 
 def test_decodes_are_replayed_where_mixed_steps_cannot_be_captured(

@@ -23,7 +23,7 @@ from tests.support.hf_parts import COMMON, VOCAB
 
 PAGE, PAGES, LONGEST = 16, 38, 600  # the longest sequence alone would be cut into three parts
 LENGTHS = torch.tensor([1, 30, 17, 36, 25, 7])
-SIZES = GraphSizes((4,), (24,), prefills=3)
+SIZES = GraphSizes((4,), (24,))
 STEPS = [
     ([0, 1, 2, 3], {}),
     ([1, 3], {4: 12, 5: 7}),
