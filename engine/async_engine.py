@@ -127,7 +127,8 @@ class OutputStream:
             self._abort(request_id, "stop", index)
 
     def close(self) -> None:
-        """Abort the sequences that have not ended."""
+        """Abort the sequences that have not ended, and let go of the reader."""
+        self.take = None
         for request_id in self._open.request_ids():
             self._open.close_all(request_id)
             self._abort(request_id, "abort", None)

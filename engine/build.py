@@ -106,13 +106,15 @@ def _make_ready(config: EngineConfig, executor: TorchExecutor, kv: KVManager, te
         raise
     if executor.device.type == "cuda" and config.cuda_graphs is not False and may_capture(config, executor.model):
         tell("capturing CUDA graphs")
+        torch.cuda.empty_cache()  # which a capture does too: what it frees would hide what graphs take
         free = torch.cuda.mem_get_info(executor.device)[0]
         sizes = GraphSizes.of(config.max_num_seqs, config.max_num_batched_tokens)
         page_starts, required = executor.page_starts, config.cuda_graphs is True
         executor.forward.capture_graphs(sizes, page_starts, config.max_model_len, cuda_capture(), required)
         if (captured := executor.forward.graph_sizes) is not None:
-            taken = free - torch.cuda.mem_get_info(executor.device)[0]
-            tell(f"replays {captured}, which take {format_bytes(max(0, taken))} of the GPU's memory")
+            torch.cuda.empty_cache()
+            taken = max(0, free - torch.cuda.mem_get_info(executor.device)[0])
+            tell(f"replays {captured}, which take {format_bytes(taken)} of the GPU's memory")
         executor.forward.num_replayed = 0
 
 

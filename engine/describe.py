@@ -64,7 +64,7 @@ def _resolved(executor: Any) -> dict[str, Any]:
         "dtype": str(next(executor.model.parameters()).dtype).removeprefix("torch."),
         "kernel_backend": executor.host.backend.name,
         "cuda_graphs": executor.forward.replays_graphs,
-        "graph_sizes": dataclasses.asdict(sizes) if (sizes := executor.forward.graph_sizes) is not None else None,
+        "graph_sizes": None if (sizes := executor.forward.graph_sizes) is None else sizes.describe(),
         **_fusion(executor),
         # not torch's number, which in a forked process is each thread's own
         "num_threads": cpu_threads(executor.config) if device.type == "cpu" else torch.get_num_threads(),

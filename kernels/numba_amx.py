@@ -1,17 +1,12 @@
-"""bfloat16 linear layers on a CPU with AMX: the tile unit multiplies, float32 sums stay in its registers.
-
-    out [M, N] = x [M, K] @ weight [N, K].T  (+ bias [N])  (+ residual [M, N])
-    out [M, N] = act(x @ gate.T  (+ gate bias)) * (x @ weight.T  (+ bias))  (+ residual)
+"""Products of bfloat16 on a CPU with AMX: the tile unit multiplies, float32 sums stay in its registers.
 
 A tile register has 16 rows of 64 bytes. One instruction adds ``x [16, 32] @ weight [32, 16]`` to 16 x 16 sums, for
 which the weights lie in pairs along K: 16 rows (pairs) of 16 columns (output features) of 2 values.
 
-    panel   PANEL output features, stored [K / 32, 2 tiles, 16, 16, 2]; shared out over the threads
-    block   ROW_BLOCK rows of x: 2 x 2 tiles of sums, 2 of x and 2 of weights are the eight registers that there are
-    finish  sums go through a scratch of 4 KiB to become bfloat16, with bias, gate and residual in float32
+    panel   PANEL output features, stored [K / 32, 2 tiles, 16, 16, 2]
+    block   32 rows of x: 2 x 2 tiles of sums, 2 of x and 2 of weights are the eight registers that there are
 
 Tiles of the last rows are configured to be as high as there are rows left, so nothing beyond x is read or written.
-Threads: torch's own OpenMP team, see numba_threads.py.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ Decode multiplies a few rows with weights that no cache holds: each weight is to
 use, while every core is busy. A general GEMM packs the weights in every call and waits for them.
 
     panel   PANEL output features, stored [K, PANEL]; pairs of block and panel are shared out over the threads
-    slice   DEPTH of a panel's K: at most 128 KiB, which stay in the L2 cache while all rows of a block pass by
+    slice   DEPTH of a panel's K: 128 KiB (AVX2: 24), in the L2 (L1) cache when all rows but a block's first read it
     block   ROW_BLOCK rows of x, which stay in the L2 cache while the panels pass by
     tile    up to ROWS rows x PANEL results in registers: with AVX-512 per k 4 loads of weights, a broadcast a row and
             24 multiply-adds; half the registers of half the width, as AVX2 has, hold panels of 16
@@ -41,7 +41,8 @@ from kvbench_kernels.numba_vectors import LANES, cases, constant, fma, load, spl
 
 PANEL = 64 if compiles_for("avx512f") else 16
 ROWS = 6  # 6 x 4 sums, 4 weights and a broadcast fit the 32 registers of AVX-512; 6 x 2, 2 and 1 the 16 of AVX2
-DEPTH = 512  # 96, whose slice the L1 cache holds, was 5 % slower on an EPYC: sums went through memory more often
+# A slice of the L1 cache (96 with AVX-512) was 5 % slower on an EPYC of 2 cores: sums went through memory more often.
+DEPTH = 512 if PANEL == 64 else 384
 ROW_BLOCK = 192
 LINES = PANEL // LANES  # cache lines of weights per k
 

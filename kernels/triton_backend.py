@@ -7,7 +7,6 @@ and meant for tests.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -17,24 +16,13 @@ from kvbench_kernels.api import AttentionOptions, KVCache, KVPair, PrefillBatch,
 from kvbench_kernels.kv_formats import find_format
 from kvbench_kernels.reference import TorchBackend
 from kvbench_kernels.triton_launch import Attention, Chip, Splits, launch_write
-from kvbench_kernels.triton_plan import DecodePlan
+from kvbench_kernels.triton_plan import DecodePlan, PrefillPieces
 
 MAX_HEAD_DIM = 256  # larger tiles leave too little shared memory for a pipeline
 MAX_GROUP = 64
 OLDEST_ARCH = 80  # the first with bfloat16, and the oldest that the kernels are compiled and checked for
 INTERPRETED = Chip(arch=80, num_sms=4)
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-
-
-@dataclass(frozen=True)
-class PrefillBounds:
-    """The bounds of a prefill step: no sequence has more new tokens or more tokens than these.
-
-    ``max_queries``: new tokens. ``max_tokens``: all tokens.
-    """
-
-    max_queries: int
-    max_tokens: int
 
 
 @cache
@@ -136,16 +124,18 @@ class TritonBackend(TorchBackend):
         *,
         out: torch.Tensor | None = None,
         new_kv: KVPair | None = None,
-        plan: PrefillBounds | None = None,
+        plan: PrefillPieces | None = None,
     ) -> torch.Tensor:
         if out is None:
             out = q.new_empty((q.shape[0], q.shape[1], v_cache.shape[2]))
         if q.shape[0] == 0:
             return out
         if plan is None:  # all new tokens could be of one sequence
-            plan = PrefillBounds(q.shape[0], batch.page_starts.shape[1] * batch.page_size)
+            plan = self.plan_prefill(
+                batch, max_queries=q.shape[0], max_tokens=batch.page_starts.shape[1] * batch.page_size
+            )
         attention = self._attention(q, k_cache, v_cache, batch.page_starts, batch.page_size, options, out)
-        attention.prefill(batch.query_starts, batch.seq_lens, plan.max_queries, plan.max_tokens, self._splits)
+        attention.prefill(plan, self._splits)
         return out
 
     def _attention(self, q, k_cache, v_cache, page_starts, page_size, options, out) -> Attention:
@@ -158,6 +148,6 @@ class TritonBackend(TorchBackend):
         """Plan without a launch: the first layer of each window has its work listed."""
         return DecodePlan(seq_lens, max_tokens)
 
-    def plan_prefill(self, batch: PrefillBatch, *, max_queries: int, max_tokens: int) -> PrefillBounds:
-        """Return the bounds, from which the number of programs follows."""
-        return PrefillBounds(max_queries, max_tokens)
+    def plan_prefill(self, batch: PrefillBatch, *, max_queries: int, max_tokens: int) -> PrefillPieces:
+        """Plan without a launch: the number of programs follows from the bounds, the first layer has pieces chosen."""
+        return PrefillPieces(batch.query_starts, batch.seq_lens, max_queries, max_tokens)

@@ -278,7 +278,7 @@ def finish(
     tl.store(at, result.to(out_ptr.dtype.element_ty), mask=row_ok[:, None] & value_ok[None, :])
 
 
-@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["lse_ptr", "sinks_ptr"])
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["lse_ptr", "sinks_ptr", "work_ptr"])
 def reduce_kernel(
     parts_ptr,  # float32 [parts, H, Dv], each normalised; the parts of a token lie together
     lse_ptr,  # float32 [parts, H], log2 of each part's denominator

@@ -25,7 +25,7 @@ from kvbench_kernels.triton_codes import FP8_UNIT
 from kvbench_kernels.triton_common import LOG2E, reduce_constants, reduce_kernel
 from kvbench_kernels.triton_decode import decode_constants, decode_kernel, tiles_of_decode
 from kvbench_kernels.triton_kv import write_constants, write_kv_kernel
-from kvbench_kernels.triton_plan import DecodePlan
+from kvbench_kernels.triton_plan import DecodePlan, PrefillPieces
 from kvbench_kernels.triton_prefill import prefill_constants, prefill_kernel
 
 
@@ -167,25 +167,24 @@ class Attention:
         )
         self._reduce(work.most_cut, parts, lse, work.table, work.most_items, listed=True)
 
-    def prefill(
-        self, query_starts: torch.Tensor, seq_lens: torch.Tensor, max_queries: int, max_tokens: int, buffers: Splits
-    ) -> None:
+    def prefill(self, plan: PrefillPieces, buffers: Splits) -> None:
         """Launch prefill: ``q [T, H, D]`` -> ``out [T, H, Dv]``."""
-        shape, window = self.shape, self.shape.window
-        tokens, batch = self.q.shape[0], seq_lens.shape[0]
-        short = max_queries <= SHORT_QUERIES
+        shape, window, max_tokens = self.shape, self.shape.window, plan.max_tokens
+        tokens, batch = self.q.shape[0], plan.seq_lens.shape[0]
+        short = plan.max_queries <= SHORT_QUERIES
         block_q = prefill_constants(shape, 1, short)["BLOCK_M"] // shape.group
-        useful = prefill_blocks(tokens, batch, max_queries, block_q)
+        useful = prefill_blocks(tokens, batch, plan.max_queries, block_q)
         longest = max_tokens if window is None else min(max_tokens, window + block_q - 1)
         splits = num_kv_splits(useful * shape.num_kv_heads, longest, self.chip.num_sms)
-        parts = lse = pieces = self.out
+        parts = lse = pieces = piece = self.out
         if splits > 1:
-            rows = tokens * splits * shape.num_heads
+            rows, places = tokens * splits * shape.num_heads, PROGRAMS_PER_SM * self.chip.num_sms
             parts, lse, pieces = buffers.take(rows, shape.v_head_dim, self.q.device, tokens)
+            piece = plan.piece(window, block_q, shape.num_kv_heads, places, splits)
         blocks = tokens // block_q + batch
         prefill_kernel[(blocks * shape.num_kv_heads, splits)](
-            *self._inputs(query_starts, seq_lens), self.out, parts, lse, pieces, *self._numbers(), batch,
-            PROGRAMS_PER_SM * self.chip.num_sms, **prefill_constants(shape, splits, short),
+            *self._inputs(plan.query_starts, plan.seq_lens), self.out, parts, lse, pieces, piece, *self._numbers(),
+            batch, **prefill_constants(shape, splits, short),
         )  # fmt: skip
         if splits > 1:
             self._reduce(tokens, parts, lse, pieces, splits, listed=False)

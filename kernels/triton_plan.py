@@ -1,5 +1,7 @@
 """Shares a step's decode among programs, by a list that the device makes from the sequences' lengths.
 
+Of prefill it chooses how long the pieces are that blocks are cut into.
+
 A program of decode attends to one **item** under one KV head: a whole sequence, or one of the equal pieces that a long
 sequence is cut into. One launch of ``plan_kernel`` a step (and distinct window) chooses how long a piece may be and
 lists the items, the longest first. It reads the lengths on the device, so that a CUDA graph plans anew at each replay;
@@ -20,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvbench_kernels.launch import MIN_SPLIT_TOKENS, PROGRAM_TOKENS, cdiv, most_decode_items
+from kvbench_kernels.launch import GOOD_FILL, MAX_SPLITS, MIN_SPLIT_TOKENS, PROGRAM_TOKENS, cdiv, most_decode_items
 
 UNIT = 64  # tokens, in which the plan counts: the tile of the usual kernels
 ROWS = 16  # sequences that a program lists
@@ -28,6 +30,7 @@ CONSTANTS = {
     "UNIT": UNIT, "SHORTEST": MIN_SPLIT_TOKENS // UNIT, "PROGRAM": PROGRAM_TOKENS // UNIT,
     "CHOICES": 64, "LEVELS": 8, "ROWS": ROWS, "num_warps": 4,
 }  # fmt: skip
+PIECE_CONSTANTS = {"SHORTEST": MIN_SPLIT_TOKENS, "CHOICES": MAX_SPLITS, "GOOD": GOOD_FILL, "num_warps": 4}
 _NO_WINDOW = (1 << 31) - 1
 
 
@@ -135,6 +138,40 @@ def plan_kernel(
         tl.store(at + 3, tl.broadcast_to(lens[:, None], [ROWS, 16]), mask=ok)
 
 
+@triton.jit(
+    do_not_specialize=["batch", "reach", "kv_heads", "block_q", "places", "most"],
+    do_not_specialize_on_alignment=["query_starts_ptr", "lens_ptr"],
+)
+def piece_kernel(
+    query_starts_ptr, lens_ptr,  # [B + 1], [B]
+    piece_ptr,  # int32 [1]
+    batch,
+    reach,  # keys that a block sees at most
+    kv_heads, block_q, places,
+    most,  # pieces that there is room for
+    SHORTEST: tl.constexpr, CHOICES: tl.constexpr, GOOD: tl.constexpr,
+):  # fmt: skip
+    """Write the keys that no piece exceeds, by ``launch.num_kv_splits`` of the step's own blocks and lengths."""
+    BLOCK: tl.constexpr = 128
+    programs = 0
+    longest = 1
+    for start in range(0, batch, BLOCK):
+        b = start + tl.arange(0, BLOCK)
+        begin = tl.load(query_starts_ptr + b, mask=b < batch, other=0).to(tl.int32)
+        end = tl.load(query_starts_ptr + b + 1, mask=b < batch, other=0).to(tl.int32)
+        lens = tl.load(lens_ptr + b, mask=b < batch, other=0).to(tl.int32)
+        lens = tl.where(end > begin, lens, 0)
+        programs += tl.sum(tl.where(lens > 0, tl.cdiv(end - begin, block_q), 0), 0) * kv_heads
+        longest = tl.maximum(longest, tl.max(lens, 0))
+    longest = tl.minimum(longest, reach)
+    splits = 1 + tl.arange(0, CHOICES)
+    waves = tl.maximum(programs, 1) * splits
+    fill = waves / (tl.cdiv(waves, places) * places)
+    fill = tl.where(splits <= tl.maximum(tl.minimum(most, tl.cdiv(longest, SHORTEST)), 1), fill, 0.0)
+    chosen = tl.min(tl.where(fill >= GOOD * tl.max(fill, 0), splits, CHOICES), 0)
+    tl.store(piece_ptr, tl.cdiv(longest, chosen))
+
+
 class Work(NamedTuple):
     """The work list of a step. ``most_items``, ``most_cut``: no table of this batch size lists more."""
 
@@ -157,6 +194,31 @@ def make_work(seq_lens: torch.Tensor, max_tokens: int, window: int | None, kv_he
     table = torch.empty(1 + most + cut, 4, dtype=torch.int32, device=seq_lens.device)
     plan_kernel[(cdiv(batch, ROWS),)](seq_lens, table, batch, window or _NO_WINDOW, kv_heads, places, most, **CONSTANTS)
     return Work(table, most, cut)
+
+
+class PrefillPieces:
+    """The bounds of a prefill step, and how long the pieces of its blocks are.
+
+    ``max_queries``, ``max_tokens``: no sequence has more new tokens, or tokens.
+    """
+
+    def __init__(self, query_starts: torch.Tensor, seq_lens: torch.Tensor, max_queries: int, max_tokens: int) -> None:
+        self.query_starts, self.seq_lens = query_starts, seq_lens
+        self.max_queries, self.max_tokens = max_queries, max_tokens
+        self._pieces: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def piece(self, window: int | None, block_q: int, kv_heads: int, places: int, most: int) -> torch.Tensor:
+        """The keys of a piece, int32 ``[1]``, chosen on the device for the first layer of this kind."""
+        key = (window or 0, block_q, kv_heads, places, most)
+        if key not in self._pieces:
+            piece = torch.empty(1, dtype=torch.int32, device=self.seq_lens.device)
+            reach = _NO_WINDOW if window is None else window + block_q - 1
+            piece_kernel[(1,)](
+                self.query_starts, self.seq_lens, piece, len(self.seq_lens), reach, kv_heads, block_q, places, most,
+                **PIECE_CONSTANTS,
+            )  # fmt: skip
+            self._pieces[key] = piece
+        return self._pieces[key]
 
 
 class DecodePlan:

@@ -3,9 +3,8 @@
 One program serves a block of query tokens of one sequence under one KV head; its rows are token x query head of the
 group, so K and V are read once for the whole group. The KV heads of a block run side by side, as in decode. Where there
 are fewer blocks than the GPU can run at a time (a few sequences, of which each has a few new tokens after a long
-context), each block's keys are split among programs, and the reduction of decode adds them up. A captured step is
-launched for the most and the longest possible sequences, so the device chooses anew how long a piece is; a block that
-is in one piece is written at once.
+context), each block's keys are split among programs, and the reduction of decode adds them up. How long a piece is, the
+device has chosen for the step (triton_plan.py); a block that is in one piece is written at once.
 """
 
 from __future__ import annotations
@@ -16,14 +15,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from kvbench_kernels.launch import (
-    GOOD_FILL,
-    MAX_SPLITS,
-    MIN_SPLIT_TOKENS,
-    KernelShape,
-    shape_constants,
-    short_tiles,
-)
+from kvbench_kernels.launch import KernelShape, shape_constants, short_tiles
 from kvbench_kernels.triton_codes import row_bytes
 from kvbench_kernels.triton_common import attend, columns, finish
 from kvbench_kernels.tuning import choose_prefill
@@ -47,39 +39,11 @@ def find_sequence(query_starts_ptr, block, batch, BLOCK_Q: tl.constexpr):
     return low, tl.load(query_starts_ptr + low).to(tl.int32) // BLOCK_Q + low
 
 
-@triton.jit
-def choose_piece(
-    query_starts_ptr, lens_ptr, batch, places, most,
-    WINDOW: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_Q: tl.constexpr,
-    SHORTEST: tl.constexpr, CHOICES: tl.constexpr, GOOD: tl.constexpr,
-):  # fmt: skip
-    """Returns the keys that no piece exceeds, by ``launch.num_kv_splits`` of the blocks and lengths that there are.
-
-    ``most``: pieces that there is room for. ``places``: programs that run at a time.
-    """
-    BLOCK: tl.constexpr = 128
-    programs = 0
-    longest = 1
-    for start in range(0, batch, BLOCK):
-        b = start + tl.arange(0, BLOCK)
-        begin = tl.load(query_starts_ptr + b, mask=b < batch, other=0).to(tl.int32)
-        end = tl.load(query_starts_ptr + b + 1, mask=b < batch, other=0).to(tl.int32)
-        lens = tl.load(lens_ptr + b, mask=b < batch, other=0).to(tl.int32)
-        lens = tl.where(end > begin, lens, 0)
-        programs += tl.sum(tl.where(lens > 0, tl.cdiv(end - begin, BLOCK_Q), 0), 0) * KV_HEADS
-        longest = tl.maximum(longest, tl.max(lens, 0))
-    if WINDOW > 0:
-        longest = tl.minimum(longest, WINDOW + BLOCK_Q - 1)
-    splits = 1 + tl.arange(0, CHOICES)
-    waves = tl.maximum(programs, 1) * splits
-    fill = waves / (tl.cdiv(waves, places) * places)
-    fill = tl.where(splits <= tl.maximum(tl.minimum(most, tl.cdiv(longest, SHORTEST)), 1), fill, 0.0)
-    return tl.cdiv(longest, tl.min(tl.where(fill >= GOOD * tl.max(fill, 0), splits, CHOICES), 0))
-
-
 @triton.jit(
-    do_not_specialize=["pages_stride", "batch", "places"],
-    do_not_specialize_on_alignment=["pages_ptr", "query_starts_ptr", "lens_ptr", "sinks_ptr", "lse_ptr", "pieces_ptr"],
+    do_not_specialize=["pages_stride", "batch"],
+    do_not_specialize_on_alignment=[
+        "pages_ptr", "query_starts_ptr", "lens_ptr", "sinks_ptr", "lse_ptr", "pieces_ptr", "piece_ptr",
+    ],
 )
 def prefill_kernel(
     q_ptr,  # [T, H, D]
@@ -92,15 +56,14 @@ def prefill_kernel(
     parts_ptr,  # float32 [T, splits, H, Dv]: of pieces, written if SPLIT
     lse_ptr,  # float32 [T, splits, H], likewise
     pieces_ptr,  # int32 [T]: in how many pieces each token's block is, written if SPLIT
+    piece_ptr,  # int32 [1]: keys that no piece exceeds, read if SPLIT
     score_scale, softcap, v_scale,
     q_stride, q_head_stride, k_stride, v_stride, pages_stride, batch,
-    places,  # programs that run at a time, read if SPLIT
     PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
     KIND: tl.constexpr, FP8_HARDWARE: tl.constexpr,
-    SHORTEST: tl.constexpr, CHOICES: tl.constexpr, GOOD: tl.constexpr,
 ):  # fmt: skip
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     KV_HEADS: tl.constexpr = HEADS // GROUP
@@ -126,11 +89,7 @@ def prefill_kernel(
     begin = tl.maximum(lowest + 1 - WINDOW, 0) if WINDOW > 0 else 0
     pieces = 1
     if SPLIT:
-        piece = choose_piece(
-            query_starts_ptr, lens_ptr, batch, places, tl.num_programs(1),
-            WINDOW, KV_HEADS, BLOCK_Q, SHORTEST, CHOICES, GOOD,
-        )  # fmt: skip
-        pieces = tl.maximum(tl.cdiv(end - begin, piece), 1)
+        pieces = tl.maximum(tl.cdiv(end - begin, tl.load(piece_ptr)), 1)
         if tl.program_id(1) >= pieces:
             return
         if kv_head == 0:
@@ -177,5 +136,4 @@ def prefill_constants(shape: KernelShape, splits: int, short: bool) -> dict[str,
         tiles = short_tiles(shape.group, shape.head_dim, shape.v_head_dim, shape.itemsize, shape.kind)
     else:
         tiles = choose_prefill(*shape.tuning_key)
-    choice = {"SHORTEST": MIN_SPLIT_TOKENS, "CHOICES": MAX_SPLITS, "GOOD": GOOD_FILL}
-    return shape_constants(shape, tiles) | choice | {"SPLIT": splits > 1}
+    return shape_constants(shape, tiles) | {"SPLIT": splits > 1}

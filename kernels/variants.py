@@ -30,7 +30,7 @@ from kvbench_kernels.triton_layers import (
 )
 from kvbench_kernels.triton_move import move_constants, move_kernel
 from kvbench_kernels.triton_plan import CONSTANTS as PLAN_CONSTANTS
-from kvbench_kernels.triton_plan import plan_kernel
+from kvbench_kernels.triton_plan import PIECE_CONSTANTS, piece_kernel, plan_kernel
 from kvbench_kernels.triton_prefill import prefill_constants, prefill_kernel
 from kvbench_kernels.triton_sample import noise_constants, noise_kernel, settle_constants, settle_kernel
 
@@ -44,7 +44,7 @@ LARGEST = (8, 256, 256)
 EXTREME = (64, 256, 256)  # the largest that the backend admits
 SHAPES = [(1, 64, 64), (8, 80, 80), (16, 96, 96), (16, 192, 128)]
 # Of split attention: where the parts of pieces are written, and what says which pieces there are.
-_PARTS = {"work_ptr": "i32", "pieces_ptr": "i32", "parts_ptr": "fp32", "lse_ptr": "fp32"}
+_PARTS = {"work_ptr": "i32", "pieces_ptr": "i32", "piece_ptr": "i32", "parts_ptr": "fp32", "lse_ptr": "fp32"}
 _INDICES = dict.fromkeys(("pages_ptr", "lens_ptr", "slots_ptr", "query_starts_ptr"), "i64")
 _TABLES = dict.fromkeys(("source_table_ptr", "target_table_ptr", "sources_ptr", "targets_ptr"), "i64")
 _DRAWS = (
@@ -156,6 +156,11 @@ def plan() -> Variant:
     return Variant("plan", plan_kernel, PLAN_CONSTANTS, {"lens_ptr": "i64", "table_ptr": "i32"})
 
 
+def piece() -> Variant:
+    """The length of prefill's pieces."""
+    return Variant("piece", piece_kernel, PIECE_CONSTANTS, _INDICES | {"piece_ptr": "i32"})
+
+
 def write(kind: str, dim: int, v_dim: int) -> Variant:
     """The KV write."""
     constants = write_constants(KV_HEADS, dim, v_dim, _format_name(kind))
@@ -231,7 +236,7 @@ def core(arch: int) -> list[Variant]:
     chosen += [prefill(arch, kind, LARGEST, VariantOptions(split=True, short=True)) for kind in ("fp32", "bf16")]
     chosen += [rotate(kind, 128) for kind in KINDS if kind not in ("fp16", "fp32")]
     chosen += [add_norm("bf16", 4096), act_mul("bf16", "silu")]
-    return [*chosen, reduce(256, True, False), plan(), move(32768, 16), *sample("bf16")]
+    return [*chosen, reduce(256, True, False), plan(), piece(), move(32768, 16), *sample("bf16")]
 
 
 def _rest(arch: int) -> list[Variant]:

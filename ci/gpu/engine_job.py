@@ -193,7 +193,7 @@ class EngineJob:
                 device=self.args.device,
                 max_model_len=64 if tiny else 2048,
                 max_num_seqs=4 if tiny else NUM_SEQUENCES,
-                max_num_batched_tokens=32 if tiny else 8192,
+                max_num_batched_tokens=128 if tiny else 8192,
                 **({"kv_budget": 4 * 2**20} if tiny else {}) | settings,
             )
         )

@@ -19,11 +19,11 @@ MODEL = "qwen3-0.6b"
 KV_BYTES = 30 * 2**30  # more than the job ever holds (276,793 tokens of 112 KiB), and two such fit a GPU of 80 GB
 DECODING, CONTEXT = 192, 512  # sequences that decode in every measured step, and the tokens of their prompts
 STEPS, SETTLE = 60, 8  # measured steps, and steps before them
-STEP_TOKENS = {"decode only": 0, "steps of 512": 512, "steps of 2048": 2048}  # 0: no prompts
+STEP_TOKENS = {"decode only": 0, "steps of 512": 512, "steps of 2048": 2048, "steps of 8192": 8192}  # 0: no prompts
 
 
 class EngineTurns(EngineJob):
-    """The job, and steps that decode alone or with one whole prompt each, which fills the step up."""
+    """The job, and steps that decode alone or beside whole prompts, as few as fill the step up."""
 
     def __init__(self, args: Any):
         super().__init__(argparse.Namespace(**{**vars(args), "own": ["--model", MODEL]}))
@@ -47,6 +47,7 @@ class EngineTurns(EngineJob):
         """Measure steady steps of ``tokens`` tokens; 0: of the decoding sequences alone."""
         assert self.engine is not None, "a side that did not load is asked nothing more"
         engine, prompt = self.engine, max(0, tokens - self.decoding)
+        prompts = -(-prompt // (engine.config.max_model_len - 1))
         for index in range(self.decoding):
             self._add(f"decoding-{index}", self.context, 10**6)
         settling, seconds = -(-self.decoding * self.context // engine.config.max_num_batched_tokens) + SETTLE, []
@@ -55,7 +56,9 @@ class EngineTurns(EngineJob):
             if number == settling:
                 before = engine.stats()
             if prompt and number >= settling - SETTLE // 2:
-                self._add(f"prompt-{number}", prompt, 1)
+                for index in range(prompts):
+                    size = prompt * (index + 1) // prompts - prompt * index // prompts
+                    self._add(f"prompt-{number}-{index}", size, 1)
             started = time.perf_counter()
             engine.step()
             seconds.append(time.perf_counter() - started)

@@ -3,7 +3,7 @@
 So all of them meet the same machine.
 
 ``peer-job``: kvbench and vLLM on nano-vllm's job. ``before-after``: two commits of the engine on that job, on steps
-that only decode, and on steps of 512 and 2,048 tokens. Every side computes a case once a turn; who begins changes from
+that only decode, and on steps of 512 to 8,192 tokens. Every side computes a case once a turn; who begins changes from
 turn to turn. A side that fails takes no more part. Standard library only: this process never touches the device.
 """
 

@@ -107,6 +107,11 @@ class GraphSizes:
         """The most sequences of a step that draw."""
         return self.decodes[-1]
 
+    def describe(self) -> dict[str, list[int]]:
+        """Describe the sizes for /server_info. ``prefills``: the most chunks of prompts of each mixed size."""
+        prefills = [self.most_prefills(size) for size in self.mixed]
+        return {"decodes": [*self.decodes], "mixed": [*self.mixed], "prefills": prefills}
+
     def most_prefills(self, tokens: int) -> int:
         """The chunks that the mixed graph of ``tokens`` has room for."""
         return min(self.rows, max(FEW_PREFILLS, tokens // PREFILL_TOKENS))
@@ -120,10 +125,10 @@ class GraphSizes:
             return None
         if not prefills:
             return Fit(False, self.decodes[bisect_left(self.decodes, decodes)]) if decodes else None
-        least = max(tokens, prefills * PREFILL_TOKENS) if prefills > FEW_PREFILLS else tokens
-        if not self.mixed or least > self.mixed[-1]:
+        if not self.mixed or tokens > self.mixed[-1]:
             return None
-        return Fit(True, self.mixed[bisect_left(self.mixed, least)])
+        size = self.mixed[bisect_left(self.mixed, tokens)]
+        return Fit(True, size) if prefills <= self.most_prefills(size) else None
 
 
 class StepGraphs:
@@ -198,12 +203,12 @@ class StepGraphs:
             except Exception as error:  # of any kind: the engine works without graphs
                 step = what.format(fit.size)
                 reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-                if required:
+                too_large = fit.mixed and isinstance(error, torch.OutOfMemoryError) and fit != fits[0]
+                if required and not too_large:
                     raise ValueError(
                         f"cuda_graphs cannot be true: the {step} cannot be captured ({reason}); leave cuda_graphs out "
                         "to run without them"
                     ) from error
-                too_large = fit.mixed and isinstance(error, torch.OutOfMemoryError) and fit != fits[0]
                 kind = "decode runs" if not fit.mixed else "such steps run" if too_large else "steps with prompts run"
                 _log.warning("%s without CUDA graphs: the %s cannot be captured (%s)", kind, step, reason)
                 if too_large:  # a smaller one may fit

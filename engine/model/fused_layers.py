@@ -162,7 +162,7 @@ class Fusion:
     @contextmanager
     def for_tokens(self, wanted: torch.Tensor | int, tokens: int) -> Iterator[None]:
         """Run a call on ``tokens`` tokens whose logits at ``wanted`` are used, all at 0."""
-        few = isinstance(wanted, torch.Tensor) and 2 * len(wanted) <= tokens
+        few = isinstance(wanted, torch.Tensor) and 0 < 2 * len(wanted) <= tokens
         self.wanted = wanted if few else None
         try:
             yield
@@ -302,7 +302,7 @@ class FusedLayer(_Fused):
     """A decoder layer whose residual sums are part of a norm or of a matrix product.
 
     ``norms``: before attention, after it, before the MLP, after it; None where there is none. ``is_last``: no layer
-    reads its result. Beside ``Fusion.wanted`` its rows then are the input's.
+    reads its result. Then only the rows ``Fusion.wanted`` are computed, and the others keep the layer's input.
     """
 
     def __init__(self, module: nn.Module, switch: Fusion, norms: tuple[Norm | None, ...]):
@@ -355,10 +355,10 @@ def fuse_layers(
     fuser.fuse_attention()
     fuser.fuse_mlps()
     fuser.fuse_whole_layers()
-    fuser.shorten_last_layer()
     fusion = fuser.fusion
     setattr(model, FUSION, fusion)
     try:
+        fuser.shorten_last_layer()
         got = paged_logits(model, backend, kv_shape, fused_layers=True)
         differ = logits_differ(expected, got, next(model.parameters()).dtype)
         why = None if differ is None else f"the logits differ {differ}"

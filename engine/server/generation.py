@@ -144,7 +144,7 @@ class Generation:
         self._stream.take = take
 
     async def pieces(self, receive: Receive) -> AsyncIterator[Piece]:
-        """One piece for each output of the engine; aborts what is left when it is closed.
+        """One piece for each output of the engine that was not sent at once. Aborts what is left when it is closed.
 
         Raises:
             ClientGone: the connection closed.

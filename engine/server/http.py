@@ -85,8 +85,12 @@ class Protocol(HttpToolsProtocol):
                     end_by_closing(cycle, message)
                 await send(message)
 
-            scope.setdefault("extensions", {})[DIRECT] = DirectWriter(cycle)
-            await app(scope, receive, send_open)
+            extensions = scope.setdefault("extensions", {})
+            extensions[DIRECT] = DirectWriter(cycle)
+            try:
+                await app(scope, receive, send_open)
+            finally:
+                del extensions[DIRECT]  # it holds the cycle, which holds the scope
 
         super()._start_asgi_task(cycle, guarded)
 

@@ -89,7 +89,7 @@ class EventFormat:
 
 
 class EventStream(Response):
-    """Sends the pieces of ``generation`` as they come, straight to ASGI's ``send``.
+    """Sends the pieces of ``generation`` as they come, at once where the server can, else by ASGI's ``send``.
 
     An engine failure after the stream has begun becomes an ``error`` event, and the stream then ends without [DONE],
     so that no client takes it for complete.

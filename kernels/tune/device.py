@@ -16,7 +16,7 @@ from kvbench_kernels.api import AttentionOptions, PrefillBatch
 from kvbench_kernels.launch import Tiles
 from kvbench_kernels.reference import TorchBackend
 from kvbench_kernels.triton_launch import Attention, Chip, Splits
-from kvbench_kernels.triton_plan import DecodePlan
+from kvbench_kernels.triton_plan import DecodePlan, PrefillPieces
 from kvbench_kernels.tune.problems import as_float64, distance, hostile_kv
 from kvbench_kernels.tune.search import TuningCase
 
@@ -60,11 +60,11 @@ class TuningProblem:
         def random(*shape: int) -> torch.Tensor:
             return torch.randn(shape, generator=generator, device=device, dtype=self._dtype)
 
-        self._max_tokens, self._max_queries = max(lens), max(new)
         self._options = AttentionOptions(case.head_dim**-0.5)
         self._lens = torch.tensor(lens, device=device)
-        self._plan = DecodePlan(self._lens, self._max_tokens)
         self._starts = torch.tensor([0, *new], device=device).cumsum(0)
+        self._decodes = DecodePlan(self._lens, max(lens))
+        self._prefills = PrefillPieces(self._starts, self._lens, max(new), max(lens))
         dims = case.head_dim, case.v_head_dim
         self._kv = hostile_kv(
             lens, case.kind, kv_heads, dims, case.page_size, random, dtype=self._dtype, device=device, gap=gap
@@ -80,9 +80,9 @@ class TuningProblem:
             self._chip, tiles=tiles,
         )  # fmt: skip
         if self.case.kernel == "decode":
-            call.decode(self._lens, self._plan, self._buffers)
+            call.decode(self._lens, self._decodes, self._buffers)
         else:
-            call.prefill(self._starts, self._lens, self._max_queries, self._max_tokens, self._buffers)
+            call.prefill(self._prefills, self._buffers)
 
     def expected(self) -> torch.Tensor:
         """Compute the expected ``[queries, heads, Dv]`` in float64."""

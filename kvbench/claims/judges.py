@@ -369,7 +369,10 @@ def swap_by_page(measured: WorkloadFacts) -> ClaimVerdict:
 
 
 def watermark(measured: WorkloadFacts) -> ClaimVerdict:
-    """Holds if no share surely changes tokens/s or p95 ITL by 5 %, against nothing left free. Depends if one is."""
+    """Holds if every share surely changes tokens/s and p95 ITL by less than 5 %. Depends if only one of the two does.
+
+    Against nothing left free.
+    """
 
     def preemptions(share: float) -> str:
         return plural(round(measured.counters(watermark=share)["num_preemptions_total"]), "preemption")

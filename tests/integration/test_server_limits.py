@@ -155,6 +155,30 @@ def test_half_closed_and_old_connections_get_the_whole_answer(stream: bool, vers
         server.wait_for(**{"http_requests_total{code=200}": 1, "request_failure_total{kind=disconnect}": 0})
 
 
+def test_a_client_that_reads_late_gets_every_token_in_order() -> None:
+    """Events for which the connection has no room wait, and other streams go on."""
+    with running_server(fake_engine(branching, vocab_size=1 << 20)) as server:
+        body = {"prompt": [5], "max_tokens": 1000, "n": 16, "stream": True, "return_token_ids": True}
+        with socket.socket() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sock.settimeout(30)
+            sock.connect(("127.0.0.1", server.port))
+            raw = json.dumps(body).encode()
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(raw)
+            sock.sendall(head + raw)
+            server.wait_for(generation_tokens_total=16_000)
+            assert server.post(COMPLETIONS, {"prompt": [6], "max_tokens": 5}).status == 200
+            answer = http.client.HTTPResponse(sock)
+            answer.begin()
+            events = answer.read().decode().split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    ids: dict[int, list[int]] = {}
+    for event in events[:-2]:
+        for choice in json.loads(event.removeprefix("data: "))["choices"]:
+            ids.setdefault(choice["index"], []).extend(choice["token_ids"])
+    assert ids == {index: [100, *(100 + 100 * index + at for at in range(1, 1000))] for index in range(16)}
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_of_http_1_0_that_ends_its_side_has_left(stream: bool) -> None:
     with running_server(fake_engine(step_s=0.02)) as server:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -49,7 +48,7 @@ def test_server_info_tells_what_became_of_auto(server: RunningServer) -> None:
         "dtype": str(executor.model.lm_head.weight.dtype).removeprefix("torch."),
         "kernel_backend": "triton" if torch.cuda.is_available() else "numba",
         "cuda_graphs": torch.cuda.is_available(),
-        "graph_sizes": asdict(sizes) if (sizes := executor.forward.graph_sizes) is not None else None,
+        "graph_sizes": None if (sizes := executor.forward.graph_sizes) is None else sizes.describe(),
         "fused_layers": True,
         "fused_layers_reason": str(getattr(executor.model, FUSION)),
         "num_threads": torch.get_num_threads(),

@@ -33,9 +33,11 @@ def test_the_job_is_whole_and_may_be_run_again(side):
         assert row["output_tokens_per_s"] == pytest.approx(row["output_tokens"] / row["seconds"])
 
 
-@pytest.mark.parametrize(("case", "tokens"), [("decode only", 2), ("steps of 512", 8), ("steps of 2048", 32)])
+@pytest.mark.parametrize(
+    ("case", "tokens"), [("decode only", 2), ("steps of 512", 8), ("steps of 2048", 32), ("steps of 8192", 128)]
+)
 def test_every_measured_step_has_the_tokens_of_its_case(side, case, tokens):
-    """Two sequences decode, and a prompt fills the step up; tiny steps have a 64th of the tokens."""
+    """Two sequences decode, and prompts fill the step up; tiny steps have a 64th of the tokens."""
     report = Report(600.0)
     side.run(case, report)
     (row,) = report.data["rows"]

@@ -26,7 +26,7 @@ import kvbench_kernels.triton_plan
 from kvbench_kernels import get_backend
 from kvbench_kernels.api import AttentionOptions, PrefillBatch
 from kvbench_kernels.triton_launch import Attention, Chip, Splits
-from kvbench_kernels.triton_plan import DecodePlan
+from kvbench_kernels.triton_plan import DecodePlan, PrefillPieces
 from kvbench_kernels.tune.problems import as_float64
 
 
@@ -86,7 +86,7 @@ def test_keys_are_split_where_the_queries_do_not_fill_the_gpu(chunks, queries, c
     table = torch.empty(1, context // 16, dtype=torch.int64)
     attention = Attention(q, cache, cache, table, 16, PLAIN, torch.empty_like(q), Chip(90, 132))
     lens = torch.full((chunks,), context)
-    attention.prefill(torch.arange(chunks + 1) * queries, lens, queries, context, Splits())
+    attention.prefill(PrefillPieces(torch.arange(chunks + 1) * queries, lens, queries, context), Splits())
     _, splits = recorded.grids[0]
     assert len(recorded.grids) == launches and (8 * splits >= 132 if launches == 2 else splits == 1)
 
@@ -99,7 +99,7 @@ def test_a_batch_may_be_larger_than_a_grid_dimension(recorded):
     lens = torch.empty(batch, dtype=torch.int64)
     for max_tokens in (16, 4096):
         Attention(*args).decode(lens, DecodePlan(lens, max_tokens), Splits())
-    Attention(*args).prefill(torch.arange(batch + 1), torch.ones(batch), 1, 16, Splits())
+    Attention(*args).prefill(PrefillPieces(torch.arange(batch + 1), torch.ones(batch), 1, 16), Splits())
     decode, of_pieces, _, prefill = recorded.grids
     for grid in (decode, of_pieces, prefill):
         assert grid[0] >= batch and max(grid[1:], default=1) <= 65535

@@ -16,10 +16,9 @@ from kernel_cases import KINDS, Problem, check_decode
 from triton_cases import DEVICE, TOLERANCE, backend_on, check
 from triton_checks import DEEP, QUIET
 
-from kvbench_kernels.launch import MIN_SPLIT_TOKENS, PROGRAMS_PER_SM, num_kv_splits, short_tiles
-from kvbench_kernels.triton_backend import PrefillBounds
+from kvbench_kernels.launch import PROGRAMS_PER_SM
 from kvbench_kernels.triton_common import reduce_constants, reduce_kernel
-from kvbench_kernels.triton_plan import make_work
+from kvbench_kernels.triton_plan import PrefillPieces, make_work
 
 LN2 = math.log(2)
 BASE = Problem(lens=(1,), new=(0,), shape=(2, 16, 16), kv_heads=2, page_size=64, device=DEVICE)
@@ -107,20 +106,23 @@ def test_the_reduction_of_more_parts_than_it_takes_at_a_time(with_sinks):
     torch.testing.assert_close(out[0].cpu().double(), expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("sms", "window", "pieces"),
+    [  # 3 programs of 2 a multiprocessor; with a window a block sees at most 531 keys
+        (9, None, (4, 1, 3)),
+        (40, None, (6, 1, 5)),
+        (40, 500, (2, 1, 2)),
+    ],
+)
 @pytest.mark.parametrize("most", [1300, 40_000])
-@pytest.mark.parametrize("window", [None, 500])
-@pytest.mark.parametrize("sms", [9, 40])
-def test_blocks_of_prefill_are_cut_as_many_times_as_their_step_needs(sms, window, most):
+def test_blocks_of_prefill_are_cut_as_many_times_as_their_step_needs(sms, window, pieces, most):
     """Whatever the launch has room for, as in a graph; a block that is in one piece is written at once."""
-    lens, new = (1300, 64, 0, 900), (2, 5, 7, 2)
-    p = Problem(lens, new, kv_heads=1, shape=(2, 16, 16), window=window, with_sinks=True, device=DEVICE)
+    p = Problem((1300, 64, 0, 900), (2, 5, 7, 2), kv_heads=1, shape=(2, 16, 16), window=window, with_sinks=True,
+                device=DEVICE)  # fmt: skip
     backend = backend_on(sms)
-    backend.plan_prefill = lambda batch, max_queries, max_tokens: PrefillBounds(max_queries, most)
+    backend.plan_prefill = lambda batch, max_queries, max_tokens: PrefillPieces(
+        batch.query_starts, batch.seq_lens, max_queries, most
+    )
     check(p, "auto", backend)
-    longest = 1300 if window is None else window + short_tiles(2, 16, 16, 4).block_m // 2 - 1
-    _, lse, pieces = backend._splits.taken
-    room = lse.numel() // (sum(new) * 2)
-    piece = -(-longest // num_kv_splits(3, min(longest, room * MIN_SPLIT_TOKENS), sms))
-    keys = lens if window is None else [min(one, window + count - 1) for one, count in zip(lens, new, strict=True)]
-    expected = [max(1, -(-keys[b] // piece)) for b, count in enumerate(new) for _ in range(count)]
-    assert pieces.tolist() == expected and max(expected) > 1
+    first, second, last = pieces
+    assert backend._splits.taken[2].tolist() == [first] * 2 + [second] * 5 + [1] * 7 + [last] * 2

@@ -152,11 +152,11 @@ def test_which_steps_have_a_graph():
     assert sizes.fit(250, 3, 700) == (True, 768) and sizes.fit(0, 1, 2) == (True, 16)
     assert sizes.fit(0, 16, LARGEST_MIXED) == (True, LARGEST_MIXED)
     assert sizes.fit(0, 1, LARGEST_MIXED + 1) is None
-    assert sizes.fit(9, 16, 600) == (True, 640) and sizes.fit(9, 17, 600) == (True, 1152), "room for the chunks"
-    assert sizes.fit(9, 128, 1500) == (True, LARGEST_MIXED) and sizes.fit(9, 129, 1500) is None
-    for size in sizes.mixed:
-        for chunks in (1, sizes.most_prefills(size)):
-            assert sizes.most_prefills(sizes.fit(0, chunks, size).size) >= chunks
+    assert sizes.fit(9, 16, 600) == (True, 640) and sizes.fit(9, 17, 600) is None, "room for the chunks"
+    assert sizes.fit(9, 32, 1950) == (True, 2048) and sizes.fit(9, 33, 1950) is None
+    assert list(sizes.describe()) == ["decodes", "mixed", "prefills"]
+    assert (sizes.describe()["mixed"][-1], sizes.describe()["prefills"][-1]) == (LARGEST_MIXED, 128)
+    assert sizes.fit(9, 128, 8000) == (True, LARGEST_MIXED) and sizes.fit(9, 129, 8000) is None
     assert sizes.fit(255, 2, 400) is None, "more sequences than rows"
     assert sizes.fit(0, 0, 0) is None
 

@@ -100,7 +100,7 @@ def test_no_step_needs_a_kernel_that_was_not_launched_before(kv_cache_dtype, lau
     names = [name for name, _ in before]
     # Split or not, with and without the window; long and short chunks.
     assert 2 <= names.count("decode_kernel") <= 4 and 4 <= names.count("prefill_kernel") <= 8
-    assert names.count("plan_kernel") == names.count("write_kv_kernel") == 1
+    assert names.count("plan_kernel") == names.count("piece_kernel") == names.count("write_kv_kernel") == 1
     assert names.count("reduce_kernel") == 2  # of what decode lists, and of prefill
     generator = torch.Generator().manual_seed(3)
     with torch.inference_mode():

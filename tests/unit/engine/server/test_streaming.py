@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 from hypothesis import given, settings
@@ -16,6 +17,7 @@ from kvbench_engine.sequence import Request, SamplingParams
 from kvbench_engine.server.choices import Choice, Piece
 from kvbench_engine.server.detokenizer import SilentDecoder
 from kvbench_engine.server.generation import Generation, ServerState
+from kvbench_engine.server.http import DirectWriter
 from kvbench_engine.server.metrics import ServerMetrics
 from kvbench_engine.server.protocol import CompletionBody, parse
 from kvbench_engine.server.streaming import DIRECT, DONE, EventFormat, EventStream
@@ -162,6 +164,25 @@ def test_a_token_that_may_complete_a_stop_string_goes_by_the_task() -> None:
     recorder = AnswerRecorder(lambda: True)
     asyncio.run(with_engine(lambda engine: recorder.answer(engine, stop=["never said"])))
     assert ids_by_choice(recorder.parts) == WHOLE and not recorder.written
+
+
+def test_a_part_is_written_at_once_only_into_an_open_answer_that_its_client_reads() -> None:
+    written: list[bytes] = []
+    open_ = {"disconnected": False, "response_complete": False, "response_started": True, "chunked_encoding": True}
+
+    def writer(paused: bool = False, closing: bool = False, **changes: bool | None) -> DirectWriter:
+        transport = SimpleNamespace(is_closing=lambda: closing, write=written.append)
+        flow = SimpleNamespace(write_paused=paused)
+        return DirectWriter(SimpleNamespace(transport=transport, flow=flow, **{**open_, **changes}))
+
+    assert writer().ready()
+    for changes in (
+        {"paused": True}, {"closing": True}, {"disconnected": True}, {"response_complete": True},
+        {"response_started": False}, {"chunked_encoding": False}, {"chunked_encoding": None},
+    ):  # fmt: skip
+        assert not writer(**changes).ready(), changes
+    writer().write(b"x" * 20)
+    assert written == [b"14\r\n" + b"x" * 20 + b"\r\n"]
 
 
 def test_an_error_of_writing_at_once_ends_its_own_stream_alone() -> None:
