@@ -369,7 +369,7 @@ def swap_by_page(measured: WorkloadFacts) -> ClaimVerdict:
 
 
 def watermark(measured: WorkloadFacts) -> ClaimVerdict:
-    """Holds if every share surely changes tokens/s and p95 ITL by less than 5 %. Depends if only one of the two does.
+    """Holds if every share surely changes tokens/s and p95 ITL by less than 2 %. Not if one surely does by more.
 
     Against nothing left free.
     """
@@ -385,12 +385,9 @@ def watermark(measured: WorkloadFacts) -> ClaimVerdict:
         for share in shares
     ]
     evidence = say("watermark", none=preemptions(0.0), shares="; ".join(rows))
-    parts = [
-        all_of([is_above(ratio, 1 - LITTLE) for ratio in ratios] + [is_below(ratio, 1 + LITTLE) for ratio in ratios])
-        for ratios in (speeds.values(), p95s.values())
-    ]
-    reason, depends = say("holds", limit="\N{PLUS-MINUS SIGN}5 %"), say("only_metric", parts[0] == HELD)
-    return verdict(parts, evidence, reason, depends)
+    margin, ratios = MARGINS[ENGINE], [*speeds.values(), *p95s.values()]
+    bounds = [is_above(ratio, 1 - margin) for ratio in ratios] + [is_below(ratio, 1 + margin) for ratio in ratios]
+    return verdict([all_of(bounds)], evidence, say("holds", limit="2 %"))
 
 
 def max_num_seqs(measured: WorkloadFacts) -> ClaimVerdict:

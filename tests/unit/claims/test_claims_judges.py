@@ -243,10 +243,12 @@ CASES = [
           (5, 10, 20, HELD), (5, 10, 10, DEPENDS), (10, 10, 20, DEPENDS), (10, 10, 10, DID_NOT_HOLD)),
     *rows("swap-by-page", swapped, (5.0, 80.0, 9.0, HELD),  # 80 slots of 100
           (6.0, 80.0, 9.0, DID_NOT_HOLD), (0.0, 0.0, 0.0, UNDECIDED)),  # 96: pages are moved whole
-    *rows("watermark", left_free, ((0.951, 1.0), (1.0, 1.049), (0.96, 1.04), HELD),
-          ((0.951, 1.0), (1.051, 1.1), (0.5, 0.949), DID_NOT_HOLD), ((0.951, 1.0), (1.0, 1.049), (0.5, 0.949), DEPENDS),
-          ((0.9, 0.949), (0.9, 1.1), (0.96, 1.04), DEPENDS), ((0.951, 1.0), (1.0, 1.051), (0.96, 1.04), UNDECIDED),
-          ((0.951, 1.0), (1.0, 1.049), (0.949, 1.04), UNDECIDED)),
+    *rows("watermark", left_free, ((0.981, 1.0), (1.0, 1.019), (0.99, 1.01), HELD),
+          ((0.981, 1.0), (1.021, 1.1), (0.9, 1.1), DID_NOT_HOLD),
+          ((0.9, 0.979), (1.0, 1.019), (0.99, 1.01), DID_NOT_HOLD),
+          ((0.981, 1.0), (1.0, 1.019), (0.5, 0.979), DID_NOT_HOLD),
+          ((0.981, 1.0), (1.0, 1.021), (0.99, 1.01), UNDECIDED),
+          ((0.981, 1.0), (1.0, 1.019), (0.979, 1.01), UNDECIDED)),
     *rows("max-num-seqs", limited("max-num-seqs"), *LIMITS, ((0.6, 0.7), LATE, (0.9, 1.01), HELD)),
     *rows("max-num-seqs", limited("max-num-seqs", preempted=0.0), ((0.6, 0.7), LATE, (0.9, 1.01), DEPENDS)),
     *rows("max-num-batched-tokens", limited("max-num-batched-tokens"), *LIMITS,
