@@ -18,14 +18,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from kvbench_kernels.numba_memory import (
-    I8,
-    I16,
-    I64,
-    JIT,
-    emit_prefetch,
-    has_amx,
-)
+from kvbench_kernels.numba_memory import I8, I16, I64, JIT, emit_prefetch, has_amx
 
 PANEL = 32
 DEPTH = 32  # values of K per instruction

@@ -110,8 +110,11 @@ def score_tile(
     q, k, k_scales, score_scale, softcap,
     HAS_SOFTCAP: tl.constexpr, KIND: tl.constexpr, FP8_HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """Scores [M, N] in units of log 2 of the parts q and the tile k. With a softcap c, ``softcap`` is c * log2(e) and
-    ``score_scale``, see ``query_parts``, has 2 * log2(e) / c in it: c * tanh(x / c) = c - 2c / (1 + exp(2x / c))."""
+    """Computes the scores [M, N] of a query's parts q and the tile k, in units of log 2.
+
+    With a softcap c, ``softcap`` is c * log2(e), and ``score_scale`` (see ``query_parts``) has the factor
+    2 * log2(e) / c: c * tanh(x / c) = c - 2c / (1 + exp(2x / c)).
+    """
     k_parts = unpack_keys(tl.trans(k), q[0].dtype, KIND, FP8_HARDWARE)
     s = tl.dot(q[0], k_parts[0], input_precision="ieee")
     if KIND != "auto":
@@ -139,8 +142,11 @@ def add_values(acc, fade, p, v, unit, HAS_UNIT: tl.constexpr):
 
 @triton.jit
 def softmax_tile(acc, top, total, s, v, v_scales, model: tl.constexpr, KIND: tl.constexpr, FP8_HARDWARE: tl.constexpr):
-    """Fold scores s [M, N] and the tile v into the running sums: ``acc`` has a part for each part of v, ``total`` is
-    [M], or [M, N] where each column has a sum of its own, added up after the last tile."""
+    """Folds the scores s [M, N] and the tile v into the running sums.
+
+    ``acc``: a part for each part of v. ``total``: [M], or [M, N] where each column has a sum of its own, and these are
+    added up after the last tile.
+    """
     dtype: tl.constexpr = value_dtype(model, KIND)
     v_parts = unpack_values(v, dtype, KIND, FP8_HARDWARE)
     new_top = tl.maximum(top, tl.max(s, 1))
@@ -276,6 +282,24 @@ def finish(
     value, value_ok = columns(DV, DV_PAD, KIND)
     at = out_ptr + row[:, None] * DV + value[None, :]
     tl.store(at, result.to(out_ptr.dtype.element_ty), mask=row_ok[:, None] & value_ok[None, :])
+
+
+@triton.jit
+def finish_piece(
+    acc, top, total, pieces, whole, part, row_ok, heads, sinks_ptr, out_ptr, parts_ptr, lse_ptr, v_scale,
+    DV: tl.constexpr, DV_PAD: tl.constexpr, KIND: tl.constexpr, SPLIT: tl.constexpr, HAS_SINKS: tl.constexpr,
+):  # fmt: skip
+    """Write the result at row ``whole`` of ``out`` if it is in one piece, else at row ``part`` of ``parts``."""
+    if pieces == 1:
+        finish(
+            acc, top, total, whole, row_ok, heads, sinks_ptr, out_ptr, lse_ptr, v_scale,
+            DV, DV_PAD, KIND, False, HAS_SINKS,
+        )  # fmt: skip
+    elif SPLIT:
+        finish(
+            acc, top, total, part, row_ok, heads, sinks_ptr, parts_ptr, lse_ptr, v_scale,
+            DV, DV_PAD, KIND, True, HAS_SINKS,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["lse_ptr", "sinks_ptr", "work_ptr"])

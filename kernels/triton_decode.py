@@ -15,7 +15,7 @@ import triton.language as tl
 
 from kvbench_kernels.launch import KernelShape, Tiles, shape_constants
 from kvbench_kernels.triton_codes import row_bytes
-from kvbench_kernels.triton_common import attend, columns, finish
+from kvbench_kernels.triton_common import attend, columns, finish_piece
 from kvbench_kernels.tuning import choose_decode
 
 
@@ -74,16 +74,10 @@ def decode_kernel(
         score_scale, softcap, PAGE_SIZE, WINDOW, KV_HEADS, D, DV, D_PAD, DV_PAD, BLOCK_M, BLOCK_N,
         HAS_SOFTCAP, KIND, FP8_HARDWARE,
     )  # fmt: skip
-    if pieces == 1:
-        finish(
-            acc, top, total, b * HEADS + heads, row_ok, heads, sinks_ptr, out_ptr, lse_ptr, v_scale,
-            DV, DV_PAD, KIND, False, HAS_SINKS,
-        )  # fmt: skip
-    elif SPLIT:
-        finish(
-            acc, top, total, item.to(tl.int64) * HEADS + heads, row_ok, heads, sinks_ptr, parts_ptr, lse_ptr, v_scale,
-            DV, DV_PAD, KIND, True, HAS_SINKS,
-        )  # fmt: skip
+    finish_piece(
+        acc, top, total, pieces, b * HEADS + heads, item.to(tl.int64) * HEADS + heads, row_ok, heads, sinks_ptr,
+        out_ptr, parts_ptr, lse_ptr, v_scale, DV, DV_PAD, KIND, SPLIT, HAS_SINKS,
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=1024)

@@ -169,18 +169,18 @@ class Attention:
 
     def prefill(self, plan: PrefillPieces, buffers: Splits) -> None:
         """Launch prefill: ``q [T, H, D]`` -> ``out [T, H, Dv]``."""
-        shape, window, max_tokens = self.shape, self.shape.window, plan.max_tokens
+        shape, window = self.shape, self.shape.window
         tokens, batch = self.q.shape[0], plan.seq_lens.shape[0]
         short = plan.max_queries <= SHORT_QUERIES
         block_q = prefill_constants(shape, 1, short)["BLOCK_M"] // shape.group
         useful = prefill_blocks(tokens, batch, plan.max_queries, block_q)
-        longest = max_tokens if window is None else min(max_tokens, window + block_q - 1)
+        longest = plan.max_tokens if window is None else min(plan.max_tokens, window + block_q - 1)
         splits = num_kv_splits(useful * shape.num_kv_heads, longest, self.chip.num_sms)
         parts = lse = pieces = piece = self.out
         if splits > 1:
             rows, places = tokens * splits * shape.num_heads, PROGRAMS_PER_SM * self.chip.num_sms
             parts, lse, pieces = buffers.take(rows, shape.v_head_dim, self.q.device, tokens)
-            piece = plan.piece(window, block_q, shape.num_kv_heads, places, splits)
+            piece = plan.piece(longest, block_q, shape.num_kv_heads, places, splits)
         blocks = tokens // block_q + batch
         prefill_kernel[(blocks * shape.num_kv_heads, splits)](
             *self._inputs(plan.query_starts, plan.seq_lens), self.out, parts, lse, pieces, piece, *self._numbers(),

@@ -139,7 +139,7 @@ def plan_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["batch", "reach", "kv_heads", "block_q", "places", "most"],
+    do_not_specialize=["batch", "reach", "block_q", "kv_heads", "places", "most"],
     do_not_specialize_on_alignment=["query_starts_ptr", "lens_ptr"],
 )
 def piece_kernel(
@@ -147,7 +147,7 @@ def piece_kernel(
     piece_ptr,  # int32 [1]
     batch,
     reach,  # keys that a block sees at most
-    kv_heads, block_q, places,
+    block_q, kv_heads, places,
     most,  # pieces that there is room for
     SHORTEST: tl.constexpr, CHOICES: tl.constexpr, GOOD: tl.constexpr,
 ):  # fmt: skip
@@ -207,16 +207,14 @@ class PrefillPieces:
         self.max_queries, self.max_tokens = max_queries, max_tokens
         self._pieces: dict[tuple[int, ...], torch.Tensor] = {}
 
-    def piece(self, window: int | None, block_q: int, kv_heads: int, places: int, most: int) -> torch.Tensor:
+    def piece(self, reach: int, block_q: int, kv_heads: int, places: int, most: int) -> torch.Tensor:
         """The keys of a piece, int32 ``[1]``, chosen on the device for the first layer of this kind."""
-        key = (window or 0, block_q, kv_heads, places, most)
+        key = (reach, block_q, kv_heads, places, most)
         if key not in self._pieces:
             piece = torch.empty(1, dtype=torch.int32, device=self.seq_lens.device)
-            reach = _NO_WINDOW if window is None else window + block_q - 1
             piece_kernel[(1,)](
-                self.query_starts, self.seq_lens, piece, len(self.seq_lens), reach, kv_heads, block_q, places, most,
-                **PIECE_CONSTANTS,
-            )  # fmt: skip
+                self.query_starts, self.seq_lens, piece, len(self.seq_lens), *key, **PIECE_CONSTANTS
+            )
             self._pieces[key] = piece
         return self._pieces[key]
 

@@ -186,14 +186,14 @@ class StepGraphs:
         Raises:
             ValueError: not all can be captured, and graphs are ``required``.
         """
-        mixed = self._capture_all("mixed step of {} tokens", [Fit(True, n) for n in self.sizes.mixed], required)
+        self._capture_all("mixed step of {} tokens", [Fit(True, n) for n in self.sizes.mixed], required)
         decodes = self._capture_all("decode of a batch of {}", [Fit(False, n) for n in self.sizes.decodes], required)
         if not decodes:
             self._replays.clear()
             self._logits = None
         else:
-            captured = (size for size in self.sizes.mixed if mixed and Fit(True, size) in self._replays)
-            self.sizes = replace(self.sizes, mixed=tuple(captured))
+            captured = tuple(size for size in self.sizes.mixed if Fit(True, size) in self._replays)
+            self.sizes = replace(self.sizes, mixed=captured)
         return decodes
 
     def _capture_all(self, what: str, fits: list[Fit], required: bool) -> bool:
