@@ -18,6 +18,8 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
+from kvbench_kernels.dependent_launch import PDL_ARCH
+
 WARP_SIZE = 32
 _LAUNCH = ("num_warps", "num_stages")
 _LOCAL_ACCESS = re.compile(r"\b(?:LDL|STL)\b")
@@ -39,13 +41,15 @@ def compile_for(
 ) -> CompiledKernel:
     """Compile ``kernel`` for sm_``arch`` as a launch on aligned tensors would.
 
-    ``constants``: every constexpr, with num_warps and num_stages. ``types``: Triton's names of the element types of
-    pointers (arguments that end in ``_ptr``; of type ``default`` where it says nothing) and of scalars ("fp32" where
-    the name ends in ``scale`` or ``softcap``, else "i32"). Integers that it does not name count as multiples of 16, as
-    strides of slots and heads are, unless the kernel asks not to be specialised for them.
+    ``constants``: every constexpr but PDL, with num_warps and num_stages. ``types``: Triton's names of the element
+    types of pointers (arguments that end in ``_ptr``; of type ``default`` where it says nothing) and of scalars ("fp32"
+    where the name ends in ``scale`` or ``softcap``, else "i32"). Integers that it does not name count as multiples of
+    16, as strides of slots and heads are, unless the kernel asks not to be specialised for them.
     """
     constants = dict(constants)
     options = {name: constants.pop(name) for name in _LAUNCH if name in constants}
+    if any(parameter.name == "PDL" for parameter in kernel.params):
+        constants["PDL"] = options["launch_pdl"] = arch >= PDL_ARCH
     signature: dict[str, str] = {}
     attributes: dict[tuple[int], list[list[Any]]] = {}
     for i, parameter in enumerate(kernel.params):

@@ -11,11 +11,11 @@ MIN_DOT = 16  # tl.dot takes no dimension under 16
 WORD_BITS = 16  # a quantised cache is read in words of this size: see kernels/triton_codes.py
 SHARED_BYTES = 64 * 1024  # K and V tiles in flight; fits the smallest block limit, 99 KiB of sm_86, 89 and 120
 MAX_STAGES = 4
-MIN_SPLIT_TOKENS = 256  # a shorter split gains less than the reduction costs
+MIN_SPLIT_TOKENS = 256  # a shorter split gains less than adding up costs
 MAX_SPLITS = 64
 PROGRAMS_PER_SM = 2  # the least that run at a time: one computes while another waits for its loads
 WARPS_PER_SM = 8  # warps that attention keeps busy; on an H200, programs of 2 warps were fastest four at a time
-PROGRAM_TOKENS = 64  # cost of a decode program beside its own tokens: its start and its part of a reduction
+PROGRAM_TOKENS = 64  # cost of a decode program beside its own tokens: its start and its part in adding up
 EXTRA_WAVES = 4  # waves of programs that cutting long sequences may add to a decode step
 GOOD_FILL = 0.85  # share of the best fill of the last wave; more splits only cost time
 SHORT_QUERIES = 8  # chunks up to here (speculation, the tail of a prompt) take tiles of their own
@@ -225,7 +225,7 @@ def num_kv_splits(programs: int, max_tokens: int, num_sms: int) -> int:
     """The pieces into which each of ``programs`` of prefill (query blocks x KV heads) cuts its keys.
 
     One where the programs alone fill the GPU several times, or nothing is long enough to share. Else the fewest whose
-    last wave is filled almost as well as that of the best number: every split more costs a part in the reduction.
+    last wave is filled almost as well as that of the best number: every split more costs a part to add up.
     """
     most = max(1, min(cdiv(max_tokens, MIN_SPLIT_TOKENS), MAX_SPLITS))
     at_a_time = PROGRAMS_PER_SM * num_sms

@@ -25,7 +25,7 @@ import triton.language as tl
 FP8_UNIT = 256.0  # what ``fp8_value`` leaves out where it has no hardware conversion of e4m3
 ASSEMBLER = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1")  # the interpreter has none
 
-# Each takes two words, $2 or of int4 $4, and gives the two columns of each part, $0 and on.
+# Each takes two words, $2 or of int4 $4, and gives the two columns of each part, $0 and on. lop3 by 0x6A: (a & b) ^ c.
 E5M2 = tl.constexpr("""{
 prmt.b32 $0, $2, 0, 0x2404;
 and.b32 $1, $2, 0xFF00FF00;
@@ -64,13 +64,12 @@ prmt.b32 $0, x, 0, 0x4240;
 prmt.b32 $1, x, 0, 0x4341;
 }""")
 INT4_KEYS = tl.constexpr("""{
-.reg .b32 x, y;
-xor.b32 x, $4, 0x88888888;
-and.b32 $0, x, 0x000F000F;
-and.b32 $1, x, 0x00F000F0;
-shr.u32 y, x, 8;
-and.b32 $2, y, 0x000F000F;
-and.b32 $3, y, 0x00F000F0;
+.reg .b32 x;
+lop3.b32 $0, $4, 0x000F000F, 0x00080008, 0x6A;
+lop3.b32 $1, $4, 0x00F000F0, 0x00800080, 0x6A;
+shr.u32 x, $4, 8;
+lop3.b32 $2, x, 0x000F000F, 0x00080008, 0x6A;
+lop3.b32 $3, x, 0x00F000F0, 0x00800080, 0x6A;
 }""")
 # u / 2**133 * 2**124 - 128 / 2**9; of a high half byte 16 u, so * 2**120.
 INT8_VALUES_BF16 = tl.constexpr("""{
@@ -88,15 +87,14 @@ INT4_VALUES_BF16 = tl.constexpr("""{
 mov.b32 up, 0x7D807D80;
 mov.b32 up_high, 0x7B807B80;
 mov.b32 bias, 0xBC80BC80;
-xor.b32 x, $4, 0x88888888;
-and.b32 y, x, 0x000F000F;
+lop3.b32 y, $4, 0x000F000F, 0x00080008, 0x6A;
 fma.rn.bf16x2 $0, y, up, bias;
-and.b32 y, x, 0x00F000F0;
+lop3.b32 y, $4, 0x00F000F0, 0x00800080, 0x6A;
 fma.rn.bf16x2 $1, y, up_high, bias;
-shr.u32 x, x, 8;
-and.b32 y, x, 0x000F000F;
+shr.u32 x, $4, 8;
+lop3.b32 y, x, 0x000F000F, 0x00080008, 0x6A;
 fma.rn.bf16x2 $2, y, up, bias;
-and.b32 y, x, 0x00F000F0;
+lop3.b32 y, x, 0x00F000F0, 0x00800080, 0x6A;
 fma.rn.bf16x2 $3, y, up_high, bias;
 }""")
 # The same of float16: u / 2**24 * 2**15.
@@ -115,15 +113,14 @@ INT4_VALUES_FP16 = tl.constexpr("""{
 mov.b32 up, 0x78007800;
 mov.b32 up_high, 0x68006800;
 mov.b32 bias, 0xA400A400;
-xor.b32 x, $4, 0x88888888;
-and.b32 y, x, 0x000F000F;
+lop3.b32 y, $4, 0x000F000F, 0x00080008, 0x6A;
 fma.rn.f16x2 $0, y, up, bias;
-and.b32 y, x, 0x00F000F0;
+lop3.b32 y, $4, 0x00F000F0, 0x00800080, 0x6A;
 fma.rn.f16x2 $1, y, up_high, bias;
-shr.u32 x, x, 8;
-and.b32 y, x, 0x000F000F;
+shr.u32 x, $4, 8;
+lop3.b32 y, x, 0x000F000F, 0x00080008, 0x6A;
 fma.rn.f16x2 $2, y, up, bias;
-and.b32 y, x, 0x00F000F0;
+lop3.b32 y, x, 0x00F000F0, 0x00800080, 0x6A;
 fma.rn.f16x2 $3, y, up_high, bias;
 }""")
 

@@ -12,12 +12,9 @@ context unless the sum is taken out of them every few tokens, and 16-bit operand
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
-from kvbench_kernels.launch import next_power_of_two
 from kvbench_kernels.triton_codes import (
     is_integer,
     query_parts,
@@ -260,86 +257,79 @@ def attend(
 
 
 @triton.jit
-def finish(
-    acc, top, total, row, row_ok, heads, sinks_ptr, out_ptr, lse_ptr, v_scale,
-    DV: tl.constexpr, DV_PAD: tl.constexpr, KIND: tl.constexpr, SPLIT: tl.constexpr, HAS_SINKS: tl.constexpr,
-):  # fmt: skip
-    """Write the result at ``row`` [M] (int64) of ``out``, or with SPLIT the split's part of it.
-
-    A part is normalised, and its lse the log2 of its denominator: -inf where the split is empty. Sinks join once, here
-    or in ``reduce_kernel``. A row that saw nothing gets 0.
-    """
-    if HAS_SINKS and not SPLIT:
-        sink = tl.load(sinks_ptr + heads, mask=row_ok, other=0.0).to(tl.float32) * 1.4426950408889634
-        joint = tl.maximum(top, sink)
-        fade = tl.exp2(top - joint)
-        acc = acc * fade[:, None]
-        total = total * fade + tl.exp2(sink - joint)
-    # not "> 0": a NaN that the model computed must stay visible
-    result = acc * (v_scale / tl.where(total == 0, 1.0, total))[:, None]
-    if SPLIT:
-        tl.store(lse_ptr + row, top + tl.log2(total), mask=row_ok)
-    value, value_ok = columns(DV, DV_PAD, KIND)
-    at = out_ptr + row[:, None] * DV + value[None, :]
-    tl.store(at, result.to(out_ptr.dtype.element_ty), mask=row_ok[:, None] & value_ok[None, :])
+def join_sinks(top, total, row_ok, heads, sinks_ptr):
+    """Returns (factor of the values [M], denominator [M]) of rows whose softmax their heads' sinks have joined."""
+    sink = tl.load(sinks_ptr + heads, mask=row_ok, other=0.0).to(tl.float32) * 1.4426950408889634
+    joint = tl.maximum(top, sink)
+    fade = tl.exp2(top - joint)
+    return fade, total * fade + tl.exp2(sink - joint)
 
 
 @triton.jit
-def finish_piece(
+def finish(
     acc, top, total, pieces, whole, part, row_ok, heads, sinks_ptr, out_ptr, parts_ptr, lse_ptr, v_scale,
     DV: tl.constexpr, DV_PAD: tl.constexpr, KIND: tl.constexpr, SPLIT: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Write the result at row ``whole`` of ``out`` if it is in one piece, else at row ``part`` of ``parts``."""
-    if pieces == 1:
-        finish(
-            acc, top, total, whole, row_ok, heads, sinks_ptr, out_ptr, lse_ptr, v_scale,
-            DV, DV_PAD, KIND, False, HAS_SINKS,
-        )  # fmt: skip
-    elif SPLIT:
-        finish(
-            acc, top, total, part, row_ok, heads, sinks_ptr, parts_ptr, lse_ptr, v_scale,
-            DV, DV_PAD, KIND, True, HAS_SINKS,
-        )  # fmt: skip
+    """Write a result of one piece at rows ``whole`` [M] (int64) of ``out``, another at ``part`` of ``parts``.
 
-
-@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["lse_ptr", "sinks_ptr", "work_ptr"])
-def reduce_kernel(
-    parts_ptr,  # float32 [parts, H, Dv], each normalised; the parts of a token lie together
-    lse_ptr,  # float32 [parts, H], log2 of each part's denominator
-    sinks_ptr,  # [H], read if HAS_SINKS
-    out_ptr,  # [T, H, Dv]
-    work_ptr,  # int32: if LISTED the table of kvbench_kernels.triton_plan, else the number of parts of each token
-    rows,  # LISTED: items that the table has room for; else parts that every token has room for
-    HEADS: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr,
-    LISTED: tl.constexpr, HAS_SINKS: tl.constexpr,
-):  # fmt: skip
-    """Weigh the parts of one token by their denominators and add them up: BLOCK_H heads, BLOCK_P parts at a time.
-
-    With LISTED, of the tokens (sequences of decode) that the table says are cut, else of those with two parts or more.
-    The others have their result.
+    A part is normalised, and its lse the log2 of its denominator: -inf where it is empty. Sinks join once, here or in
+    ``add_parts``. A row that saw nothing gets 0.
     """
-    BLOCKS: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
-    place = tl.program_id(0) // BLOCKS
-    heads = tl.program_id(0) % BLOCKS * BLOCK_H + tl.arange(0, BLOCK_H)
+    scale, below = v_scale, total
+    if HAS_SINKS:
+        fade, joint = join_sinks(top, total, row_ok, heads, sinks_ptr)
+        scale = tl.where(pieces == 1, fade, 1.0) * v_scale
+        below = tl.where(pieces == 1, joint, total)
+    # not "> 0": a NaN that the model computed must stay visible
+    result = acc * (scale / tl.where(below == 0, 1.0, below))[:, None]
+    value, value_ok = columns(DV, DV_PAD, KIND)
+    ok = row_ok[:, None] & value_ok[None, :]
+    if pieces == 1:
+        tl.store(out_ptr + whole[:, None] * DV + value[None, :], result.to(out_ptr.dtype.element_ty), mask=ok)
+    elif SPLIT:
+        tl.store(lse_ptr + part, top + tl.log2(total), mask=row_ok)
+        tl.store(parts_ptr + part[:, None] * DV + value[None, :], result, mask=ok)
+
+
+@triton.jit
+def is_last(arrived_ptr, pieces):
+    """Counts this program among the ``pieces`` of its rows: true for the last one, which sees what all have written.
+
+    The counter is 0 before the launch and after it.
+    """
+    tl.debug_barrier()  # the counting thread speaks for the writes of the others
+    last = tl.atomic_add(arrived_ptr, 1, sem="acq_rel") == pieces - 1
+    if last:
+        tl.store(arrived_ptr, 0)
+    return last
+
+
+@triton.constexpr_function
+def as_many(VALUES, SIZE, LIMIT):
+    """Things of SIZE values that make VALUES together: at least one, at most LIMIT. All are powers of two."""
+    return min(LIMIT, max(1, VALUES // SIZE))
+
+
+@triton.jit
+def add_parts(
+    pieces, whole, first, row_ok, heads, sinks_ptr, out_ptr, parts_ptr, lse_ptr,
+    ROWS: tl.constexpr, BLOCK_P: tl.constexpr, HEADS: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):  # fmt: skip
+    """Weigh the parts of ROWS rows by their denominators, and write their sums at the rows ``whole`` [ROWS] of ``out``.
+
+    ``first`` [ROWS] (int64): the row of each one's first part; its next one is HEADS rows on. BLOCK_P parts at a time.
+    """
     dv = tl.arange(0, DV_PAD)
-    ok = (heads < HEADS)[:, None] & (dv < DV)[None, :]
-    if LISTED:
-        num_cut, place_at = tl.load(work_ptr + 1), work_ptr + (1 + rows + place) * 4
-        token, first, count = tl.load(place_at).to(tl.int64), tl.load(place_at + 1).to(tl.int64), tl.load(place_at + 2)
-        if place >= num_cut:
-            return
-    else:
-        token, first, count = place.to(tl.int64), place.to(tl.int64) * rows, tl.load(work_ptr + place)
-        if count < 2:
-            return
-    top = tl.full([BLOCK_H], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_H], tl.float32)
-    acc = tl.zeros([BLOCK_H, DV_PAD], tl.float32)
-    for start in range(0, count, BLOCK_P):
+    ok = row_ok[:, None] & (dv < DV)[None, :]
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, DV_PAD], tl.float32)
+    for start in range(0, pieces, BLOCK_P):
         part = start + tl.arange(0, BLOCK_P)
-        there = part < count
-        row = (first + part)[:, None] * HEADS + heads[None, :]
-        lse = tl.load(lse_ptr + row, mask=there[:, None] & (heads < HEADS)[None, :], other=float("-inf"))
+        there = part < pieces
+        row = first[None, :] + part[:, None] * HEADS
+        lse = tl.load(lse_ptr + row, mask=there[:, None] & row_ok[None, :], other=float("-inf"))
         parts_at = parts_ptr + row[:, :, None] * DV + dv[None, None, :]
         parts = tl.load(parts_at, mask=there[:, None, None] & ok[None, :, :], other=0.0)
         new_top = tl.maximum(top, tl.max(lse, 0))
@@ -349,22 +339,8 @@ def reduce_kernel(
         total = total * fade + tl.sum(weights, 0)
         acc = acc * fade[:, None] + tl.sum(parts * weights[:, :, None], 0)
         top = new_top
+    scale = 1.0
     if HAS_SINKS:
-        sink = tl.load(sinks_ptr + heads, mask=heads < HEADS, other=0.0).to(tl.float32) * 1.4426950408889634
-        joint = tl.maximum(top, sink)
-        fade = tl.exp2(top - joint)
-        acc = acc * fade[:, None]
-        total = total * fade + tl.exp2(sink - joint)
-    result = acc / tl.where(total == 0, 1.0, total)[:, None]
-    at = out_ptr + (token * HEADS + heads)[:, None] * DV + dv[None, :]
-    tl.store(at, result.to(out_ptr.dtype.element_ty), mask=ok)
-
-
-def reduce_constants(heads: int, v_dim: int, listed: bool, sinks: bool) -> dict[str, Any]:
-    """The compile-time arguments of ``reduce_kernel`` with num_warps: 8,192 values at a time, 64 a thread."""
-    v_pad = next_power_of_two(v_dim)
-    block_h = max(1, 256 // v_pad)
-    return {
-        "HEADS": heads, "DV": v_dim, "DV_PAD": v_pad, "BLOCK_H": block_h, "BLOCK_P": 8192 // (block_h * v_pad),
-        "LISTED": listed, "HAS_SINKS": sinks, "num_warps": 4,
-    }  # fmt: skip
+        scale, total = join_sinks(top, total, row_ok, heads, sinks_ptr)
+    result = acc * (scale / tl.where(total == 0, 1.0, total))[:, None]
+    tl.store(out_ptr + whole[:, None] * DV + dv[None, :], result.to(out_ptr.dtype.element_ty), mask=ok)

@@ -1,4 +1,4 @@
-"""Paged decode in Triton: long sequences in pieces, then a reduction; no second pass where nothing can be cut.
+"""Paged decode in Triton: long sequences in pieces, which the last one to end adds up.
 
 One program serves one sequence, or a piece of it as ``triton_plan`` lists them, and one KV head. All query
 heads of the KV head are rows of one tile, so each K and V row is read once and tl.dot has its 16 rows. The KV heads of
@@ -13,9 +13,10 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from kvbench_kernels.launch import KernelShape, Tiles, shape_constants
+from kvbench_kernels.dependent_launch import wait_for_earlier
+from kvbench_kernels.launch import KernelShape, Tiles, next_power_of_two, shape_constants
 from kvbench_kernels.triton_codes import row_bytes
-from kvbench_kernels.triton_common import attend, columns, finish_piece
+from kvbench_kernels.triton_common import add_parts, as_many, attend, columns, finish, is_last
 from kvbench_kernels.tuning import choose_decode
 
 
@@ -27,21 +28,23 @@ def decode_kernel(
     q_ptr,  # [B, H, D]
     k_ptr, v_ptr,  # [slots, Hkv, D] and [slots, Hkv, Dv], or the codes of a quantised cache
     k_scales_ptr, v_scales_ptr,  # float32 [slots, Hkv], read if KIND has a scale per token and head
-    pages_ptr,  # [B, max_pages] int64, first slot of each page
+    pages_ptr,  # [B, max_pages] int32, first slot of each page
     lens_ptr,  # [B], read if not SPLIT
     sinks_ptr,  # [H], read if HAS_SINKS
     out_ptr,  # [B, H, Dv]: of whole sequences
     work_ptr,  # the table of kvbench_kernels.triton_plan, read if SPLIT
     parts_ptr,  # float32 [items, H, Dv]: of pieces, written if SPLIT
     lse_ptr,  # float32 [items, H], likewise
+    arrived_ptr,  # int32 [B, Hkv] zeros, read and left as zeros if SPLIT
     score_scale, softcap, v_scale,
     q_stride, q_head_stride, k_stride, v_stride, pages_stride,
     PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_PAD: tl.constexpr,
     SPLIT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
-    KIND: tl.constexpr, FP8_HARDWARE: tl.constexpr,
+    KIND: tl.constexpr, FP8_HARDWARE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_earlier(PDL)
     KV_HEADS: tl.constexpr = HEADS // GROUP
     kv_head = tl.program_id(0) % KV_HEADS
     item = tl.program_id(0) // KV_HEADS
@@ -74,10 +77,20 @@ def decode_kernel(
         score_scale, softcap, PAGE_SIZE, WINDOW, KV_HEADS, D, DV, D_PAD, DV_PAD, BLOCK_M, BLOCK_N,
         HAS_SOFTCAP, KIND, FP8_HARDWARE,
     )  # fmt: skip
-    finish_piece(
+    finish(
         acc, top, total, pieces, b * HEADS + heads, item.to(tl.int64) * HEADS + heads, row_ok, heads, sinks_ptr,
         out_ptr, parts_ptr, lse_ptr, v_scale, DV, DV_PAD, KIND, SPLIT, HAS_SINKS,
     )  # fmt: skip
+    if SPLIT and pieces > 1:
+        last = is_last(arrived_ptr + b * KV_HEADS + kv_head, pieces)
+        if last:
+            group_rows = tl.arange(0, GROUP_PAD)
+            group = kv_head * GROUP + group_rows
+            first = (item - piece).to(tl.int64) * HEADS + group
+            add_parts(
+                pieces, b * HEADS + group, first, group_rows < GROUP, group, sinks_ptr, out_ptr, parts_ptr, lse_ptr,
+                GROUP_PAD, as_many(4096, GROUP_PAD * DV_PAD, 64), HEADS, DV, DV_PAD, HAS_SINKS,
+            )  # fmt: skip
 
 
 @lru_cache(maxsize=1024)
@@ -93,4 +106,5 @@ def decode_constants(shape: KernelShape, split: bool) -> dict[str, Any]:
     ``split``: sequences may be cut. All numbers of pieces share a kernel: a batch that grows must not compile in the
     middle of a measurement.
     """
-    return shape_constants(shape, tiles_of_decode(shape)) | {"SPLIT": split}
+    constants = shape_constants(shape, tiles_of_decode(shape))
+    return constants | {"SPLIT": split, "GROUP_PAD": next_power_of_two(shape.group)}

@@ -11,6 +11,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from kvbench_kernels.dependent_launch import wait_for_earlier
 from kvbench_kernels.launch import cdiv, next_power_of_two
 
 MAX_TILE = 4096  # values of one side that a program holds
@@ -124,8 +125,9 @@ def write_kv_kernel(
     k_token_stride, k_head_stride, v_token_stride, v_head_stride, k_cache_stride, v_cache_stride,
     KV_HEADS: tl.constexpr, HEADS_PAD: tl.constexpr,  # heads a program stores
     D: tl.constexpr, DV: tl.constexpr, K_PAD: tl.constexpr, V_PAD: tl.constexpr,  # values, int4: bytes, padded
-    KIND: tl.constexpr,
+    KIND: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_earlier(PDL)
     t = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + t).to(tl.int64)
     if slot < 0:  # padding

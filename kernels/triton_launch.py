@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from kvbench_kernels.api import AttentionOptions, KVCache
+from kvbench_kernels.dependent_launch import dependent_launch
 from kvbench_kernels.launch import (
     PROGRAMS_PER_SM,
     SHORT_QUERIES,
@@ -22,7 +23,7 @@ from kvbench_kernels.launch import (
 )
 from kvbench_kernels.quantized import QuantizedKV
 from kvbench_kernels.triton_codes import FP8_UNIT
-from kvbench_kernels.triton_common import LOG2E, reduce_constants, reduce_kernel
+from kvbench_kernels.triton_common import LOG2E
 from kvbench_kernels.triton_decode import decode_constants, decode_kernel, tiles_of_decode
 from kvbench_kernels.triton_kv import write_constants, write_kv_kernel
 from kvbench_kernels.triton_plan import DecodePlan, PrefillPieces
@@ -51,30 +52,37 @@ def is_capturing(device: torch.device) -> bool:
 
 
 class Splits:
-    """Memory for the parts of split attention: one buffer a device and stream, for all layers and steps.
+    """Memory for the parts of split attention: two buffers a device and stream, for all layers and steps.
 
-    It grows by doubling. What it outgrew is kept if it was taken during the capture of a CUDA graph, which goes on
+    They grow by doubling. What they outgrew is kept if it was taken during the capture of a CUDA graph, which goes on
     writing to the addresses that it was captured with. Work on one stream is in order, so that layers and steps can
-    share; graphs that were captured on one stream share a buffer too and must not be replayed at the same time.
+    share; graphs that were captured on one stream share buffers too and must not be replayed at the same time.
     """
 
     def __init__(self) -> None:
-        self._buffers: dict[tuple[torch.device, int], torch.Tensor] = {}
+        self._buffers: dict[tuple[torch.dtype, torch.device, int], torch.Tensor] = {}
         self._captured: dict[int, torch.Tensor] = {}  # by address
 
     def take(
-        self, rows: int, v_dim: int, device: torch.device, tokens: int = 0
+        self, rows: int, v_dim: int, counters: int, device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Parts ``[rows, v_dim]`` and lse ``[rows]``, float32, and int32 ``[tokens]``, any contents."""
-        key = (device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
-        buffer, end = self._buffers.get(key), rows * (v_dim + 1)
-        if buffer is None or buffer.numel() < end + tokens:
-            size = 1 << (end + tokens - 1).bit_length()
-            buffer = self._buffers[key] = torch.empty(size, dtype=torch.float32, device=device)
+        """Parts ``[rows, v_dim]`` and lse ``[rows]``, float32 of any contents, and int32 ``[counters]``.
+
+        The counters are zeros, and whoever counts must leave them so.
+        """
+        buffer = self._at_least(rows * (v_dim + 1), torch.float32, device)
+        parts, lse = buffer[: rows * v_dim], buffer[rows * v_dim : rows * (v_dim + 1)]
+        return parts.view(rows, v_dim), lse, self._at_least(counters, torch.int32, device)[:counters]
+
+    def _at_least(self, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """The buffer of ``dtype``, of ``size`` elements or more, zeros when it is new."""
+        key = (dtype, device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.numel() < size:
+            buffer = self._buffers[key] = torch.zeros(1 << (size - 1).bit_length(), dtype=dtype, device=device)
         if is_capturing(device):
             self._captured[buffer.data_ptr()] = buffer
-        parts, lse = buffer[: rows * v_dim], buffer[rows * v_dim : end]
-        return parts.view(rows, v_dim), lse, buffer[end : end + tokens].view(torch.int32)
+        return buffer
 
 
 def side_of(cache: KVCache) -> Side:
@@ -109,7 +117,7 @@ def launch_write(k: torch.Tensor, v: torch.Tensor, k_cache: KVCache, v_cache: KV
     write_kv_kernel[(tokens, cdiv(kv_heads, constants["HEADS_PAD"]))](
         k, v, k_side.rows, v_side.rows, k_side.scales, v_side.scales, slots, k_side.scale, v_side.scale,
         k.stride(0), k.stride(1), v.stride(0), v.stride(1), k_side.rows.stride(0), v_side.rows.stride(0),
-        **constants,
+        **constants, **dependent_launch(k.device),
     )  # fmt: skip
 
 
@@ -156,16 +164,16 @@ class Attention:
         shape = self.shape
         places = programs_at_a_time(tiles_of_decode(shape).num_warps, self.chip.num_sms)
         work = plan.work(shape.window, shape.num_kv_heads, places)
-        constants = decode_constants(shape, work is not None)
+        constants = decode_constants(shape, work is not None) | dependent_launch(self.q.device)
         if work is None:
             out, grid = self.out, (self.q.shape[0] * shape.num_kv_heads,)
-            decode_kernel[grid](*self._inputs(seq_lens), out, out, out, out, *self._numbers(), **constants)
+            decode_kernel[grid](*self._inputs(seq_lens), out, out, out, out, out, *self._numbers(), **constants)
             return
-        parts, lse, _ = buffers.take(work.most_items * shape.num_heads, shape.v_head_dim, self.q.device)
+        rows, counters = work.most_items * shape.num_heads, self.q.shape[0] * shape.num_kv_heads
+        split = buffers.take(rows, shape.v_head_dim, counters, self.q.device)
         decode_kernel[(work.most_items * shape.num_kv_heads,)](
-            *self._inputs(seq_lens), self.out, work.table, parts, lse, *self._numbers(), **constants
+            *self._inputs(seq_lens), self.out, work.table, *split, *self._numbers(), **constants
         )
-        self._reduce(work.most_cut, parts, lse, work.table, work.most_items, listed=True)
 
     def prefill(self, plan: PrefillPieces, buffers: Splits) -> None:
         """Launch prefill: ``q [T, H, D]`` -> ``out [T, H, Dv]``."""
@@ -176,18 +184,16 @@ class Attention:
         useful = prefill_blocks(tokens, batch, plan.max_queries, block_q)
         longest = plan.max_tokens if window is None else min(plan.max_tokens, window + block_q - 1)
         splits = num_kv_splits(useful * shape.num_kv_heads, longest, self.chip.num_sms)
-        parts = lse = pieces = piece = self.out
+        programs = (tokens // block_q + batch) * shape.num_kv_heads
+        split, piece = (self.out,) * 3, self.out
         if splits > 1:
-            rows, places = tokens * splits * shape.num_heads, PROGRAMS_PER_SM * self.chip.num_sms
-            parts, lse, pieces = buffers.take(rows, shape.v_head_dim, self.q.device, tokens)
+            split = buffers.take(tokens * splits * shape.num_heads, shape.v_head_dim, programs, self.q.device)
+            places = PROGRAMS_PER_SM * self.chip.num_sms
             piece = plan.piece(longest, block_q, shape.num_kv_heads, places, splits)
-        blocks = tokens // block_q + batch
-        prefill_kernel[(blocks * shape.num_kv_heads, splits)](
-            *self._inputs(plan.query_starts, plan.seq_lens), self.out, parts, lse, pieces, piece, *self._numbers(),
-            batch, **prefill_constants(shape, splits, short),
+        prefill_kernel[(programs, splits)](
+            *self._inputs(plan.query_starts, plan.seq_lens), self.out, *split, piece, *self._numbers(),
+            batch, **prefill_constants(shape, splits, short), **dependent_launch(self.q.device),
         )  # fmt: skip
-        if splits > 1:
-            self._reduce(tokens, parts, lse, pieces, splits, listed=False)
 
     def _inputs(self, *lengths: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The tensors that both kernels read, in their order."""
@@ -200,13 +206,3 @@ class Attention:
         q = self.q
         strides = q.stride(0), q.stride(1), self.k.rows.stride(0), self.v.rows.stride(0), self.page_starts.stride(0)
         return *self.scalars, *strides
-
-    def _reduce(
-        self, tokens: int, parts: torch.Tensor, lse: torch.Tensor, table: torch.Tensor, rows: int, listed: bool
-    ) -> None:
-        """Add up the parts of at most ``tokens`` tokens."""
-        shape, out = self.shape, self.out
-        constants = reduce_constants(shape.num_heads, shape.v_head_dim, listed, shape.sinks)
-        sinks = self.q if self.options.sinks is None else self.options.sinks
-        grid = (tokens * cdiv(shape.num_heads, constants["BLOCK_H"]),)
-        reduce_kernel[grid](parts, lse, sinks, out, table, rows, **constants)

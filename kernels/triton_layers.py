@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from kvbench_kernels.api import KVCache, dense_rows
+from kvbench_kernels.dependent_launch import dependent_launch, wait_for_earlier
 from kvbench_kernels.launch import cdiv, next_power_of_two
 from kvbench_kernels.layer_parts import Heads, Norm, Rotation
 from kvbench_kernels.triton_kv import store_halves, store_side
@@ -36,9 +37,10 @@ def add_norm_kernel(
     post_weight_ptr, weight_ptr,  # [SIZE]
     post_eps, eps, x_stride, residual_stride,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, POST_OFFSET: tl.constexpr, OFFSET: tl.constexpr,
-    POST: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr,
+    POST: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """POST: norm x. ADD: add the residual and write the sum. NORM: write the norm of what there is then."""
+    wait_for_earlier(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     ok = column < SIZE
@@ -103,9 +105,11 @@ def rotate_write_kernel(
     HEADS_PAD: tl.constexpr, PAD: tl.constexpr, K_PAD: tl.constexpr, V_PAD: tl.constexpr,
     NORM: tl.constexpr, Q_OFFSET: tl.constexpr, K_OFFSET: tl.constexpr,
     SIZE: tl.constexpr, PAIRS: tl.constexpr, PER_PAIR: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One program norms and rotates some heads of one token: of Q, which it writes to ``q_ptr``, or of K, which it
     stores in the cache with the same heads of V."""
+    wait_for_earlier(PDL)
     t = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     cos, sin = cos_ptr + t * cos_stride, sin_ptr + t * sin_stride
@@ -175,8 +179,11 @@ def rotate_write_kernel(
 
 
 @triton.jit
-def act_mul_kernel(x_ptr, out_ptr, x_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, ACT: tl.constexpr):
+def act_mul_kernel(
+    x_ptr, out_ptr, x_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, ACT: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     """``x [T, 2 * SIZE]`` -> ``out [T, SIZE]``: act of the first half times the second."""
+    wait_for_earlier(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     ok = column < SIZE
@@ -253,8 +260,9 @@ def add_norm(
         weights = [x if one is None else one.weight for one in (first, last)]
         eps = [0.0 if one is None else one.eps for one in (first, last)]
         add_norm_kernel[(len(x),)](
-            x, residual, total, out, *weights, *eps, x.stride(0), residual.stride(0), **constants
-        )
+            x, residual, total, out, *weights, *eps, x.stride(0), residual.stride(0), **constants,
+            **dependent_launch(x.device),
+        )  # fmt: skip
     return total, out
 
 
@@ -286,6 +294,7 @@ def rotate_and_write(
             k_side.rows, v_side.rows, k_side.scales, v_side.scales, slots,
             k_side.scale, v_side.scale, q_norm.eps, k_norm.eps,
             qkv.stride(0), cos.stride(0), sin.stride(0), k_side.rows.stride(0), v_side.rows.stride(0), **constants,
+            **dependent_launch(qkv.device),
         )  # fmt: skip
     return q
 
@@ -295,6 +304,6 @@ def act_mul(x: torch.Tensor, activation: str) -> torch.Tensor:
     size = x.shape[1] // 2
     out = x.new_empty(len(x), size)
     if len(x):
-        constants = act_constants(size, activation)
+        constants = act_constants(size, activation) | dependent_launch(x.device)
         act_mul_kernel[(len(x), cdiv(size, constants["BLOCK"]))](x, out, x.stride(0), **constants)
     return out

@@ -7,11 +7,12 @@ sequence is cut into. One launch of ``plan_kernel`` a step (and distinct window)
 lists the items, the longest first. It reads the lengths on the device, so that a CUDA graph plans anew at each replay;
 every size that the host needs follows from the batch size, the chip and a bound on the lengths.
 
-The table, int32 [1 + items + cut sequences, 4]:
+The table, int32 [1 + items, 4]:
 
-    row 0                number of items, number of sequences that are cut, -, -
-    from row 1           of an item: its sequence, which of its pieces, how many pieces, tokens of the sequence
-    from row 1 + items   of a sequence that is cut: the sequence, its first item, how many pieces, -
+    row 0        number of items, -, -, -
+    from row 1   of an item: its sequence, which of its pieces, how many pieces, tokens of the sequence
+
+The pieces of a sequence are neighbours, in their order.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def choose_chunk(
 )
 def plan_kernel(
     lens_ptr,  # [B]
-    table_ptr,  # int32 [1 + most_items + cut sequences, 4]
+    table_ptr,  # int32 [1 + most_items, 4]
     batch, window, kv_heads, places, most_items,
     UNIT: tl.constexpr, SHORTEST: tl.constexpr, PROGRAM: tl.constexpr, CHOICES: tl.constexpr, LEVELS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -107,8 +108,6 @@ def plan_kernel(
     pieces = count_pieces(spans, chunk)
     size = tl.cdiv(spans, pieces)
     first = tl.zeros([ROWS], tl.int32)  # items before
-    place = tl.zeros([ROWS], tl.int32)  # sequences before that are cut
-    num_cut = 0
     for offset in range(0, batch, BLOCK):
         others, there = load_spans(lens_ptr, offset, batch, window, UNIT, BLOCK)
         their_pieces = tl.where(there, count_pieces(others, chunk), 0)
@@ -116,17 +115,8 @@ def plan_kernel(
         earlier = (offset + tl.arange(0, BLOCK))[None, :] < b[:, None]
         before = (their_size[None, :] > size[:, None]) | ((their_size[None, :] == size[:, None]) & earlier)
         first += tl.sum(tl.where(before, their_pieces[None, :], 0), 1)
-        cut = (their_pieces > 1).to(tl.int32)
-        place += tl.sum(tl.where(before, cut[None, :], 0), 1)
-        num_cut += tl.sum(cut, 0)
     if tl.program_id(0) == 0:
         tl.store(table_ptr, items)
-        tl.store(table_ptr + 1, num_cut)
-    cut_at = table_ptr + (1 + most_items + place) * 4
-    is_cut = exists & (pieces > 1)
-    tl.store(cut_at, b, mask=is_cut)
-    tl.store(cut_at + 1, first, mask=is_cut)
-    tl.store(cut_at + 2, pieces, mask=is_cut)
     lens = tl.load(lens_ptr + b, mask=exists, other=0).to(tl.int32)
     for begin in range(0, tl.max(pieces, 0), 16):
         piece = begin + tl.arange(0, 16)
@@ -173,11 +163,10 @@ def piece_kernel(
 
 
 class Work(NamedTuple):
-    """The work list of a step. ``most_items``, ``most_cut``: no table of this batch size lists more."""
+    """The work list of a step. ``most_items``: no table of this batch size lists more."""
 
     table: torch.Tensor
     most_items: int
-    most_cut: int
 
 
 def make_work(seq_lens: torch.Tensor, max_tokens: int, window: int | None, kv_heads: int, places: int) -> Work | None:
@@ -190,10 +179,9 @@ def make_work(seq_lens: torch.Tensor, max_tokens: int, window: int | None, kv_he
     most = most_decode_items(batch, kv_heads, longest, places)
     if most == batch:
         return None
-    cut = min(batch, most - batch)
-    table = torch.empty(1 + most + cut, 4, dtype=torch.int32, device=seq_lens.device)
+    table = torch.empty(1 + most, 4, dtype=torch.int32, device=seq_lens.device)
     plan_kernel[(cdiv(batch, ROWS),)](seq_lens, table, batch, window or _NO_WINDOW, kv_heads, places, most, **CONSTANTS)
-    return Work(table, most, cut)
+    return Work(table, most)
 
 
 class PrefillPieces:

@@ -1,6 +1,6 @@
 """Draws of tokens from rows of logits, which are read where they lie: temperature, Gumbel noise, argmax, top-k, top-p.
 
-    noise_kernel    one program a draw and piece of the vocabulary: the best token of the piece
+    noise_kernel    one program a draw and piece of the vocabulary: the largest logit and the best token of the piece
     settle_kernel   one program a draw: the best of the pieces, and whether top-k and top-p allow it
 
 No logits are copied, sorted or masked. The argmax of score + noise over all tokens is also the argmax over the allowed
@@ -73,15 +73,15 @@ def load_logits(row_ptr, token, vocab):
 
 
 @triton.jit(
-    do_not_specialize_on_alignment=["rows_ptr", "largest_ptr", "temperature_ptr", "keys_ptr", "score_ptr", "token_ptr"]
+    do_not_specialize_on_alignment=["rows_ptr", "temperature_ptr", "keys_ptr", "score_ptr", "tops_ptr", "token_ptr"]
 )
 def noise_kernel(
     logits_ptr,  # [N, vocab], rows ``stride`` apart
     rows_ptr,  # int64 [S]: which row each draw is from
-    largest_ptr,  # [N]: of each row, so that the scores are at most 0 and no temperature overflows them
     temperature_ptr,  # float32 [S]
     keys_ptr,  # int64 [S]
-    score_ptr,  # float32 [S, pieces]: the best of each piece
+    tops_ptr,  # float32 [S, pieces]: the largest logit of each piece, infinity where there is a NaN
+    score_ptr,  # float32 [S, pieces]: the best score, from the piece's largest logit on: no temperature overflows it
     token_ptr,  # int32 [S, pieces]: whose it is
     vocab,
     stride,
@@ -91,15 +91,16 @@ def noise_kernel(
     piece = tl.program_id(1)
     place = draw.to(tl.int64) * tl.num_programs(1) + piece
     row = tl.load(rows_ptr + draw)
-    largest = tl.load(largest_ptr + row).to(tl.float32)
-    if tl.abs(largest) < float("inf"):  # not so of NaN, which is the largest where there is one
-        token = piece * BLOCK + tl.arange(0, BLOCK)
-        logits = load_logits(logits_ptr + row * stride, token, vocab)
-        inverse = LOG2E / tl.load(temperature_ptr + draw)
-        score = noisy_score(logits, largest, inverse, tl.load(keys_ptr + draw), token)
-        best, at = tl.max(score, 0, return_indices=True)
-        tl.store(score_ptr + place, best)
-        tl.store(token_ptr + place, piece * BLOCK + at)
+    token = piece * BLOCK + tl.arange(0, BLOCK)
+    logits = load_logits(logits_ptr + row * stride, token, vocab)
+    top = tl.max(tl.where(logits == logits, logits, float("inf")), 0)
+    inverse = LOG2E / tl.load(temperature_ptr + draw)
+    base = tl.where(tl.abs(top) < float("inf"), top, 0.0)
+    score = noisy_score(logits, base, inverse, tl.load(keys_ptr + draw), token)
+    best, at = tl.max(score, 0, return_indices=True)
+    tl.store(tops_ptr + place, top)
+    tl.store(score_ptr + place, best)
+    tl.store(token_ptr + place, piece * BLOCK + at)
 
 
 @triton.jit
@@ -193,20 +194,21 @@ def best_before(row_ptr, token, value, largest, inverse, key, vocab, BLOCK: tl.c
 
 @triton.jit(
     do_not_specialize_on_alignment=[
-        "out_ptr", "at_ptr", "rows_ptr", "largest_ptr", "temperature_ptr", "keys_ptr", "top_k_ptr", "top_p_ptr",
-        "score_ptr", "token_ptr",
+        "out_ptr", "largest_ptr", "at_ptr", "rows_ptr", "temperature_ptr", "keys_ptr", "top_k_ptr", "top_p_ptr",
+        "tops_ptr", "score_ptr", "token_ptr",
     ]
 )  # fmt: skip
 def settle_kernel(
     out_ptr,  # int64: the tokens; of a row whose largest logit is not finite any token of the vocabulary
+    largest_ptr,  # float32 [S]: each row's largest logit, infinity where there is a NaN
     at_ptr,  # int64 [S]: where in out
     logits_ptr,  # [N, vocab], rows ``stride`` apart
     rows_ptr,  # int64 [S]
-    largest_ptr,  # [N]
     temperature_ptr,  # float32 [S]
     keys_ptr,  # int64 [S]
     top_k_ptr,  # int64 [S]: 1 to vocab, which allows all
     top_p_ptr,  # float32 [S]: above 0, at most 1, which allows all
+    tops_ptr,  # float32 [S, pieces]
     score_ptr,  # float32 [S, pieces]
     token_ptr,  # int32 [S, pieces]
     vocab,
@@ -217,19 +219,21 @@ def settle_kernel(
 ):
     draw = tl.program_id(0)
     row = tl.load(rows_ptr + draw)
-    largest = tl.load(largest_ptr + row).to(tl.float32)
     top_k = tl.load(top_k_ptr + draw).to(tl.int32)
     top_p = tl.load(top_p_ptr + draw)
+    inverse = LOG2E / tl.load(temperature_ptr + draw)
+    piece = tl.arange(0, PIECES_PAD)
+    first = draw.to(tl.int64) * pieces
+    tops = tl.load(tops_ptr + first + piece, mask=piece < pieces, other=float("-inf"))
+    largest = tl.max(tops, 0)
+    tl.store(largest_ptr + draw, largest)
     token = tl.zeros((), tl.int32)
     finite = tl.abs(largest) < float("inf")
     if finite:
-        piece = tl.arange(0, PIECES_PAD)
-        first = draw.to(tl.int64) * pieces
-        best = tl.argmax(tl.load(score_ptr + first + piece, mask=piece < pieces, other=float("-inf")), 0)
-        token = tl.load(token_ptr + first + best)
+        score = tl.load(score_ptr + first + piece, mask=piece < pieces, other=float("-inf"))
+        token = tl.load(token_ptr + first + tl.argmax(score + (tops - largest) * inverse, 0))
     if finite & ((top_k < vocab) | (top_p < 1)):
         row_ptr = logits_ptr + row * stride
-        inverse = LOG2E / tl.load(temperature_ptr + draw)
         key = tl.load(keys_ptr + draw)
         floor = tl.full((), -2147483648, tl.int32)
         if (top_k < vocab) & (top_p < 1):
@@ -261,26 +265,27 @@ def draw_into(
     at: torch.Tensor,
     logits: torch.Tensor,
     rows: torch.Tensor,
-    largest: torch.Tensor,
     temperature: torch.Tensor,
     keys: torch.Tensor,
     top_k: torch.Tensor,
     top_p: torch.Tensor,
-) -> None:
+) -> torch.Tensor:
     """Write one token for each of S draws to ``out [M]`` int64 at ``at [S]`` int64: execution.gumbel.draw_into.
 
-    ``logits [N, vocab]`` of any float dtype, read in place; ``rows [S]`` int64; ``largest [N]`` of any float dtype;
-    ``temperature [S]`` float32; ``keys [S]`` int64; ``top_k [S]`` int64; ``top_p [S]`` float32.
+    ``logits [N, vocab]`` of any float dtype, read in place; ``rows [S]`` int64; ``temperature [S]`` float32;
+    ``keys [S]`` int64; ``top_k [S]`` int64; ``top_p [S]`` float32. Returns the largest logits, float32 ``[S]``.
     """
     count, vocab = len(rows), logits.shape[1]
     pieces = cdiv(vocab, NOISE_BLOCK)
-    scores = torch.empty(count, pieces, dtype=torch.float32, device=logits.device)
+    tops, scores = torch.empty(2, count, pieces, dtype=torch.float32, device=logits.device)
+    largest = torch.empty(count, dtype=torch.float32, device=logits.device)
     tokens = torch.empty(count, pieces, dtype=torch.int32, device=logits.device)
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     noise_kernel[(count, pieces)](
-        logits, rows, largest, temperature, keys, scores, tokens, vocab, logits.stride(0), **noise_constants()
+        logits, rows, temperature, keys, tops, scores, tokens, vocab, logits.stride(0), **noise_constants()
     )  # fmt: skip
     settle_kernel[(count,)](
-        out, at, logits, rows, largest, temperature, keys, top_k, top_p, scores, tokens,
+        out, largest, at, logits, rows, temperature, keys, top_k, top_p, tops, scores, tokens,
         vocab, logits.stride(0), pieces, **settle_constants(vocab),
     )  # fmt: skip
+    return largest

@@ -14,7 +14,6 @@ from typing import Any
 
 from kvbench_kernels.kv_formats import KV_FORMATS, find_format
 from kvbench_kernels.launch import ONE_PAGE, KernelShape
-from kvbench_kernels.triton_common import reduce_constants, reduce_kernel
 from kvbench_kernels.triton_decode import decode_constants, decode_kernel
 from kvbench_kernels.triton_kv import write_constants, write_kv_kernel
 from kvbench_kernels.triton_layers import (
@@ -44,12 +43,12 @@ LARGEST = (8, 256, 256)
 EXTREME = (64, 256, 256)  # the largest that the backend admits
 SHAPES = [(1, 64, 64), (8, 80, 80), (16, 96, 96), (16, 192, 128)]
 # Of split attention: where the parts of pieces are written, and what says which pieces there are.
-_PARTS = {"work_ptr": "i32", "pieces_ptr": "i32", "piece_ptr": "i32", "parts_ptr": "fp32", "lse_ptr": "fp32"}
-_INDICES = dict.fromkeys(("pages_ptr", "lens_ptr", "slots_ptr", "query_starts_ptr"), "i64")
+_PARTS = {"work_ptr": "i32", "arrived_ptr": "i32", "piece_ptr": "i32", "parts_ptr": "fp32", "lse_ptr": "fp32"}
+_INDICES = {"pages_ptr": "i32"} | dict.fromkeys(("lens_ptr", "slots_ptr", "query_starts_ptr"), "i64")
 _TABLES = dict.fromkeys(("source_table_ptr", "target_table_ptr", "sources_ptr", "targets_ptr"), "i64")
 _DRAWS = (
     dict.fromkeys(("out_ptr", "at_ptr", "rows_ptr", "keys_ptr", "top_k_ptr"), "i64")
-    | dict.fromkeys(("temperature_ptr", "top_p_ptr", "score_ptr"), "fp32")
+    | dict.fromkeys(("temperature_ptr", "top_p_ptr", "score_ptr", "tops_ptr", "largest_ptr"), "fp32")
     | {"token_ptr": "i32", "pieces": "i32"}
 )
 
@@ -67,9 +66,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class VariantOptions:
-    """The attention options of a variant. ``split``: parts are written, for the reduction; ``short``: prefill of few
-    queries.
-    """
+    """The attention options of a variant. ``split``: sequences may be cut; ``short``: prefill of few queries."""
 
     page_size: int = 16
     split: bool = False
@@ -142,13 +139,6 @@ def prefill(arch: int, kind: str, shape: tuple[int, int, int], options: VariantO
     kernel_shape = _kernel_shape(arch, kind, shape, options)
     constants = prefill_constants(kernel_shape, 4 if options.split else 1, options.short)
     return _attention("prefill", prefill_kernel, constants, kind, shape, options)
-
-
-def reduce(v_dim: int, listed: bool, sinks: bool) -> Variant:
-    """The reduction over any number of parts, of decode if ``listed``, else of prefill."""
-    types = {"parts_ptr": "fp32", "lse_ptr": "fp32", "work_ptr": "i32"}
-    name = f"reduce, D {v_dim}{', listed' if listed else ''}{', sinks' if sinks else ''}"
-    return Variant(name, reduce_kernel, reduce_constants(32, v_dim, listed, sinks), types)
 
 
 def plan() -> Variant:
@@ -226,6 +216,7 @@ def core(arch: int) -> list[Variant]:
     chosen += [decode(arch, "bf16", LARGEST, VariantOptions()), prefill(arch, "bf16", LARGEST, VariantOptions())]
     chosen += [prefill(arch, "int8_per_token_head", COMMON, VariantOptions(**EVERYTHING))]
     chosen += [prefill(arch, "fp8_e4m3", COMMON, VariantOptions(split=True, short=True))]
+    chosen += [prefill(arch, "bf16", COMMON, VariantOptions(split=True))]  # what mixed graphs replay
     # The extremes of what TritonBackend.check_support admits.
     for kind in ("fp32", "int8_per_token_head", "bf16"):
         chosen += [
@@ -236,7 +227,7 @@ def core(arch: int) -> list[Variant]:
     chosen += [prefill(arch, kind, LARGEST, VariantOptions(split=True, short=True)) for kind in ("fp32", "bf16")]
     chosen += [rotate(kind, 128) for kind in KINDS if kind not in ("fp16", "fp32")]
     chosen += [add_norm("bf16", 4096), act_mul("bf16", "silu")]
-    return [*chosen, reduce(256, True, False), plan(), piece(), move(32768, 16), *sample("bf16")]
+    return [*chosen, plan(), piece(), move(32768, 16), *sample("bf16")]
 
 
 def _rest(arch: int) -> list[Variant]:
@@ -255,7 +246,6 @@ def _rest(arch: int) -> list[Variant]:
     chosen += [decode(arch, "int4_per_token_head", LARGEST, VariantOptions(split=True))]
     chosen += [prefill(arch, "bf16", COMMON, VariantOptions(split=True, short=True))]
     chosen += [write("bf16", 192, 128), write("int4_per_token_head", 80, 80)]
-    chosen += [reduce(64, False, False), reduce(128, True, True)]
     chosen += [rotate("fp32", 128), rotate("bf16", 256), rotate("int4_per_token_head", 256)]
     chosen += [add_norm("bf16", MAX_NORM), add_norm("fp32", MAX_NORM), add_norm("bf16", 1024)]
     chosen += [act_mul("fp32", "gelu"), act_mul("bf16", "gelu_tanh")]

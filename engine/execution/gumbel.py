@@ -69,17 +69,16 @@ def draw_into(
     at: torch.Tensor,
     logits: torch.Tensor,
     rows: torch.Tensor,
-    largest: torch.Tensor,
     temperature: torch.Tensor,
     keys: torch.Tensor,
     top_k: torch.Tensor,
     top_p: torch.Tensor,
-) -> None:
+) -> torch.Tensor:
     """Write one token for each of S draws from ``logits [N, vocab]`` to ``out [M]`` int64 at ``at [S]`` int64.
 
-    ``rows [S]`` int64: which row each is from. ``largest [N]``: each row's largest logit, set to 0 so that no
-    temperature overflows; of a row where it is not finite, any token of the vocabulary is drawn. ``temperature [S]``
-    float32, ``keys [S]`` int64. Only tokens that ``top_k [S]`` int64 (vocab or more: all) and then ``top_p [S]``
+    Returns the largest logit of each draw's row ``[S]``, not a finite one where there is a NaN. Where it is not finite,
+    any token of the vocabulary is drawn. ``rows [S]`` int64: which row each is from. ``temperature [S]`` float32,
+    ``keys [S]`` int64. Only tokens that ``top_k [S]`` int64 (vocab or more: all) and then ``top_p [S]``
     float32 (1: all) allow are drawn:
 
     - top-k: the k largest logits, and those that equal the last of them;
@@ -89,9 +88,8 @@ def draw_into(
     if logits.is_cuda:
         from kvbench_kernels import triton_sample
 
-        triton_sample.draw_into(out, at, logits, rows, largest, temperature, keys, top_k, top_p)
-        return
-    largest = largest.float()
+        return triton_sample.draw_into(out, at, logits, rows, temperature, keys, top_k, top_p)
+    largest = logits.amax(-1).float()  # set to 0 so that no temperature overflows
     finite = largest.isfinite()[rows].numpy()
     limited = (top_k < logits.shape[1]).logical_or_(top_p < 1).numpy()
     tokens = torch.zeros(len(rows), dtype=torch.int64)
@@ -107,6 +105,7 @@ def draw_into(
         ids = torch.from_numpy(allowed)  # the noise is made for these alone
         tokens[i] = ids[add_gumbel_(below[ids].div_(temperature[i])[None], keys[i, None], ids).argmax()]
     out.index_copy_(0, at, tokens)
+    return largest[rows]
 
 
 def allowed_tokens(logits: np.ndarray, temperature: np.float32, top_k: int, top_p: np.float32) -> np.ndarray:

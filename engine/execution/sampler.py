@@ -187,18 +187,23 @@ class Sampler:
 
     def draw(self, logits: torch.Tensor, columns: tuple[torch.Tensor, ...]) -> Sampled:
         """Draw from ``logits [N, vocab]``, with the columns of this step on the device."""
-        largest, best = torch.max(logits, dim=-1)  # of a row with NaN, the NaN's; of equals the first, as argmax
         keys, extras = None, columns
         if len(self._positions):
             keys, *extras = columns
             if not self._repeated:
                 self._columns, extras = tuple(extras[:5]), extras[5:]
+        if keys is not None and self._wanted is None and len(keys) == len(logits):  # the draws read all rows
+            drawn = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+            return Sampled(drawn, self._draw_into(drawn, logits, keys))
+        largest, best = torch.max(logits, dim=-1)  # of a row with NaN, the NaN's; of equals the first, as argmax
         if self._wanted is None:
-            self._draw_into(best, logits, largest, keys)
+            if keys is not None:
+                self._draw_into(best, logits, keys)
             return Sampled(best, largest)
         rows, firsts, silent, row_of_silent, *of_beams = extras
         drawn = best[rows]
-        self._draw_into(drawn, logits, largest, keys)
+        if keys is not None:
+            self._draw_into(drawn, logits, keys)
         # of the model, before temperature, top-k and top-p; in float32, as transformers ranks beams
         logprobs = torch.log_softmax(logits[row_of_silent].float(), dim=-1)
         logprobs = logprobs.gather(1, drawn[silent][:, None])[:, 0]
@@ -224,13 +229,10 @@ class Sampler:
             sibling = at + 1 - int(np.searchsorted(row, row[at]))
             self._drawn_seeds[at + 1] = _seed_of(seq, seq.index + sibling, self._engine_seed)
 
-    def _draw_into(
-        self, drawn: torch.Tensor, logits: torch.Tensor, largest: torch.Tensor, keys: torch.Tensor | None
-    ) -> None:
-        """Write the draws that are not greedy to ``drawn [M]`` int64."""
-        if keys is not None:
-            at, row, temperature, top_k, top_p = self._columns
-            draw_into(drawn, at, logits, row, largest, temperature, keys, top_k, top_p)
+    def _draw_into(self, drawn: torch.Tensor, logits: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """Write the draws that are not greedy to ``drawn [M]`` int64. Returns their rows' largest logits."""
+        at, row, temperature, top_k, top_p = self._columns
+        return draw_into(drawn, at, logits, row, temperature, keys, top_k, top_p)
 
 
 def _candidates(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:

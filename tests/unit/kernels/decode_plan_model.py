@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -26,15 +25,10 @@ CUTS = [*range(1, 33), *range(36, 161, 4)]  # of the longest sequence
 LEVELS = 8
 
 
-class Listed(NamedTuple):
-    """``items``: (sequence, piece, pieces) in order; ``cut``: (sequence, its first item, pieces) in order."""
-
-    items: list[tuple[int, int, int]]
-    cut: list[tuple[int, int, int]]
-
-
-def expected_list(lens: Sequence[int], window: int | None, kv_heads: int, num_sms: int, most_items: int) -> Listed:
-    """What the table must hold, computed the plain way."""
+def expected_list(
+    lens: Sequence[int], window: int | None, kv_heads: int, num_sms: int, most_items: int
+) -> list[tuple[int, int, int]]:
+    """What the table must hold, computed the plain way: (sequence, piece, pieces) in order."""
     spans = [cdiv(min(n, window or n), UNIT) for n in lens]
     places = PROGRAMS_PER_SM * num_sms
 
@@ -52,8 +46,7 @@ def expected_list(lens: Sequence[int], window: int | None, kv_heads: int, num_sm
     chunks = [max(MIN_SPLIT_TOKENS // UNIT, cdiv(max(spans), cuts)) for cuts in CUTS]
     pieces = pieces_for(min((c for c in chunks if sum(pieces_for(c)) <= most_items), key=cost))
     order = sorted(range(len(lens)), key=lambda b: (-cdiv(spans[b], pieces[b]), b))
-    items = [(b, piece, pieces[b]) for b in order for piece in range(pieces[b])]
-    return Listed(items, [(b, i, n) for i, (b, piece, n) in enumerate(items) if n > 1 and piece == 0])
+    return [(b, piece, pieces[b]) for b in order for piece in range(pieces[b])]
 
 
 def tokens_of(length: int, piece: int, pieces: int) -> int:
@@ -73,7 +66,7 @@ def wave_time(programs: Iterable[int], places: int) -> int:
 def planned_time(lens: Sequence[int], kv_heads: int, num_sms: int) -> int:
     """Of a decode by the work list."""
     most = most_decode_items(len(lens), kv_heads, max(lens), PROGRAMS_PER_SM * num_sms)
-    items = expected_list(lens, None, kv_heads, num_sms, most).items
+    items = expected_list(lens, None, kv_heads, num_sms, most)
     programs = np.repeat([tokens_of(lens[b], piece, pieces) for b, piece, pieces in items], kv_heads)
     return wave_time(programs.tolist(), PROGRAMS_PER_SM * num_sms)
 

@@ -54,7 +54,7 @@ def compiled(name: str, arch: int, kind: str = "auto", dtype: str = "bf16", dims
     }[name]()
     types = dict.fromkeys(("pages_ptr", "slots_ptr", "query_starts_ptr", "lens_ptr"), "i64")
     if constants.get("SPLIT"):
-        types |= {"work_ptr": "i32", "pieces_ptr": "i32", "piece_ptr": "i32", "parts_ptr": "fp32", "lse_ptr": "fp32"}
+        types |= {"work_ptr": "i32", "arrived_ptr": "i32", "piece_ptr": "i32", "parts_ptr": "fp32", "lse_ptr": "fp32"}
     if kind != "auto":
         types |= dict.fromkeys(CACHES, CODES.get(kind, "u8")) | dict.fromkeys(SCALES, "fp32")
     return compile_for(kernel, constants, arch, types, dtype)

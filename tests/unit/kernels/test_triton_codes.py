@@ -36,6 +36,13 @@ def fused(a: np.ndarray, b: np.ndarray, c: np.ndarray, name: str) -> np.ndarray:
     return packed(halves(a, dtype) * halves(b, dtype) + halves(c, dtype), dtype)
 
 
+def combined(a: np.ndarray, b: np.ndarray, c: np.ndarray, table: np.ndarray) -> np.ndarray:
+    """Look up each bit of the result in the low byte of ``table``, by the bits of a, b and c."""
+    bits = np.arange(32, dtype=np.uint32)[:, None]
+    index = (a >> bits & 1) << 2 | (b >> bits & 1) << 1 | c >> bits & 1
+    return np.bitwise_or.reduce((table[0] >> index & 1) << bits)
+
+
 def from_e4m3(a: np.ndarray) -> np.ndarray:
     codes = torch.from_numpy(np.stack([a & 0xFF, (a >> 8) & 0xFF], 1).astype(np.uint8)).view(torch.float8_e4m3fn)
     return packed(codes.to(torch.float32), torch.float16)
@@ -66,6 +73,7 @@ def run(code: str, parts: int) -> list[np.ndarray]:
             "add.u32": lambda a, b: a + b,
             "shl.b32": lambda a, b: a << b,
             "shr.u32": lambda a, b: a >> b,
+            "lop3.b32": combined,
             "prmt.b32": lambda a, b, c: permuted(a, b, int(c[0])),
             "cvt.rn.f16x2.e4m3x2": from_e4m3,
             "fma.rn.f16x2": lambda a, b, c: fused(a, b, c, "f16x2"),

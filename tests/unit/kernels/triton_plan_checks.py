@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from decode_plan_model import expected_list
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,9 +18,11 @@ from kernel_cases import KINDS, Problem, check_decode
 from triton_cases import DEVICE, TOLERANCE, backend_on, check
 from triton_checks import DEEP, QUIET
 
+import kvbench_kernels.triton_launch
 from kvbench_kernels.launch import PROGRAMS_PER_SM
-from kvbench_kernels.triton_common import reduce_constants, reduce_kernel
+from kvbench_kernels.triton_common import add_parts
 from kvbench_kernels.triton_plan import PrefillPieces, make_work
+from kvbench_kernels.triton_prefill import prefill_kernel
 
 LN2 = math.log(2)
 BASE = Problem(lens=(1,), new=(0,), shape=(2, 16, 16), kv_heads=2, page_size=64, device=DEVICE)
@@ -31,12 +35,11 @@ def check_list(lens: Sequence[int], window: int | None, kv_heads: int, sms: int,
     if work is None:
         assert min(bound or max(lens), window or 1 << 30) <= 256 or kv_heads > 2 * sms
         return len(lens)
-    items, cut = expected_list(lens, window, kv_heads, sms, work.most_items)
+    items = expected_list(lens, window, kv_heads, sms, work.most_items)
     table = [tuple(row) for row in work.table[:, :3].tolist()]
     assert work.table[1 : 1 + len(items), 3].tolist() == [lens[b] for b, _, _ in items]
-    assert table[0][:2] == (len(items), len(cut))
+    assert table[0][0] == len(items)
     assert table[1 : 1 + len(items)] == items
-    assert table[1 + work.most_items :][: len(cut)] == cut
     return len(items)
 
 
@@ -86,10 +89,23 @@ def test_skewed_batches_agree_with_float64(lens, kind, sms, changes):
     check_decode(backend_on(sms, hardware=True), p, TOLERANCE[p.dtype], kind, every_form=False)
 
 
+@triton.jit
+def add_kernel(
+    parts_ptr, lse_ptr, sinks_ptr, out_ptr, pieces, ROWS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):  # fmt: skip
+    """Add the parts of one token's heads, 32 at a time."""
+    heads = tl.arange(0, ROWS)
+    add_parts(
+        pieces, heads, heads.to(tl.int64), heads < HEADS, heads, sinks_ptr, out_ptr, parts_ptr, lse_ptr,
+        ROWS, 32, HEADS, DIM, DIM, HAS_SINKS,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("with_sinks", [False, True])
-def test_the_reduction_of_more_parts_than_it_takes_at_a_time(with_sinks):
+def test_more_parts_than_are_added_up_at_a_time(with_sinks):
     """Some parts are empty, and the largest are among the last."""
-    heads, dim, parts = 3, 16, 70
+    heads, rows, dim, parts = 13, 16, 16, 70
     generator = torch.Generator().manual_seed(0)
     values, lse = (torch.randn(parts, heads, *size, generator=generator) for size in ((dim,), ()))
     lse = 20 * lse.sort(0).values
@@ -97,12 +113,9 @@ def test_the_reduction_of_more_parts_than_it_takes_at_a_time(with_sinks):
     sinks = torch.randn(heads, generator=generator) + 60 if with_sinks else None
     scores = lse * LN2 if sinks is None else torch.cat([lse * LN2, sinks[None]])
     expected = torch.einsum("phd,ph->hd", values.double(), scores.double().softmax(0)[:parts])
-    constants = reduce_constants(heads, dim, listed=False, sinks=with_sinks)
-    assert constants["BLOCK_P"] < parts
     on = [x.to(DEVICE) for x in (values, lse, lse if sinks is None else sinks)]
     out = torch.full((1, heads, dim), float("nan"), device=DEVICE)
-    count = torch.tensor([parts], dtype=torch.int32, device=DEVICE)
-    reduce_kernel[(-(-heads // constants["BLOCK_H"]),)](*on, out, count, parts, **constants)
+    add_kernel[(1,)](*on, out, parts, rows, heads, dim, with_sinks)
     torch.testing.assert_close(out[0].cpu().double(), expected, atol=1e-5, rtol=1e-5)
 
 
@@ -124,5 +137,31 @@ def test_blocks_of_prefill_are_cut_as_many_times_as_their_step_needs(sms, window
         batch.query_starts, batch.seq_lens, max_queries, most
     )
     check(p, "auto", backend)
-    first, second, last = pieces
-    assert backend._splits.taken[2].tolist() == [first] * 2 + [second] * 5 + [1] * 7 + [last] * 2
+    _, lse, counters = backend._splits.taken
+    written = (~lse.view(16, -1, 2).isnan()).sum(1)
+    first, second, last = (0 if n == 1 else n for n in pieces)
+    assert written[:, 0].tolist() == written[:, 1].tolist() == [first] * 2 + [second] * 5 + [0] * 7 + [last] * 2
+    assert not counters.any()
+
+
+def test_the_rows_of_a_large_block_are_added_up_in_turns():
+    p = Problem((700, 70), (40, 70), kv_heads=1, shape=(2, 16, 128), dtype=torch.float16, device=DEVICE)
+    check(p, "auto", backend_on(8))
+
+
+class WithoutLaterPieces:
+    """A kernel of which the programs of the first pieces alone run."""
+
+    def __getitem__(self, grid: tuple[int, ...]):
+        return prefill_kernel[(grid[0], 1)]
+
+
+def test_each_block_and_head_counts_for_itself(monkeypatch):
+    """Blocks run at the same time, on a GPU: a counter that two share would be full too early."""
+    monkeypatch.setattr(kvbench_kernels.triton_launch, "prefill_kernel", WithoutLaterPieces())
+    p = Problem((1300, 900, 5), (20, 2, 5), kv_heads=2, shape=(2, 16, 16), device=DEVICE)
+    backend = backend_on(40)
+    with pytest.raises(AssertionError):
+        check(p, "auto", backend)
+    counters = backend._splits.taken[2].tolist()
+    assert sorted(counters) == [0] * 2 + [1] * 4  # two blocks in pieces, under two heads

@@ -12,7 +12,7 @@ from triton_cases import DEVICE, full
 
 from kvbench_engine.execution import gumbel, sampler
 from kvbench_engine.execution.gumbel import allowed_tokens, random_bits, row_keys
-from kvbench_engine.sequence import Request, SamplingParams, Sequence
+from kvbench_engine.sequence import Drawn, Request, SamplingParams, Sequence
 from kvbench_kernels import triton_sample
 from kvbench_kernels.triton_sample import gumbel_bits, noisy_score
 from tests.support.sampling import prepared, sample
@@ -77,7 +77,6 @@ class Draws:
         self.logits, self.settings, self.count = logits, settings, len(settings)
         self.columns = [
             torch.from_numpy(rows),
-            logits.cpu().amax(1),
             torch.from_numpy(temperature.astype(np.float32)),
             keys_of(len(rows), seed).cpu(),
             torch.from_numpy(np.where(top_k == 0, vocab, np.minimum(top_k, vocab))),
@@ -175,11 +174,13 @@ class Allocations(TorchDispatchMode):
         return result
 
 
-def test_the_sampler_with_the_kernels_draws_what_it_draws_on_a_cpu_and_copies_no_logits(monkeypatch):
-    logits = torch.randn(len(SETTINGS), 2100, generator=torch.Generator().manual_seed(0)) * 3
+@pytest.mark.parametrize("asked", [SETTINGS, SETTINGS[1:5]], ids=["every kind", "none is greedy"])
+def test_the_sampler_with_the_kernels_draws_what_it_draws_on_a_cpu_and_copies_no_logits(asked, monkeypatch):
+    logits = torch.randn(len(asked), 2100, generator=torch.Generator().manual_seed(0)) * 3
+    logits[2, 7] = torch.nan
     sequences = [
         Sequence.of(Request(f"r{i}", tuple(range(3 + i)), SamplingParams(**params)))
-        for i, params in enumerate(SETTINGS)
+        for i, params in enumerate(asked)
     ]
     theirs = sample(logits, sequences, 1)
     monkeypatch.setattr(sampler, "draw_into", triton_sample.draw_into)
@@ -187,8 +188,8 @@ def test_the_sampler_with_the_kernels_draws_what_it_draws_on_a_cpu_and_copies_no
     ready, columns = prepared(sequences, 1, there.device)
     with Allocations() as seen:
         ours = ready.draw(there, columns)
-        assert ours.tokens.shape == (len(SETTINGS),)
-    assert ours.read() == theirs.read()
+        assert ours.tokens.shape == (len(asked),)
+    assert ours.read() == theirs.read() and ours.read()[2] == Drawn(())
     assert ours.tokens.cpu().tolist() == theirs.tokens.tolist()
     assert 0 < seen.bytes < logits[0].nbytes, "not even one row"
     assert not seen.names & {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select"}, "the host waits"
