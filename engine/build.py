@@ -8,14 +8,14 @@ from collections.abc import Callable
 from dataclasses import asdict
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvbench_engine.config import DEFAULT_CPU_BUDGET, EngineConfig
 from kvbench_engine.engine import Engine
 from kvbench_engine.execution.executor import TorchExecutor, available_cpus
 from kvbench_engine.execution.graphs import GraphSizes, cuda_capture
 from kvbench_engine.execution.warm_steps import run_padding_steps
-from kvbench_engine.kv.budget import capacity_of, settle_length
+from kvbench_engine.kv.budget import capacity_of, gpu_budget, settle_length
 from kvbench_engine.kv.layouts import make_kv_manager
 from kvbench_engine.kv.manager import KVManager
 from kvbench_engine.model.attention import FUSION
@@ -30,7 +30,6 @@ from kvbench_kernels.cpu_memory import keep_freed_memory
 
 Tell = Callable[[str], None]
 _log = logging.getLogger(__name__)
-GPU_SHARE = 0.8  # share of the memory that is free beside the weights; the rest is for activations
 
 
 def build_engine(config: EngineConfig, tell: Tell = lambda phase: None) -> Engine:
@@ -63,7 +62,7 @@ def assemble_engine(
     in it unnoticed.
     """
     if config.kv_budget is None:
-        config = EngineConfig(**{**asdict(config), "kv_budget": default_budget(loaded.device)})
+        config = EngineConfig(**{**asdict(config), "kv_budget": default_budget(config, loaded)})
     limit = loaded.info.max_model_len
     config = settle_length(config, limit, loaded.kv_shape, config.kv_budget, may_lower=may_lower)
     if config.async_scheduling is None:  # on a CPU, the thread that would plan the next step computes this one
@@ -156,12 +155,19 @@ def _check_room(names: tuple[str, ...], size: int, limit: int, whose: str) -> No
         )
 
 
-def default_budget(device: torch.device) -> int:
+def default_budget(config: EngineConfig, loaded: LoadedModel) -> int:
     """Bytes of KV when ``kv_budget`` is not set."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free * GPU_SHARE)
+    if loaded.device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(loaded.device)
+        return gpu_budget(free, activation_bytes(config, loaded.model.config, loaded.dtype))
     return DEFAULT_CPU_BUDGET
+
+
+def activation_bytes(config: EngineConfig, model: PreTrainedConfig, dtype: torch.dtype) -> int:
+    """Estimate the bytes that the largest step needs at once: the MLP's rows and residuals, and the logits twice."""
+    sizes = model.get_text_config()
+    row = 4 * (sizes.hidden_size + sizes.intermediate_size)
+    return (config.max_num_batched_tokens * row + 2 * config.max_num_seqs * sizes.vocab_size) * dtype.itemsize
 
 
 def warm_up(engine: Engine) -> None:

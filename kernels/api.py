@@ -32,8 +32,8 @@ class AttentionOptions:
 class PrefillBatch:
     """The chunks of prompts that one step computes, the same for all layers.
 
-    ``page_starts [B, max_pages]`` int64: the first slot of each page. ``query_starts [B + 1]``: sequence b's queries
-    are its LAST ``query_starts[b+1] - query_starts[b]`` tokens. ``seq_lens [B]`` counts cached and new tokens.
+    ``page_starts [B, max_pages]`` int32 or int64: the first slot of each page. ``query_starts [B + 1]``: sequence b's
+    queries are its LAST ``query_starts[b+1] - query_starts[b]`` tokens. ``seq_lens [B]`` counts cached and new tokens.
     """
 
     page_starts: torch.Tensor
@@ -99,7 +99,7 @@ class AttentionBackend(Protocol):
     ) -> torch.Tensor:
         """Attention of one query per sequence, its last token: ``q [B, H, D]`` -> ``[B, H, Dv]``.
 
-        ``page_starts [B, max_pages] int64``, ``seq_lens [B] int32 | int64`` (the new token counted).
+        ``page_starts [B, max_pages]``, ``seq_lens [B]`` int32 or int64 (the new token counted).
         ``out`` is written and returned when given. ``plan`` comes from this backend's ``plan_decode``.
         """
         ...

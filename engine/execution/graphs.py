@@ -167,7 +167,7 @@ class StepGraphs:
             slots=numbers(tokens) - 1,
             decode_page_starts=page_starts[:rows],
             decode_seq_lens=numbers(rows),
-            prefill_page_starts=numbers(sequences, page_starts.shape[1]),
+            prefill_page_starts=page_starts.new_zeros(sequences, page_starts.shape[1]),
             prefill_seq_lens=numbers(sequences),
             query_starts=numbers(sequences + 1),
             max_decode_tokens=max_model_len,

@@ -16,6 +16,7 @@ from kvbench_engine.scheduling.step_plan import Scheduled
 from kvbench_engine.sequence import Sequence
 
 _ALIGN = 8  # int64: 64 bytes. Triton compiles a kernel anew for a pointer that 16 bytes do not divide
+_DTYPES = {np.dtype(np.float32): torch.float32, np.dtype(np.int32): torch.int32}  # which are sent two to an int64
 
 
 @dataclass(frozen=True)
@@ -46,16 +47,18 @@ ColumnsFor = Callable[[list[Sequence], np.ndarray, np.ndarray], List[np.ndarray]
 
 
 class PageTables:
-    """The device's page tables, int64 ``[rows, pages]``, changed in the order of the steps.
+    """The device's page tables ``[rows, pages]``, changed in the order of the steps.
 
-    ``host``: the KV manager's table, for which the KV budget pays. On a GPU ``by_row`` is a copy of it, to which a step
-    sends the entries of the pages that it writes; on a CPU it is the table itself. ``in_order[i]`` is the table of the
-    step's i-th sequence; entries beyond those are stale.
+    ``host``: the KV manager's table, int64. On a GPU, or if ``copied``, ``by_row`` is a copy of it, to which a step
+    sends the entries of the pages that it writes, and both tables are int32: the KV budget pays for them. On a CPU
+    ``by_row`` is the manager's own. ``in_order[i]`` is the table of the step's i-th sequence; entries beyond those are
+    stale.
     """
 
-    def __init__(self, host: np.ndarray, device: torch.device):
-        self._is_copy = device.type != "cpu"
-        self.in_order = torch.zeros(host.shape, dtype=torch.int64, device=device)
+    def __init__(self, host: np.ndarray, device: torch.device, copied: bool | None = None):
+        self._is_copy = device.type != "cpu" if copied is None else copied
+        self.dtype = np.int32 if self._is_copy else np.int64
+        self.in_order = torch.from_numpy(np.zeros(host.shape, self.dtype)).to(device)
         self.use(host)
 
     def use(self, host: np.ndarray) -> None:
@@ -155,7 +158,7 @@ class InputBuffers:
             np.concatenate([[0], np.cumsum(prefill_counts)]),
             rows,
             unsent,
-            tables.host.ravel()[unsent],
+            tables.host.ravel()[unsent].astype(tables.dtype),
             *columns_for(drawing, rows[sampling], tokens[sampling]),
         )
         ids, positions, slots, last, pending_at, pending_from, *attention, on_device, at, entries = views[:12]
@@ -193,7 +196,7 @@ class InputBuffers:
             lengths,
             rows[begun] * width + pages[begun],
             begun * width + pages[begun],
-            slots[begun],
+            slots[begun].astype(tables.dtype),
             lengths[:0],
             *columns,
         )
@@ -210,7 +213,7 @@ class InputBuffers:
         return StepInputs(ids, positions, order, none, none, step, tuple(views[8:]))
 
     def _send(self, *arrays: np.ndarray) -> list[torch.Tensor]:
-        """Copy int64 or float32 arrays to the device, packed into one."""
+        """Copy int64, int32 or float32 arrays to the device, packed into one."""
         words = [array if array.dtype == np.int64 else _as_words(array) for array in arrays]
         offsets = list(accumulate((-(-array.size // _ALIGN) * _ALIGN for array in words), initial=0))
         self._sides.reverse()
@@ -225,13 +228,13 @@ class InputBuffers:
         return [
             packed[offset : offset + word.size]
             if word is array
-            else packed[offset : offset + word.size].view(torch.float32)[: array.size]
+            else packed[offset : offset + word.size].view(_DTYPES[array.dtype])[: array.size]
             for array, word, offset in zip(arrays, words, offsets, strict=False)
         ]
 
 
 def _as_words(column: np.ndarray) -> np.ndarray:
-    """Pack float32 values two to an int64, the last one with a zero where they are odd in number."""
+    """Pack values of 4 bytes two to an int64, with a zero behind an odd number."""
     return np.pad(column, (0, len(column) % 2)).view(np.int64)
 
 

@@ -14,8 +14,9 @@ from kvbench_engine.config import EngineConfig
 from kvbench_engine.sizes import format_bytes
 from kvbench_kernels.kv_formats import find_format
 
-PAGE_TABLE_ENTRY_BYTES = 8  # one int64 slot number
+PAGE_TABLE_ENTRY_BYTES = 8  # one int64 slot number; on a GPU two of int32: by row, and in the order of the step
 SHORTEST_SEQUENCE = 2  # tokens: one of a prompt and one of its answer
+GPU_SHARE = 0.8  # of the memory that is free beside the weights, at most
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,15 @@ class KVCapacity:
     def max_concurrency(self, tokens: int) -> int:
         """Sequences of ``tokens`` tokens that fit at once (contiguous: reserved at max_model_len)."""
         return self.num_pages // -(-tokens // self.page_size)
+
+
+def gpu_budget(free_bytes: int, activation_bytes: int) -> int:
+    """Bytes of KV on a GPU with ``free_bytes`` beside the weights.
+
+    The largest step's ``activation_bytes`` stay free twice: for steps that run kernel by kernel, and for the pool of
+    the CUDA graphs.
+    """
+    return max(0, min(int(free_bytes * GPU_SHARE), free_bytes - 2 * activation_bytes))
 
 
 def capacity_of(config: EngineConfig, shape: KVShape, budget_bytes: int) -> KVCapacity:

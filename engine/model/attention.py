@@ -31,7 +31,7 @@ PACKED = "_kvbench_packed"  # on a model whose linear layers are packed, see kvb
 class StepTensors:
     """One step's batch, packed as [decodes, one token each | prefill chunks]. All on the model's device.
 
-    ``slots [T]`` int64 where the new KV goes; ``page_starts [B, pages]`` int64 first slot of each page;
+    ``slots [T]`` int64 where the new KV goes; ``page_starts [B, pages]`` int32 or int64 first slot of each page;
     ``seq_lens [B]`` int64 tokens once this step is done; ``query_starts [prefills + 1]`` int64, first token of each
     prefill, counted from token ``prefills_from`` of the batch: ``num_decodes``, or less in a captured step, where the
     two parts overlap because only the device knows where one ends. There every token belongs to a sequence of both,

@@ -7,6 +7,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
@@ -29,8 +30,10 @@ def folder(tmp_path_factory):
 class CopiedTables(step_inputs.PageTables):
     """The page tables of a GPU, which has only the entries that a step has sent."""
 
+    def __init__(self, host: np.ndarray, device: torch.device) -> None:
+        super().__init__(host, device, copied=True)
+
     def use(self, host: np.ndarray) -> None:
-        self._is_copy = True
         super().use(host)
         self._by_row.fill_(10**9)
 

@@ -121,7 +121,8 @@ def test_a_sequence_that_comes_back_to_its_row_sends_all_its_pages(step, seed, r
     """It was preempted meanwhile, and may have other pages; those of the others change only where they are written."""
     page_size, table, items = step
     buffers = InputBuffers(CPU, page_size, table)
-    buffers.tables._is_copy, buffers.tables._by_row = True, torch.full(table.shape, -1)
+    buffers.tables = PageTables(table, CPU, copied=True)
+    buffers.tables._by_row.fill_(-1)
     drawn_at = {seq: 0 for seq, _ in items}
     check(buffers.make(items, drawn_at), page_size, table, items, drawn_at)
     other = np.random.default_rng(seed).permutation(table.ravel()).reshape(table.shape)

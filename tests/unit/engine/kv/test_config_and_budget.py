@@ -1,12 +1,16 @@
 import dataclasses
 import json
 import re
+from itertools import accumulate
 
 import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from kvbench_engine.build import build_engine
+from kvbench_engine.build import activation_bytes, build_engine
 from kvbench_engine.config import EngineConfig
-from kvbench_engine.kv.budget import KVShape, LayerKV, capacity_of, settle_length
+from kvbench_engine.kv.budget import KVShape, LayerKV, capacity_of, gpu_budget, settle_length
 from kvbench_engine.model.spec import find_model
 from kvbench_engine.sequence import Request, SamplingParams
 from kvbench_engine.sizes import format_bytes, parse_bytes
@@ -124,13 +128,36 @@ def test_the_least_budget_that_is_named_works_and_a_byte_less_does_not(tmp_path,
 
 
 def test_what_a_device_has_free_lowers_the_length_once_it_is_known(tmp_path, monkeypatch):
-    monkeypatch.setattr("kvbench_engine.build.default_budget", lambda device: 40_000)
+    monkeypatch.setattr("kvbench_engine.build.default_budget", lambda config, loaded: 40_000)
     folder = model_folder(str(tmp_path))  # of 256 positions
     built = build_engine(EngineConfig(model=folder, device="cpu", max_num_seqs=2))
     assert 16 <= built.config.max_model_len < 256
     assert built.capacity.max_concurrency(built.config.max_model_len) == 1
     with pytest.raises(ValueError, match="smaller than one sequence"):
         build_engine(EngineConfig(model=folder, device="cpu", max_num_seqs=2, max_model_len=256))
+
+
+@pytest.mark.parametrize(("hidden", "inner", "vocab"), [(64, 256, 512), (128, 256, 1024), (64, 192, 8192)])
+def test_the_estimate_of_a_step_covers_what_the_model_allocates_at_once(hidden, inner, vocab):
+    sizes = AutoConfig.for_model(
+        "llama", hidden_size=hidden, intermediate_size=inner, vocab_size=vocab, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(sizes, dtype=torch.bfloat16).eval()
+    config = EngineConfig(model="any", max_num_batched_tokens=2048, max_num_seqs=64)
+    with torch.inference_mode(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        model(input_ids=torch.ones(1, 2048, dtype=torch.long), use_cache=False, logits_to_keep=64)
+    events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
+    live = accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
+    most = max(live)
+    assert most <= activation_bytes(config, sizes, torch.bfloat16) <= 2 * most
+
+
+def test_a_gpu_keeps_room_for_two_of_its_largest_steps():
+    """A small GPU has less than a fifth of its memory for both."""
+    assert gpu_budget(100_000, 10_000) == gpu_budget(100_000, 9_000) == 80_000
+    assert gpu_budget(100_000, 10_001) == 79_998
+    assert gpu_budget(100_000, 60_000) == 0
 
 
 def test_find_model_says_what_is_missing(tmp_path):
