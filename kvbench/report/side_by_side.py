@@ -21,15 +21,11 @@ from kvbench.report.provenance import kv_capacity, model_of, server_facts, targe
 from kvbench.report.wording import say
 from kvbench.runs.model import NOT_OF_REQUESTS, WRONG, MeasuredCell, Run
 from kvbench.runs.server_info import ServerInfo
-from kvbench.workload.settings import applies, effective, setting_title, value_words
+from kvbench.workload.settings import ENGINE_POLICY, applies, effective, setting_title, value_words
 
 FEWEST_SIDES, MOST_SIDES = 2, 6  # cells in a group
 _LETTERS = "ABCDEF"
 _SAID_ELSEWHERE = ("model", "seed", "kv_budget")  # settings that have a fact of their own
-_POLICY = (  # decisions on which engines differ by default; see docs/engines.md
-    "watermark", "preemption_mode", "scheduling_policy", "enable_prefix_caching", "max_num_seqs",
-    "max_num_batched_tokens",
-)  # fmt: skip
 _MUST_BE_EQUAL = (("clock", "times"), ("machine", "processor", "GPUs"), ("device", "device"), ("model", "model"))
 
 
@@ -246,7 +242,7 @@ def left_to_engines(groups: Sequence[Group]) -> list[str]:
     sides = groups[0]
     if len({side.run.manifest.target for side in sides}) == 1:
         return []
-    settings = (name for name in _POLICY if any(name not in side.cell.settings for side in sides))
+    settings = (name for name in ENGINE_POLICY if any(name not in side.cell.settings for side in sides))
     names = words.listing([setting_title(name) for name in settings])
     return [say("side_by_side.left_to_engines", names=names)] if names else []
 

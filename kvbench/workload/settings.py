@@ -107,6 +107,12 @@ def applies(name: str, settings: Settings) -> bool:
     return effective(settings, other) == needed
 
 
+ENGINE_POLICY = (  # decisions on which engines differ by default; see docs/engines.md
+    "watermark", "preemption_mode", "scheduling_policy", "enable_prefix_caching", "max_num_seqs",
+    "max_num_batched_tokens",
+)  # fmt: skip
+
+
 def setting_title(name: str) -> str:
     """A setting for people: ``kv_cache_dtype`` -> KV dtype."""
     return (_SETTINGS[name].title if name in _SETTINGS else None) or name

@@ -45,7 +45,7 @@ from kvbench.gate.compare.pair_runner import MeasurePair, PairRunner, measure_la
 from kvbench.gate.compare.request import TYPED, CompareRequest
 from kvbench.gate.compare.runner_noise import noise_notes, store_noise
 from kvbench.gate.compare.served_check import ServedCheck
-from kvbench.gate.compare.sides import RUN, PairedWorkload, PairSide, open_workloads, parse_side
+from kvbench.gate.compare.sides import RUN, PairedWorkload, PairSide, left_to_servers, open_workloads, parse_side
 from kvbench.gate.policy import Policy, load_policy
 from kvbench.gate.sentences import say
 from kvbench.gate.timing.noise import FEWEST_PAIRS
@@ -203,6 +203,7 @@ def _begin(plan: ComparisonPlan, workloads: Sequence[PairedWorkload]) -> tuple[C
         names = [workload.name for workload in workloads]
         notes = [*noise_notes(request, names, method, rules), *notes]
     cells = [name for workload in workloads for match in workload.matches for name in match.names]
+    notes += filter(None, [left_to_servers(workloads[0].sides)])
     notes += [
         say("compare.empty_class", name=name, globs=", ".join(rules.classes[name]))
         for name in rules.empty_classes(cells)

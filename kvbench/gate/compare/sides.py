@@ -28,7 +28,7 @@ from kvbench.common.git import git, git_state
 from kvbench.common.machine import versions
 from kvbench.common.packages import REPOSITORY, require_engine
 from kvbench.common.records import read_record
-from kvbench.common.text import nearest
+from kvbench.common.text import listing, nearest
 from kvbench.gate.compare.builds import WORKING_TREE, Build, Builds, fill, find_commit, find_sha, is_kvbench, top_folder
 from kvbench.gate.compare.clock import LAUNCH, Clock
 from kvbench.gate.compare.folder import SideFacts
@@ -65,7 +65,7 @@ from kvbench.targets.options import TargetOptions
 from kvbench.targets.presets import PRESETS
 from kvbench.workload.design import Cell, Configuration, Design, make_design, select
 from kvbench.workload.file import Workload, apply_override, differing_keys, resolve
-from kvbench.workload.settings import Settings
+from kvbench.workload.settings import ENGINE_POLICY, Settings, setting_title
 
 REF, CMD, URL, SET, RUN = "ref", "cmd", "url", "set", "run"
 # option -> the kinds of side that it means something for
@@ -287,6 +287,14 @@ def require_used(sides: Sequence[PairSide], request: CompareRequest) -> None:
         if getattr(request, name) and not kinds.intersection(used_by):
             option, titles = name.replace("_", "-"), " or ".join(map(_title, used_by))
             raise UsageError(say("side.unused_option", option=option, kinds=titles))
+
+
+def left_to_servers(sides: Mapping[str, OpenSide]) -> str | None:
+    """Writes which decisions a command's or a running server's own defaults take, which nothing here shows."""
+    given = [one.side for one in sides.values()]
+    texts = [side.text for side in given if side.kind == URL or (side.kind == CMD and is_template(side.text))]
+    unset = [name for name in ENGINE_POLICY if any(f"{{{name}}}" not in text for text in texts)]
+    return say("side.left_to_servers", names=listing([setting_title(name) for name in unset])) if unset else None
 
 
 def _target_kind(side: PairSide, request: CompareRequest) -> str:

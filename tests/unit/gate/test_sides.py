@@ -24,6 +24,7 @@ from kvbench.gate.compare.request import CompareRequest
 from kvbench.gate.compare.sides import (
     PairedWorkload,
     PairSide,
+    left_to_servers,
     measured_design,
     open_side,
     open_workloads,
@@ -178,6 +179,25 @@ def test_a_command_and_a_url_become_targets(tiny, workload):
         assert json.dumps(opened.facts.to_json(), default=str)
         opened.choice.close()
     assert opened.choice.workload.engine == {"target": "http://127.0.0.1:9"}
+
+
+@pytest.mark.parametrize(
+    ("texts", "left", "told"),
+    [
+        ((f"{PYTHON} a.py {{port}}", "http://127.0.0.1:9"), "watermark", None),
+        ((f"{PYTHON} a.py {{port}} {{max_num_seqs}}",) * 2, "watermark", "max_num_seqs"),
+        ((f"{PYTHON} a.py {{port}}", f"{PYTHON} b.py {{port}} {{max_num_seqs}}"), "max_num_seqs", None),
+        ((f"{PYTHON} -m kvbench_engine.server",) * 2, None, None),
+        (("page_size=8", "page_size=16"), None, None),
+    ],
+)
+def test_what_the_servers_of_two_commands_decide_on_their_own_is_said(tiny, workload, texts, left, told):
+    """Not what both commands are given, and not of our own server, which takes every setting."""
+    sides = dict(zip(SIDES, texts, strict=True))
+    opened = {side: open_side(parse_side(text, tiny), workload, NOTHING) for side, text in sides.items()}
+    note = left_to_servers(opened)
+    assert (note is None) == (left is None)
+    assert left is None or (left in note and (told is None or told not in note))
 
 
 def test_a_ref_is_built_and_its_own_engine_is_launched(tiny, workload, builds, tmp_path):
