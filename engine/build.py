@@ -98,7 +98,7 @@ def _make_ready(config: EngineConfig, executor: TorchExecutor, kv: KVManager, te
     try:
         warm_up(Engine(config, executor, kv))
         if executor.device.type == "cuda":
-            run_padding_steps(executor.forward, kv.page_table.shape[1], config.max_model_len, executor.device)
+            run_padding_steps(executor.forward, executor.page_starts, config.max_model_len)
     except Exception as error:
         if config.torch_compile:
             raise cannot_compile(executor.device, error) from error
@@ -166,7 +166,8 @@ def default_budget(config: EngineConfig, loaded: LoadedModel) -> int:
 def activation_bytes(config: EngineConfig, model: PreTrainedConfig, dtype: torch.dtype) -> int:
     """Estimate the bytes that the largest step needs at once: the MLP's rows and residuals, and the logits twice."""
     sizes = model.get_text_config()
-    row = 4 * (sizes.hidden_size + sizes.intermediate_size)
+    inner = getattr(sizes, "intermediate_size", None) or 4 * sizes.hidden_size
+    row = 4 * (sizes.hidden_size + (max(inner) if isinstance(inner, list) else inner))
     return (config.max_num_batched_tokens * row + 2 * config.max_num_seqs * sizes.vocab_size) * dtype.itemsize
 
 

@@ -1,8 +1,9 @@
 """Starts a kernel before the one ahead of it on the stream has ended: programmatic dependent launch, from sm_90 on.
 
-The next kernel's programs are set up while the last programs of this one run, and wait for its end before they touch
-memory. A kernel that is launched so calls ``wait_for_earlier`` first. Its end then means the end of all kernels before
-it, so that the order of a stream holds whatever is launched, in whatever way, before or after it.
+Behind another kernel that is launched so, the next one's programs are set up while the last programs of the first run;
+behind any other kernel, once its last program has ended. Then they wait until its results are in memory. A kernel that
+is launched so calls ``wait_for_earlier`` first. Its end then means the end of all kernels before it, so that the order
+of a stream holds whatever is launched, in whatever way, before or after it.
 """
 
 from __future__ import annotations

@@ -270,7 +270,7 @@ def finish(
     acc, top, total, pieces, whole, part, row_ok, heads, sinks_ptr, out_ptr, parts_ptr, lse_ptr, v_scale,
     DV: tl.constexpr, DV_PAD: tl.constexpr, KIND: tl.constexpr, SPLIT: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Write a result of one piece at rows ``whole`` [M] (int64) of ``out``, another at ``part`` of ``parts``.
+    """Write the result to the rows ``whole`` [M] of ``out``, or, of one of several pieces, to ``part`` of ``parts``.
 
     A part is normalised, and its lse the log2 of its denominator: -inf where it is empty. Sinks join once, here or in
     ``add_parts``. A row that saw nothing gets 0.
@@ -292,7 +292,7 @@ def finish(
 
 
 @triton.jit
-def is_last(arrived_ptr, pieces):
+def arrive(arrived_ptr, pieces):
     """Counts this program among the ``pieces`` of its rows: true for the last one, which sees what all have written.
 
     The counter is 0 before the launch and after it.
@@ -302,12 +302,6 @@ def is_last(arrived_ptr, pieces):
     if last:
         tl.store(arrived_ptr, 0)
     return last
-
-
-@triton.constexpr_function
-def as_many(VALUES, SIZE, LIMIT):
-    """Things of SIZE values that make VALUES together: at least one, at most LIMIT. All are powers of two."""
-    return min(LIMIT, max(1, VALUES // SIZE))
 
 
 @triton.jit
@@ -325,7 +319,8 @@ def add_parts(
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DV_PAD], tl.float32)
-    for start in range(0, pieces, BLOCK_P):
+    # The loads of two blocks at a time, where the registers hold them.
+    for start in tl.range(0, pieces, BLOCK_P, loop_unroll_factor=2 if BLOCK_P > 1 else 1):
         part = start + tl.arange(0, BLOCK_P)
         there = part < pieces
         row = first[None, :] + part[:, None] * HEADS

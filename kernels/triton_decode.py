@@ -16,8 +16,10 @@ import triton.language as tl
 from kvbench_kernels.dependent_launch import wait_for_earlier
 from kvbench_kernels.launch import KernelShape, Tiles, next_power_of_two, shape_constants
 from kvbench_kernels.triton_codes import row_bytes
-from kvbench_kernels.triton_common import add_parts, as_many, attend, columns, finish, is_last
+from kvbench_kernels.triton_common import add_parts, arrive, attend, columns, finish
 from kvbench_kernels.tuning import choose_decode
+
+PARTS_VALUES = 4096  # of parts that a program loads at a time; more would take registers that attention has not
 
 
 @triton.jit(
@@ -28,19 +30,19 @@ def decode_kernel(
     q_ptr,  # [B, H, D]
     k_ptr, v_ptr,  # [slots, Hkv, D] and [slots, Hkv, Dv], or the codes of a quantised cache
     k_scales_ptr, v_scales_ptr,  # float32 [slots, Hkv], read if KIND has a scale per token and head
-    pages_ptr,  # [B, max_pages] int32, first slot of each page
+    pages_ptr,  # [B, max_pages] int32 or int64, first slot of each page
     lens_ptr,  # [B], read if not SPLIT
     sinks_ptr,  # [H], read if HAS_SINKS
     out_ptr,  # [B, H, Dv]: of whole sequences
     work_ptr,  # the table of kvbench_kernels.triton_plan, read if SPLIT
     parts_ptr,  # float32 [items, H, Dv]: of pieces, written if SPLIT
     lse_ptr,  # float32 [items, H], likewise
-    arrived_ptr,  # int32 [B, Hkv] zeros, read and left as zeros if SPLIT
+    arrived_ptr,  # int32 [B, Hkv] zeros, pieces that have ended, used and left as zeros if SPLIT
     score_scale, softcap, v_scale,
     q_stride, q_head_stride, k_stride, v_stride, pages_stride,
     PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_PAD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_PAD: tl.constexpr, BLOCK_P: tl.constexpr,
     SPLIT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
     KIND: tl.constexpr, FP8_HARDWARE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -82,14 +84,14 @@ def decode_kernel(
         out_ptr, parts_ptr, lse_ptr, v_scale, DV, DV_PAD, KIND, SPLIT, HAS_SINKS,
     )  # fmt: skip
     if SPLIT and pieces > 1:
-        last = is_last(arrived_ptr + b * KV_HEADS + kv_head, pieces)
+        last = arrive(arrived_ptr + b * KV_HEADS + kv_head, pieces)
         if last:
             group_rows = tl.arange(0, GROUP_PAD)
             group = kv_head * GROUP + group_rows
             first = (item - piece).to(tl.int64) * HEADS + group
             add_parts(
                 pieces, b * HEADS + group, first, group_rows < GROUP, group, sinks_ptr, out_ptr, parts_ptr, lse_ptr,
-                GROUP_PAD, as_many(4096, GROUP_PAD * DV_PAD, 64), HEADS, DV, DV_PAD, HAS_SINKS,
+                GROUP_PAD, BLOCK_P, HEADS, DV, DV_PAD, HAS_SINKS,
             )  # fmt: skip
 
 
@@ -106,5 +108,6 @@ def decode_constants(shape: KernelShape, split: bool) -> dict[str, Any]:
     ``split``: sequences may be cut. All numbers of pieces share a kernel: a batch that grows must not compile in the
     middle of a measurement.
     """
-    constants = shape_constants(shape, tiles_of_decode(shape))
-    return constants | {"SPLIT": split, "GROUP_PAD": next_power_of_two(shape.group)}
+    constants, group = shape_constants(shape, tiles_of_decode(shape)), next_power_of_two(shape.group)
+    parts = min(64, max(1, PARTS_VALUES // (group * constants["DV_PAD"])))
+    return constants | {"SPLIT": split, "GROUP_PAD": group, "BLOCK_P": parts}

@@ -27,7 +27,7 @@ from kvbench_kernels.triton_common import LOG2E
 from kvbench_kernels.triton_decode import decode_constants, decode_kernel, tiles_of_decode
 from kvbench_kernels.triton_kv import write_constants, write_kv_kernel
 from kvbench_kernels.triton_plan import DecodePlan, PrefillPieces
-from kvbench_kernels.triton_prefill import prefill_constants, prefill_kernel
+from kvbench_kernels.triton_prefill import prefill_constants, prefill_kernel, reduce_constants, reduce_kernel
 
 
 @dataclass(frozen=True)
@@ -52,37 +52,30 @@ def is_capturing(device: torch.device) -> bool:
 
 
 class Splits:
-    """Memory for the parts of split attention: two buffers a device and stream, for all layers and steps.
+    """Memory for the parts of split attention: one buffer a device and stream, for all layers and steps.
 
-    They grow by doubling. What they outgrew is kept if it was taken during the capture of a CUDA graph, which goes on
+    It grows by doubling. What it outgrew is kept if it was taken during the capture of a CUDA graph, which goes on
     writing to the addresses that it was captured with. Work on one stream is in order, so that layers and steps can
-    share; graphs that were captured on one stream share buffers too and must not be replayed at the same time.
+    share; graphs that were captured on one stream share a buffer too and must not be replayed at the same time.
     """
 
     def __init__(self) -> None:
-        self._buffers: dict[tuple[torch.dtype, torch.device, int], torch.Tensor] = {}
+        self._buffers: dict[tuple[torch.device, int], torch.Tensor] = {}
         self._captured: dict[int, torch.Tensor] = {}  # by address
 
     def take(
-        self, rows: int, v_dim: int, counters: int, device: torch.device
+        self, rows: int, v_dim: int, device: torch.device, tokens: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Parts ``[rows, v_dim]`` and lse ``[rows]``, float32 of any contents, and int32 ``[counters]``.
-
-        The counters are zeros, and whoever counts must leave them so.
-        """
-        buffer = self._at_least(rows * (v_dim + 1), torch.float32, device)
-        parts, lse = buffer[: rows * v_dim], buffer[rows * v_dim : rows * (v_dim + 1)]
-        return parts.view(rows, v_dim), lse, self._at_least(counters, torch.int32, device)[:counters]
-
-    def _at_least(self, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """The buffer of ``dtype``, of ``size`` elements or more, zeros when it is new."""
-        key = (dtype, device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
-        buffer = self._buffers.get(key)
-        if buffer is None or buffer.numel() < size:
-            buffer = self._buffers[key] = torch.zeros(1 << (size - 1).bit_length(), dtype=dtype, device=device)
+        """Parts ``[rows, v_dim]`` and lse ``[rows]``, float32, and int32 ``[tokens]``, any contents."""
+        key = (device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
+        buffer, end = self._buffers.get(key), rows * (v_dim + 1)
+        if buffer is None or buffer.numel() < end + tokens:
+            size = 1 << (end + tokens - 1).bit_length()
+            buffer = self._buffers[key] = torch.empty(size, dtype=torch.float32, device=device)
         if is_capturing(device):
             self._captured[buffer.data_ptr()] = buffer
-        return buffer
+        parts, lse = buffer[: rows * v_dim], buffer[rows * v_dim : end]
+        return parts.view(rows, v_dim), lse, buffer[end : end + tokens].view(torch.int32)
 
 
 def side_of(cache: KVCache) -> Side:
@@ -169,10 +162,9 @@ class Attention:
             out, grid = self.out, (self.q.shape[0] * shape.num_kv_heads,)
             decode_kernel[grid](*self._inputs(seq_lens), out, out, out, out, out, *self._numbers(), **constants)
             return
-        rows, counters = work.most_items * shape.num_heads, self.q.shape[0] * shape.num_kv_heads
-        split = buffers.take(rows, shape.v_head_dim, counters, self.q.device)
+        parts, lse, _ = buffers.take(work.most_items * shape.num_heads, shape.v_head_dim, self.q.device)
         decode_kernel[(work.most_items * shape.num_kv_heads,)](
-            *self._inputs(seq_lens), self.out, work.table, *split, *self._numbers(), **constants
+            *self._inputs(seq_lens), self.out, work.table, parts, lse, work.arrived, *self._numbers(), **constants
         )
 
     def prefill(self, plan: PrefillPieces, buffers: Splits) -> None:
@@ -184,16 +176,22 @@ class Attention:
         useful = prefill_blocks(tokens, batch, plan.max_queries, block_q)
         longest = plan.max_tokens if window is None else min(plan.max_tokens, window + block_q - 1)
         splits = num_kv_splits(useful * shape.num_kv_heads, longest, self.chip.num_sms)
-        programs = (tokens // block_q + batch) * shape.num_kv_heads
-        split, piece = (self.out,) * 3, self.out
+        parts = lse = pieces = piece = self.out
         if splits > 1:
-            split = buffers.take(tokens * splits * shape.num_heads, shape.v_head_dim, programs, self.q.device)
-            places = PROGRAMS_PER_SM * self.chip.num_sms
+            rows, places = tokens * splits * shape.num_heads, PROGRAMS_PER_SM * self.chip.num_sms
+            parts, lse, pieces = buffers.take(rows, shape.v_head_dim, self.q.device, tokens)
             piece = plan.piece(longest, block_q, shape.num_kv_heads, places, splits)
-        prefill_kernel[(programs, splits)](
-            *self._inputs(plan.query_starts, plan.seq_lens), self.out, *split, piece, *self._numbers(),
-            batch, **prefill_constants(shape, splits, short), **dependent_launch(self.q.device),
+        blocks, early = tokens // block_q + batch, dependent_launch(self.q.device)
+        inputs = self._inputs(plan.query_starts, plan.seq_lens)
+        prefill_kernel[(blocks * shape.num_kv_heads, splits)](
+            *inputs, self.out, parts, lse, pieces, piece, *self._numbers(),
+            batch, **prefill_constants(shape, splits, short), **early,
         )  # fmt: skip
+        if splits > 1:
+            constants = reduce_constants(shape.num_heads, shape.v_head_dim, shape.sinks)
+            reduce_kernel[(tokens * cdiv(shape.num_heads, constants["BLOCK_H"]),)](
+                parts, lse, inputs[-1], self.out, pieces, splits, **constants, **early
+            )
 
     def _inputs(self, *lengths: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The tensors that both kernels read, in their order."""

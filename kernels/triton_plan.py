@@ -12,7 +12,8 @@ The table, int32 [1 + items, 4]:
     row 0        number of items, -, -, -
     from row 1   of an item: its sequence, which of its pieces, how many pieces, tokens of the sequence
 
-The pieces of a sequence are neighbours, in their order.
+The pieces of a sequence are neighbours, in their order. Beside the table lie counters, one a sequence and KV head, by
+which the pieces find out which of them ends last; the kernel sets them to 0.
 """
 
 from __future__ import annotations
@@ -93,6 +94,7 @@ def choose_chunk(
 def plan_kernel(
     lens_ptr,  # [B]
     table_ptr,  # int32 [1 + most_items, 4]
+    arrived_ptr,  # int32 [B, kv_heads]
     batch, window, kv_heads, places, most_items,
     UNIT: tl.constexpr, SHORTEST: tl.constexpr, PROGRAM: tl.constexpr, CHOICES: tl.constexpr, LEVELS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -117,6 +119,8 @@ def plan_kernel(
         first += tl.sum(tl.where(before, their_pieces[None, :], 0), 1)
     if tl.program_id(0) == 0:
         tl.store(table_ptr, items)
+    for head in range(0, kv_heads):
+        tl.store(arrived_ptr + b * kv_heads + head, 0, mask=exists)
     lens = tl.load(lens_ptr + b, mask=exists, other=0).to(tl.int32)
     for begin in range(0, tl.max(pieces, 0), 16):
         piece = begin + tl.arange(0, 16)
@@ -166,6 +170,7 @@ class Work(NamedTuple):
     """The work list of a step. ``most_items``: no table of this batch size lists more."""
 
     table: torch.Tensor
+    arrived: torch.Tensor
     most_items: int
 
 
@@ -180,8 +185,11 @@ def make_work(seq_lens: torch.Tensor, max_tokens: int, window: int | None, kv_he
     if most == batch:
         return None
     table = torch.empty(1 + most, 4, dtype=torch.int32, device=seq_lens.device)
-    plan_kernel[(cdiv(batch, ROWS),)](seq_lens, table, batch, window or _NO_WINDOW, kv_heads, places, most, **CONSTANTS)
-    return Work(table, most)
+    arrived = torch.empty(batch, kv_heads, dtype=torch.int32, device=seq_lens.device)
+    plan_kernel[(cdiv(batch, ROWS),)](
+        seq_lens, table, arrived, batch, window or _NO_WINDOW, kv_heads, places, most, **CONSTANTS
+    )
+    return Work(table, arrived, most)
 
 
 class PrefillPieces:

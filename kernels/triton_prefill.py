@@ -3,8 +3,9 @@
 One program serves a block of query tokens of one sequence under one KV head; its rows are token x query head of the
 group, so K and V are read once for the whole group. The KV heads of a block run side by side, as in decode. Where there
 are fewer blocks than the GPU can run at a time (a few sequences, of which each has a few new tokens after a long
-context), each block's keys are split among programs, and the last of them to end adds up what they computed. How long a
-piece is, the device has chosen for the step (triton_plan.py); a block that is in one piece is written at once.
+context), each block's keys are split among programs, and a second kernel adds up the parts: unlike in decode they are
+too many values for one program. How long a piece is, the device has chosen for the step (triton_plan.py); a block that
+is in one piece is written at once.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ import triton
 import triton.language as tl
 
 from kvbench_kernels.dependent_launch import wait_for_earlier
-from kvbench_kernels.launch import KernelShape, shape_constants, short_tiles
+from kvbench_kernels.launch import KernelShape, next_power_of_two, shape_constants, short_tiles
 from kvbench_kernels.triton_codes import row_bytes
-from kvbench_kernels.triton_common import add_parts, as_many, attend, columns, finish, is_last
+from kvbench_kernels.triton_common import add_parts, attend, columns, finish
 from kvbench_kernels.tuning import choose_prefill
 
 
@@ -40,31 +41,23 @@ def find_sequence(query_starts_ptr, block, batch, BLOCK_Q: tl.constexpr):
     return low, tl.load(query_starts_ptr + low).to(tl.int32) // BLOCK_Q + low
 
 
-@triton.jit
-def block_rows(start, first_query, num_queries, kv_head, GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, N: tl.constexpr):
-    """Returns (query of its sequence, query head, whether there is one) of N rows of a block, from ``start`` on."""
-    rows = start + tl.arange(0, N)
-    query = first_query + rows // GROUP
-    return query, kv_head * GROUP + rows % GROUP, (rows < BLOCK_Q * GROUP) & (query < num_queries)
-
-
 @triton.jit(
     do_not_specialize=["pages_stride", "batch"],
     do_not_specialize_on_alignment=[
-        "pages_ptr", "query_starts_ptr", "lens_ptr", "sinks_ptr", "lse_ptr", "piece_ptr",
+        "pages_ptr", "query_starts_ptr", "lens_ptr", "sinks_ptr", "lse_ptr", "pieces_ptr", "piece_ptr",
     ],
 )
 def prefill_kernel(
     q_ptr,  # [T, H, D]
     k_ptr, v_ptr,  # [slots, Hkv, D] and [slots, Hkv, Dv], or the codes of a quantised cache
     k_scales_ptr, v_scales_ptr,  # float32 [slots, Hkv], read if KIND has a scale per token and head
-    pages_ptr,  # [B, max_pages] int32
+    pages_ptr,  # [B, max_pages] int32 or int64
     query_starts_ptr, lens_ptr,  # [B + 1], [B]
     sinks_ptr,  # [H], read if HAS_SINKS
     out_ptr,  # [T, H, Dv]: of blocks in one piece
     parts_ptr,  # float32 [T, splits, H, Dv]: of pieces, written if SPLIT
     lse_ptr,  # float32 [T, splits, H], likewise
-    arrived_ptr,  # int32 [blocks, Hkv] zeros, read and left as zeros if SPLIT
+    pieces_ptr,  # int32 [T]: in how many pieces each token's block is, written if SPLIT
     piece_ptr,  # int32 [1]: keys that no piece exceeds, read if SPLIT
     score_scale, softcap, v_scale,
     q_stride, q_head_stride, k_stride, v_stride, pages_stride, batch,
@@ -88,7 +81,10 @@ def prefill_kernel(
     if first_query >= num_queries:
         return
 
-    query, heads, row_ok = block_rows(0, first_query, num_queries, kv_head, GROUP, BLOCK_Q, BLOCK_M)
+    rows = tl.arange(0, BLOCK_M)
+    query = first_query + rows // GROUP
+    heads = kv_head * GROUP + rows % GROUP
+    row_ok = (rows < BLOCK_Q * GROUP) & (query < num_queries)
     token = (q_begin + query).to(tl.int64)
     context = seq_len - num_queries  # tokens before the first query
     lowest = context + first_query
@@ -99,6 +95,8 @@ def prefill_kernel(
         pieces = tl.maximum(tl.cdiv(end - begin, tl.load(piece_ptr)), 1)
         if tl.program_id(1) >= pieces:
             return
+        if kv_head == 0:
+            tl.store(pieces_ptr + token, tl.zeros([BLOCK_M], tl.int32) + pieces, mask=row_ok & (rows % GROUP == 0))
     value, value_ok = columns(D, D_PAD, KIND)
     # int64: heads may lie as far apart as all tokens of a batch
     q_at = q_ptr + (token * q_stride + heads.to(tl.int64) * q_head_stride)[:, None] + value[None, :]
@@ -115,23 +113,45 @@ def prefill_kernel(
         score_scale, softcap, PAGE_SIZE, WINDOW, KV_HEADS, D, DV, D_PAD, DV_PAD, BLOCK_M, BLOCK_N,
         HAS_SOFTCAP, KIND, FP8_HARDWARE,
     )  # fmt: skip
-    splits = tl.num_programs(1)
-    part = (token * splits + tl.program_id(1)) * HEADS + heads
+    part = (token * tl.num_programs(1) + tl.program_id(1)) * HEADS + heads
     finish(
         acc, top, total, pieces, token * HEADS + heads, part, row_ok, heads, sinks_ptr,
         out_ptr, parts_ptr, lse_ptr, v_scale, DV, DV_PAD, KIND, SPLIT, HAS_SINKS,
     )  # fmt: skip
-    if SPLIT and pieces > 1:
-        last = is_last(arrived_ptr + block * KV_HEADS + kv_head, pieces)
-        if last:
-            ROWS: tl.constexpr = as_many(2048, DV_PAD, BLOCK_M)  # more spill
-            for start in range(0, BLOCK_M, ROWS):
-                of_rows, their_heads, ok = block_rows(start, first_query, num_queries, kv_head, GROUP, BLOCK_Q, ROWS)
-                tokens = (q_begin + of_rows).to(tl.int64)
-                add_parts(
-                    pieces, tokens * HEADS + their_heads, tokens * splits * HEADS + their_heads, ok, their_heads,
-                    sinks_ptr, out_ptr, parts_ptr, lse_ptr, ROWS, 2, HEADS, DV, DV_PAD, HAS_SINKS,
-                )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["splits"], do_not_specialize_on_alignment=["lse_ptr", "sinks_ptr", "pieces_ptr"])
+def reduce_kernel(
+    parts_ptr,  # float32 [T, splits, H, Dv]
+    lse_ptr,  # float32 [T, splits, H]
+    sinks_ptr,  # [H], read if HAS_SINKS
+    out_ptr,  # [T, H, Dv]
+    pieces_ptr,  # int32 [T]
+    splits,
+    HEADS: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr,
+    HAS_SINKS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Add up the parts of BLOCK_H heads of one token, if its block is in several pieces."""
+    wait_for_earlier(PDL)
+    BLOCKS: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
+    token = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    heads = tl.program_id(0) % BLOCKS * BLOCK_H + tl.arange(0, BLOCK_H)
+    pieces = tl.load(pieces_ptr + token)
+    if pieces > 1:
+        add_parts(
+            pieces, token * HEADS + heads, token * splits * HEADS + heads, heads < HEADS, heads, sinks_ptr,
+            out_ptr, parts_ptr, lse_ptr, BLOCK_H, BLOCK_P, HEADS, DV, DV_PAD, HAS_SINKS,
+        )  # fmt: skip
+
+
+def reduce_constants(heads: int, v_dim: int, sinks: bool) -> dict[str, Any]:
+    """The compile-time arguments of ``reduce_kernel`` with num_warps: 8,192 values at a time, 64 a thread."""
+    v_pad = next_power_of_two(v_dim)
+    block_h = max(1, 256 // v_pad)
+    return {
+        "HEADS": heads, "DV": v_dim, "DV_PAD": v_pad, "BLOCK_H": block_h, "BLOCK_P": 8192 // (block_h * v_pad),
+        "HAS_SINKS": sinks, "num_warps": 4,
+    }  # fmt: skip
 
 
 @lru_cache(maxsize=1024)

@@ -30,7 +30,7 @@ from kvbench_kernels.triton_layers import (
 from kvbench_kernels.triton_move import move_constants, move_kernel
 from kvbench_kernels.triton_plan import CONSTANTS as PLAN_CONSTANTS
 from kvbench_kernels.triton_plan import PIECE_CONSTANTS, piece_kernel, plan_kernel
-from kvbench_kernels.triton_prefill import prefill_constants, prefill_kernel
+from kvbench_kernels.triton_prefill import prefill_constants, prefill_kernel, reduce_constants, reduce_kernel
 from kvbench_kernels.triton_sample import noise_constants, noise_kernel, settle_constants, settle_kernel
 
 ARCHITECTURES = (80, 89, 90, 100)
@@ -43,7 +43,8 @@ LARGEST = (8, 256, 256)
 EXTREME = (64, 256, 256)  # the largest that the backend admits
 SHAPES = [(1, 64, 64), (8, 80, 80), (16, 96, 96), (16, 192, 128)]
 # Of split attention: where the parts of pieces are written, and what says which pieces there are.
-_PARTS = {"work_ptr": "i32", "arrived_ptr": "i32", "piece_ptr": "i32", "parts_ptr": "fp32", "lse_ptr": "fp32"}
+_PARTS = dict.fromkeys(("work_ptr", "arrived_ptr", "pieces_ptr", "piece_ptr"), "i32")
+_PARTS |= dict.fromkeys(("parts_ptr", "lse_ptr"), "fp32")
 _INDICES = {"pages_ptr": "i32"} | dict.fromkeys(("lens_ptr", "slots_ptr", "query_starts_ptr"), "i64")
 _TABLES = dict.fromkeys(("source_table_ptr", "target_table_ptr", "sources_ptr", "targets_ptr"), "i64")
 _DRAWS = (
@@ -141,9 +142,15 @@ def prefill(arch: int, kind: str, shape: tuple[int, int, int], options: VariantO
     return _attention("prefill", prefill_kernel, constants, kind, shape, options)
 
 
+def reduce(v_dim: int, sinks: bool) -> Variant:
+    """The reduction over any number of parts of prefill."""
+    constants = reduce_constants(32, v_dim, sinks)
+    return Variant(f"reduce, D {v_dim}{', sinks' if sinks else ''}", reduce_kernel, constants, _PARTS)
+
+
 def plan() -> Variant:
     """The work list of decode."""
-    return Variant("plan", plan_kernel, PLAN_CONSTANTS, {"lens_ptr": "i64", "table_ptr": "i32"})
+    return Variant("plan", plan_kernel, PLAN_CONSTANTS, {"lens_ptr": "i64", "table_ptr": "i32", "arrived_ptr": "i32"})
 
 
 def piece() -> Variant:
@@ -227,7 +234,7 @@ def core(arch: int) -> list[Variant]:
     chosen += [prefill(arch, kind, LARGEST, VariantOptions(split=True, short=True)) for kind in ("fp32", "bf16")]
     chosen += [rotate(kind, 128) for kind in KINDS if kind not in ("fp16", "fp32")]
     chosen += [add_norm("bf16", 4096), act_mul("bf16", "silu")]
-    return [*chosen, plan(), piece(), move(32768, 16), *sample("bf16")]
+    return [*chosen, reduce(256, False), plan(), piece(), move(32768, 16), *sample("bf16")]
 
 
 def _rest(arch: int) -> list[Variant]:
@@ -246,6 +253,7 @@ def _rest(arch: int) -> list[Variant]:
     chosen += [decode(arch, "int4_per_token_head", LARGEST, VariantOptions(split=True))]
     chosen += [prefill(arch, "bf16", COMMON, VariantOptions(split=True, short=True))]
     chosen += [write("bf16", 192, 128), write("int4_per_token_head", 80, 80)]
+    chosen += [reduce(64, False), reduce(128, True)]
     chosen += [rotate("fp32", 128), rotate("bf16", 256), rotate("int4_per_token_head", 256)]
     chosen += [add_norm("bf16", MAX_NORM), add_norm("fp32", MAX_NORM), add_norm("bf16", 1024)]
     chosen += [act_mul("fp32", "gelu"), act_mul("bf16", "gelu_tanh")]

@@ -128,7 +128,7 @@ def make_decode(case: Decode, heads: AttentionHeads, dtype: torch.dtype, device:
     pages = (lengths + page_size - 1) // page_size
     order = torch.randperm(int(pages.sum())) * page_size
     used = torch.arange(int(pages.max())) < pages[:, None]
-    starts = torch.zeros(used.shape, dtype=torch.int64).masked_scatter(used, order)
+    starts = torch.zeros(used.shape, dtype=torch.int32).masked_scatter(used, order.int())
     k, v = (filled_cache(case.kv, len(order) * page_size, heads, dtype, device) for _ in "kv")
     return DecodeTensors(
         q=torch.randn(case.batch, heads.query, heads.dim, dtype=dtype, device=device),

@@ -89,7 +89,7 @@ def draw_into(
         from kvbench_kernels import triton_sample
 
         return triton_sample.draw_into(out, at, logits, rows, temperature, keys, top_k, top_p)
-    largest = logits.amax(-1).float()  # set to 0 so that no temperature overflows
+    largest = logits.amax(-1).float()  # subtracted, so that no temperature overflows
     finite = largest.isfinite()[rows].numpy()
     limited = (top_k < logits.shape[1]).logical_or_(top_p < 1).numpy()
     tokens = torch.zeros(len(rows), dtype=torch.int64)

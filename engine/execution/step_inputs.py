@@ -158,7 +158,7 @@ class InputBuffers:
             np.concatenate([[0], np.cumsum(prefill_counts)]),
             rows,
             unsent,
-            tables.host.ravel()[unsent].astype(tables.dtype),
+            tables.host.ravel()[unsent].astype(tables.dtype, copy=False),
             *columns_for(drawing, rows[sampling], tokens[sampling]),
         )
         ids, positions, slots, last, pending_at, pending_from, *attention, on_device, at, entries = views[:12]
@@ -196,7 +196,7 @@ class InputBuffers:
             lengths,
             rows[begun] * width + pages[begun],
             begun * width + pages[begun],
-            slots[begun].astype(tables.dtype),
+            slots[begun].astype(tables.dtype, copy=False),
             lengths[:0],
             *columns,
         )

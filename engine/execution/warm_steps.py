@@ -15,13 +15,13 @@ from kvbench_kernels.launch import SHORT_QUERIES
 Forward = Callable[[torch.Tensor, torch.Tensor, StepTensors, torch.Tensor], torch.Tensor]
 
 
-def padding_steps(pages: int, max_model_len: int, device: torch.device) -> Iterator[StepTensors]:
+def padding_steps(page_starts: torch.Tensor, max_model_len: int) -> Iterator[StepTensors]:
     """Make steps of decode, short and long chunks, once with few keys (no split) and once with the most.
 
     One sequence of length 0 on slots -1: no KV is read or written. Kernels are chosen by the bounds alone.
-    ``pages``: columns of the page table.
+    ``page_starts [rows, pages]``: the tensor in which steps have their page tables.
     """
-    tables = torch.zeros(1, pages, dtype=torch.int64, device=device)
+    tables, device = page_starts.new_zeros(1, page_starts.shape[1]), page_starts.device
     none = torch.zeros(0, dtype=torch.int64, device=device)
     empty = torch.zeros(1, dtype=torch.int64, device=device)
     for max_tokens in (1, max_model_len):
@@ -33,8 +33,8 @@ def padding_steps(pages: int, max_model_len: int, device: torch.device) -> Itera
 
 
 @torch.inference_mode()
-def run_padding_steps(forward: Forward, pages: int, max_model_len: int, device: torch.device) -> None:
+def run_padding_steps(forward: Forward, page_starts: torch.Tensor, max_model_len: int) -> None:
     """Run all ``padding_steps``."""
-    for step in padding_steps(pages, max_model_len, device):
+    for step in padding_steps(page_starts, max_model_len):
         ids = torch.zeros_like(step.slots)
         forward(ids, ids, step, ids[:1])

@@ -83,8 +83,17 @@ def gpu_budget(free_bytes: int, activation_bytes: int) -> int:
 
     The largest step's ``activation_bytes`` stay free twice: for steps that run kernel by kernel, and for the pool of
     the CUDA graphs.
+
+    Raises:
+        ValueError: nothing is left.
     """
-    return max(0, min(int(free_bytes * GPU_SHARE), free_bytes - 2 * activation_bytes))
+    budget = min(int(free_bytes * GPU_SHARE), free_bytes - 2 * activation_bytes)
+    if budget < 1:
+        raise ValueError(
+            f"this GPU has {format_bytes(free_bytes)} free beside the weights, and the largest step needs about "
+            f"{format_bytes(activation_bytes)} of it twice: lower max_num_batched_tokens, or set kv_budget"
+        )
+    return budget
 
 
 def capacity_of(config: EngineConfig, shape: KVShape, budget_bytes: int) -> KVCapacity:

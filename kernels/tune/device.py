@@ -66,9 +66,10 @@ class TuningProblem:
         self._decodes = DecodePlan(self._lens, max(lens))
         self._prefills = PrefillPieces(self._starts, self._lens, max(new), max(lens))
         dims = case.head_dim, case.v_head_dim
-        self._kv = hostile_kv(
+        self._kv = kv = hostile_kv(
             lens, case.kind, kv_heads, dims, case.page_size, random, dtype=self._dtype, device=device, gap=gap
         )
+        self._page_starts = kv.page_starts.to(torch.int32)
         queries = len(lens) if case.kernel == "decode" else sum(new)
         self._q = random(queries, kv_heads * case.group, case.head_dim)
         self.out = self._q.new_empty((*self._q.shape[:2], case.v_head_dim))
@@ -76,7 +77,7 @@ class TuningProblem:
     def run(self, tiles: Tiles) -> None:
         """Queue the kernel on the current stream."""
         call = Attention(
-            self._q, self._kv.k, self._kv.v, self._kv.page_starts, self.case.page_size, self._options, self.out,
+            self._q, self._kv.k, self._kv.v, self._page_starts, self.case.page_size, self._options, self.out,
             self._chip, tiles=tiles,
         )  # fmt: skip
         if self.case.kernel == "decode":

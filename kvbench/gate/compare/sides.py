@@ -290,7 +290,7 @@ def require_used(sides: Sequence[PairSide], request: CompareRequest) -> None:
 
 
 def left_to_servers(sides: Mapping[str, OpenSide]) -> str | None:
-    """Writes which decisions a command's or a running server's own defaults take, which nothing here shows."""
+    """Writes which decisions a command or a running server leaves to defaults, as far as its text says."""
     given = [one.side for one in sides.values()]
     texts = [side.text for side in given if side.kind == URL or (side.kind == CMD and is_template(side.text))]
     unset = [name for name in ENGINE_POLICY if any(f"{{{name}}}" not in text for text in texts)]

@@ -18,7 +18,7 @@ from kvbench_kernels.triton_decode import decode_constants, decode_kernel
 from kvbench_kernels.triton_kv import write_constants, write_kv_kernel
 from kvbench_kernels.triton_move import move_constants, move_kernel
 from kvbench_kernels.triton_prefill import prefill_constants, prefill_kernel
-from kvbench_kernels.variants import sample
+from kvbench_kernels.variants import core, sample
 from tests.support.run_checks import run_checks
 
 CHECKS = [*sorted(Path(__file__).parent.glob("triton_*checks.py")), Path(__file__).with_name("triton_bugs.py")]
@@ -52,9 +52,10 @@ def compiled(name: str, arch: int, kind: str = "auto", dtype: str = "bf16", dims
         "prefill, short": lambda: (prefill_kernel, prefill_constants(shape, 4, True)),
         "write": lambda: (write_kv_kernel, write_constants(8, *dims, kind)),
     }[name]()
-    types = dict.fromkeys(("pages_ptr", "slots_ptr", "query_starts_ptr", "lens_ptr"), "i64")
+    types = {"pages_ptr": "i32"} | dict.fromkeys(("slots_ptr", "query_starts_ptr", "lens_ptr"), "i64")
     if constants.get("SPLIT"):
-        types |= {"work_ptr": "i32", "arrived_ptr": "i32", "piece_ptr": "i32", "parts_ptr": "fp32", "lse_ptr": "fp32"}
+        types |= dict.fromkeys(("work_ptr", "arrived_ptr", "pieces_ptr", "piece_ptr"), "i32")
+        types |= dict.fromkeys(("parts_ptr", "lse_ptr"), "fp32")
     if kind != "auto":
         types |= dict.fromkeys(CACHES, CODES.get(kind, "u8")) | dict.fromkeys(SCALES, "fp32")
     return compile_for(kernel, constants, arch, types, dtype)
@@ -88,6 +89,30 @@ def test_kernels_compile_ahead_of_time(name, arch, kind, dtype, options):
     assert "cp.async" in kernel.asm["ptx"], "KV loads are not pipelined"
 
 
+EARLY = {v.kernel.__name__: v for v in reversed(core(90)) if any(p.name == "PDL" for p in v.kernel.params)}
+
+
+@compiles
+@pytest.mark.parametrize("kernel", sorted(EARLY))
+def test_a_kernel_that_starts_early_waits_before_it_touches_memory(kernel):
+    """Else it would read what the kernel before it is still writing; older chips start none early."""
+    variant = EARLY[kernel]
+    new, old = (
+        compile_for(variant.kernel, variant.constants, arch, variant.types, variant.default) for arch in (90, 89)
+    )
+    before, after = new.asm["ptx"].split("griddepcontrol.wait", 1)
+    assert new.metadata.launch_pdl and "griddepcontrol.launch_dependents" in after
+    assert not re.search(r"\b(ld|st|atom|red)\.global|cp\.async|griddepcontrol", before)
+    assert not old.metadata.launch_pdl and "griddepcontrol" not in old.asm["ptx"]
+
+
+def test_the_kernels_of_a_layer_start_early():
+    assert set(EARLY) == {
+        "decode_kernel", "prefill_kernel", "reduce_kernel", "write_kv_kernel", "rotate_write_kernel", "add_norm_kernel",
+        "act_mul_kernel",
+    }  # fmt: skip
+
+
 @pytest.mark.full
 @compiles
 def test_fp8_is_converted_by_the_chip_where_it_can():
@@ -117,8 +142,8 @@ def test_no_dot_takes_fp8_and_all_sum_in_float32(kind, keys, values):
 @compiles
 @pytest.mark.parametrize("name", ["decode", full("prefill")])
 def test_whole_page_tiles_read_the_page_table_once(name):
-    """One scalar load of int64 a tile where the tile divides the page; else one for each token."""
-    a_load_for_each_token = r"tt\.load .* : tensor<\d+x!tt\.ptr<i64>>"
+    """One scalar load of int32 a tile where the tile divides the page; else one for each token."""
+    a_load_for_each_token = r"tt\.load .* : tensor<\d+x!tt\.ptr<i32>>"
     assert re.search(a_load_for_each_token, compiled(name, 90).asm["ttir"])
     assert not re.search(a_load_for_each_token, compiled(name, 90, page_size=256).asm["ttir"])
 

@@ -58,7 +58,7 @@ def recorded(monkeypatch) -> RecordedLaunches:
     """All launches of attention but those of plans; ``plans`` has these."""
     launches = RecordedLaunches()
     launches.plans = RecordedLaunches()
-    for name in ("decode_kernel", "prefill_kernel"):
+    for name in ("decode_kernel", "prefill_kernel", "reduce_kernel"):
         monkeypatch.setattr(kvbench_kernels.triton_launch, name, launches)
     monkeypatch.setattr(kvbench_kernels.triton_plan, "plan_kernel", launches.plans)
     return launches
@@ -76,19 +76,19 @@ def test_a_step_plans_once_for_each_window_and_launches_no_more(recorded):
 
 
 @pytest.mark.parametrize(
-    ("chunks", "queries", "context", "splits"),
+    ("chunks", "queries", "context", "launches"),
     # Query length 2-8 fell off the split path (vllm#51995): one sequence ran on as many programs as KV heads.
-    [*((1, queries, 32768, True) for queries in (1, 2, 5, 8)), (4, 2048, 4096, False)],
+    [*((1, queries, 32768, 2) for queries in (1, 2, 5, 8)), (4, 2048, 4096, 1)],
 )
-def test_keys_are_split_where_the_queries_do_not_fill_the_gpu(chunks, queries, context, splits, recorded):
-    """With 32 / 8 heads, in one launch. Blocks that hold nothing are not counted."""
+def test_keys_are_split_where_the_queries_do_not_fill_the_gpu(chunks, queries, context, launches, recorded):
+    """With 32 / 8 heads, by the first launch; the second is the reduction. Blocks that hold nothing are not counted."""
     q, cache = torch.empty(chunks * queries, 32, 128), torch.empty(1, 8, 128)
     table = torch.empty(1, context // 16, dtype=torch.int64)
     attention = Attention(q, cache, cache, table, 16, PLAIN, torch.empty_like(q), Chip(90, 132))
     lens = torch.full((chunks,), context)
     attention.prefill(PrefillPieces(torch.arange(chunks + 1) * queries, lens, queries, context), Splits())
-    [(_, pieces)] = recorded.grids
-    assert 8 * pieces >= 132 if splits else pieces == 1
+    _, splits = recorded.grids[0]
+    assert len(recorded.grids) == launches and (8 * splits >= 132 if launches == 2 else splits == 1)
 
 
 def test_a_batch_may_be_larger_than_a_grid_dimension(recorded):
@@ -178,17 +178,16 @@ def test_plans_read_no_tensor():
 def test_split_buffers_are_shared_and_kept_for_graphs(captured, monkeypatch):
     monkeypatch.setattr(kvbench_kernels.triton_launch, "is_capturing", lambda device: captured)
     buffers, device = Splits(), torch.device(DEVICE)
-    parts, lse, counters = buffers.take(12, 16, 5, device)
+    parts, lse, numbers = buffers.take(12, 16, device, 5)
     assert parts.shape == (12, 16) and lse.shape == (12,) and parts.dtype == lse.dtype == torch.float32
-    assert counters.tolist() == [0] * 5 and counters.dtype == torch.int32
-    assert parts.data_ptr() + parts.nbytes <= lse.data_ptr()
+    assert numbers.shape == (5,) and numbers.dtype == torch.int32
+    assert parts.data_ptr() + parts.nbytes <= lse.data_ptr() and lse.data_ptr() + lse.nbytes <= numbers.data_ptr()
     parts.fill_(7.0)
-    smaller = buffers.take(6, 16, 3, device)  # the next layer, a smaller step
-    assert [t.data_ptr() for t in smaller] == [parts.data_ptr(), smaller[1].data_ptr(), counters.data_ptr()]
-    memory = weakref.ref(parts._base), weakref.ref(counters._base)
-    del parts, lse, counters, smaller
-    buffers.take(120, 16, 50, device)
-    assert [(one() is not None) for one in memory] == [captured] * 2  # a captured graph still writes there
+    assert buffers.take(6, 16, device)[0].data_ptr() == parts.data_ptr()  # the next layer, a smaller step
+    memory = weakref.ref(parts._base)
+    del parts, lse, numbers
+    buffers.take(120, 16, device)
+    assert (memory() is not None) == captured  # a captured graph still writes there
 
 
 def test_caches_with_gaps_are_refused():

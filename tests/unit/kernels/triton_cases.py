@@ -23,14 +23,12 @@ def full(*values: object):
 
 
 class PoisonedSplits(Splits):
-    """Parts that hold NaN whenever they are taken, and counters that the launch before has left as zeros."""
+    """Buffers that hold NaN, and -1 for integers, whenever they are taken."""
 
     def take(self, *args) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         self.taken = super().take(*args)
-        parts, lse, counters = self.taken
-        parts.fill_(float("nan"))
-        lse.fill_(float("nan"))
-        assert not counters.any()
+        for tensor in self.taken:
+            tensor.fill_(float("nan") if tensor.is_floating_point() else -1)
         return self.taken
 
 

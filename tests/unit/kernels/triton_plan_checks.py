@@ -19,10 +19,11 @@ from triton_cases import DEVICE, TOLERANCE, backend_on, check
 from triton_checks import DEEP, QUIET
 
 import kvbench_kernels.triton_launch
+from kvbench_kernels.api import AttentionOptions
 from kvbench_kernels.launch import PROGRAMS_PER_SM
 from kvbench_kernels.triton_common import add_parts
+from kvbench_kernels.triton_decode import decode_kernel
 from kvbench_kernels.triton_plan import PrefillPieces, make_work
-from kvbench_kernels.triton_prefill import prefill_kernel
 
 LN2 = math.log(2)
 BASE = Problem(lens=(1,), new=(0,), shape=(2, 16, 16), kv_heads=2, page_size=64, device=DEVICE)
@@ -137,31 +138,34 @@ def test_blocks_of_prefill_are_cut_as_many_times_as_their_step_needs(sms, window
         batch.query_starts, batch.seq_lens, max_queries, most
     )
     check(p, "auto", backend)
-    _, lse, counters = backend._splits.taken
-    written = (~lse.view(16, -1, 2).isnan()).sum(1)
-    first, second, last = (0 if n == 1 else n for n in pieces)
-    assert written[:, 0].tolist() == written[:, 1].tolist() == [first] * 2 + [second] * 5 + [0] * 7 + [last] * 2
-    assert not counters.any()
+    first, second, last = pieces
+    assert backend._splits.taken[2].tolist() == [first] * 2 + [second] * 5 + [1] * 7 + [last] * 2
 
 
-def test_the_rows_of_a_large_block_are_added_up_in_turns():
-    p = Problem((700, 70), (40, 70), kv_heads=1, shape=(2, 16, 128), dtype=torch.float16, device=DEVICE)
-    check(p, "auto", backend_on(8))
+class WithoutTheLastItems:
+    """The decode kernel, of which the first ``programs`` run."""
 
-
-class WithoutLaterPieces:
-    """A kernel of which the programs of the first pieces alone run."""
+    def __init__(self, programs: int) -> None:
+        self.programs = programs
 
     def __getitem__(self, grid: tuple[int, ...]):
-        return prefill_kernel[(grid[0], 1)]
+        return decode_kernel[(self.programs,)]
 
 
-def test_each_block_and_head_counts_for_itself(monkeypatch):
-    """Blocks run at the same time, on a GPU: a counter that two share would be full too early."""
-    monkeypatch.setattr(kvbench_kernels.triton_launch, "prefill_kernel", WithoutLaterPieces())
-    p = Problem((1300, 900, 5), (20, 2, 5), kv_heads=2, shape=(2, 16, 16), device=DEVICE)
-    backend = backend_on(40)
-    with pytest.raises(AssertionError):
-        check(p, "auto", backend)
-    counters = backend._splits.taken[2].tolist()
-    assert sorted(counters) == [0] * 2 + [1] * 4  # two blocks in pieces, under two heads
+def test_each_sequence_and_head_counts_for_itself_and_leaves_a_zero(monkeypatch):
+    """On a GPU sequences run side by side: a counter that two share would be full too early."""
+    lens, heads = torch.tensor([3000, 2000, 5, 2500], device=DEVICE), 2
+    backend, generator = backend_on(8), torch.Generator().manual_seed(0)
+    q, kv = (torch.randn(n, heads, 16, generator=generator).to(DEVICE) for n in (4, 12_000))
+    where = torch.arange(4, device=DEVICE)[:, None] * 3000, lens, 3000
+    plan = backend.plan_decode(*where, max_tokens=3000)
+    first, second = (backend.decode_attention(q, kv, kv, *where, AttentionOptions(0.25), plan=plan) for _ in "ab")
+    assert torch.equal(first, second)
+    work = plan.work(None, heads, PROGRAMS_PER_SM * 8)
+    assert not work.arrived.any()
+    items = work.table[1 : 1 + int(work.table[0, 0]), :3].tolist()
+    last, _, pieces = items[-2]  # behind it comes the sequence of 5 tokens
+    assert pieces > 1 and items[-1] == [2, 0, 1]
+    monkeypatch.setattr(kvbench_kernels.triton_launch, "decode_kernel", WithoutTheLastItems((len(items) - 2) * heads))
+    backend.decode_attention(q, kv, kv, *where, AttentionOptions(0.25), plan=plan)
+    assert work.arrived.tolist() == [[pieces - 1 if b == last else 0] * heads for b in range(4)]

@@ -14,6 +14,7 @@ from kvbench_engine.kv.budget import KVShape, LayerKV, capacity_of, gpu_budget, 
 from kvbench_engine.model.spec import find_model
 from kvbench_engine.sequence import Request, SamplingParams
 from kvbench_engine.sizes import format_bytes, parse_bytes
+from tests.support.families import ACCEPTED
 from tests.support.hf_parts import model_folder
 
 SHAPE = KVShape((LayerKV(1, 8, 8),), 4)  # 64 bytes a slot, as fp8 16
@@ -157,7 +158,16 @@ def test_a_gpu_keeps_room_for_two_of_its_largest_steps():
     """A small GPU has less than a fifth of its memory for both."""
     assert gpu_budget(100_000, 10_000) == gpu_budget(100_000, 9_000) == 80_000
     assert gpu_budget(100_000, 10_001) == 79_998
-    assert gpu_budget(100_000, 60_000) == 0
+    assert gpu_budget(100_001, 50_000) == 1
+    with pytest.raises(ValueError, match="max_num_batched_tokens"):
+        gpu_budget(100_000, 50_000)
+
+
+@pytest.mark.parametrize("family", sorted(ACCEPTED))
+def test_the_step_of_every_family_can_be_estimated(family):
+    """Families name the width of their MLP in many ways, or have one a layer."""
+    config, sizes = EngineConfig(model="any", max_num_batched_tokens=64), AutoConfig.for_model(family.split()[0])
+    assert activation_bytes(config, sizes, torch.bfloat16) > 64 * 2 * sizes.get_text_config().hidden_size
 
 
 def test_find_model_says_what_is_missing(tmp_path):

@@ -88,7 +88,6 @@ def eager_logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
 
 
 # Launches of a layer, attention included, and of a step beside its layers: each as transformers has it, and fused.
-# Attention is two kernels, and one where no sequence can be long enough to be cut.
 LOCKED = {
     "llama": ((39, 9), (21, 14)),
     "qwen2": ((39, 9), (21, 14)),
