@@ -49,10 +49,10 @@ class EngineConfig:
     """All settings of one engine.
 
     ``kv_budget``: bytes of K and V of all layers and the page table, the same for both layouts; None: 256 MiB on a CPU,
-    80 % of the free memory of a GPU, or what two of its largest steps leave. ``swap_space``: bytes of host memory for
-    ``preemption_mode='swap'``; None: as many as ``kv_budget``. ``max_num_seqs`` and ``max_num_batched_tokens`` are
-    numbers once the object is made: None is replaced by the device's default, or by the other one where the two would
-    not fit together.
+    80 % of the free memory of a GPU or what two of its largest steps leave of it, whichever is less. ``swap_space``:
+    bytes of host memory for ``preemption_mode='swap'``; None: as many as ``kv_budget``. ``max_num_seqs`` and
+    ``max_num_batched_tokens`` are numbers once the object is made: None is replaced by the device's default, or by the
+    other one where the two would not fit together.
     """
 
     model: str = "llama-32m"  # a local folder, a config JSON, or the name of a model or config that ships

@@ -32,7 +32,8 @@ HELP = {
     "the prompt and the next power of two of max_tokens; oracle: the prompt and max_tokens.",
     "page_size": "tokens a page. Small pages waste fewer slots at a request's end; large pages need a shorter table.",
     "kv_budget": "memory for K, V and the page table, in bytes or as 512MiB, 2GiB; the same for both layouts. "
-    "Left out: 256 MiB on a CPU; of a GPU 80 %% of the free memory, or what two of its largest steps leave.",
+    "Left out: 256 MiB on a CPU; on a GPU 80 %% of the free memory or what two of its largest steps leave of it, "
+    "whichever is less.",
     "kv_cache_dtype": "type of the stored K and V. auto: the model's. The others hold more tokens in the same budget, "
     "with less precision; their scales count in the budget.",
     "enable_prefix_caching": "keep the KV of finished requests, and use it for prompts that begin alike (paged only).",

@@ -120,7 +120,9 @@ class CommandTemplate:
             values["kv_budget"] = kv_budget_bytes
         for name, value in values.items():
             if value is None:
-                raise UsageError(f"--serve-cmd has {{{name}}}, which the workload does not set: add -o engine.{name}=")
+                raise UsageError(
+                    f"--serve-cmd has {{{name}}}, which the workload does not set: add -o engine.{name}=VALUE"
+                )
         formatted = (_Values().vformat(word, (), values) for word in self.words)
         return tuple(word for word in formatted if word)
 

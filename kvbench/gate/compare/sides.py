@@ -65,7 +65,7 @@ from kvbench.targets.options import TargetOptions
 from kvbench.targets.presets import PRESETS
 from kvbench.workload.design import Cell, Configuration, Design, make_design, select
 from kvbench.workload.file import Workload, apply_override, differing_keys, resolve
-from kvbench.workload.settings import ENGINE_POLICY, Settings, setting_title
+from kvbench.workload.settings import ENGINE_POLICY, Settings
 
 REF, CMD, URL, SET, RUN = "ref", "cmd", "url", "set", "run"
 # option -> the kinds of side that it means something for
@@ -294,7 +294,7 @@ def left_to_servers(sides: Mapping[str, OpenSide]) -> str | None:
     given = [one.side for one in sides.values()]
     texts = [side.text for side in given if side.kind == URL or (side.kind == CMD and is_template(side.text))]
     unset = [name for name in ENGINE_POLICY if any(f"{{{name}}}" not in text for text in texts)]
-    return say("side.left_to_servers", names=listing([setting_title(name) for name in unset])) if unset else None
+    return say("side.left_to_servers", names=listing(unset)) if unset else None
 
 
 def _target_kind(side: PairSide, request: CompareRequest) -> str:
