@@ -133,7 +133,10 @@ def is_integer(KIND):
 
 @triton.jit
 def split_columns(x, KIND: tl.constexpr):
-    """Splits x [M, columns] into the columns of each part, [M, words]: those of word w are columns w * parts and on."""
+    """Splits x [M, columns] into one tensor [M, words] a part.
+
+    Word w holds the columns from w * parts on, one of each part.
+    """
     if KIND == "auto":
         return (x,)
     elif KIND == "int4_per_token_head":
@@ -269,8 +272,9 @@ def value_unit(KIND):
 
 @triton.jit
 def query_parts(q, score_scale, KIND: tl.constexpr):
-    """Returns (parts of q [M, columns], a [M, 1], b [M, 1]): q x k * score_scale is (parts x K's parts) * a + b.
+    """Returns the parts of q [M, columns], and by what their products with K's parts become scores.
 
+    The scores, q x k * score_scale, are (parts x K's parts) * a + b, with the second and third result a and b [M, 1].
     Each row of float16 parts is scaled by a power of two that takes its largest value to 2**14..2**15: all that
     float16 loses of bfloat16 is what lies 2**29 and more below the largest.
     """

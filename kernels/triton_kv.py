@@ -59,8 +59,10 @@ def store_halves(
     low, high, cache, slot, cache_stride, scales, head, head_ok,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
 ):  # fmt: skip
-    """Store int4 codes of the heads ``head`` [n] at ``slot``: of the values i in ``low`` and i + ceil(DIM / 2) in
-    ``high``, [n, PAD] each, 0 where there is none."""
+    """Store int4 codes of the heads ``head`` [n] at ``slot``, two values a byte.
+
+    Byte i holds value i, from ``low`` [n, PAD], and value i + ceil(DIM / 2), from ``high`` [n, PAD]; 0 beyond DIM.
+    """
     HALF: tl.constexpr = (DIM + 1) // 2
     i = tl.arange(0, PAD)
     low, high = low.to(tl.float32), high.to(tl.float32)

@@ -58,7 +58,7 @@ class PageTables:
     def __init__(self, host: np.ndarray, device: torch.device, copied: bool | None = None):
         self._is_copy = device.type != "cpu" if copied is None else copied
         self.dtype = np.int32 if self._is_copy else np.int64
-        self.in_order = torch.from_numpy(np.zeros(host.shape, self.dtype)).to(device)
+        self.in_order = torch.zeros(host.shape, dtype=torch.int32 if self._is_copy else torch.int64, device=device)
         self.use(host)
 
     def use(self, host: np.ndarray) -> None:

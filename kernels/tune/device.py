@@ -66,10 +66,10 @@ class TuningProblem:
         self._decodes = DecodePlan(self._lens, max(lens))
         self._prefills = PrefillPieces(self._starts, self._lens, max(new), max(lens))
         dims = case.head_dim, case.v_head_dim
-        self._kv = kv = hostile_kv(
+        self._kv = hostile_kv(
             lens, case.kind, kv_heads, dims, case.page_size, random, dtype=self._dtype, device=device, gap=gap
         )
-        self._page_starts = kv.page_starts.to(torch.int32)
+        self._page_starts = self._kv.page_starts.to(torch.int32)
         queries = len(lens) if case.kernel == "decode" else sum(new)
         self._q = random(queries, kv_heads * case.group, case.head_dim)
         self.out = self._q.new_empty((*self._q.shape[:2], case.v_head_dim))
