@@ -175,7 +175,7 @@ def warm_up(engine: Engine) -> None:
     """Run a chunked prompt, decodes and each kind of sampling, so that every kernel is compiled."""
     limit = engine.config.max_model_len
     vocab = engine.model_info.vocab_size
-    length = max(1, min(limit - 4, engine.capacity.num_slots // 2 - 4, engine.config.max_num_batched_tokens + 8))
+    length = max(1, min(limit - 4, engine.capacity.num_tokens // 2 - 4, engine.config.max_num_batched_tokens + 8))
     count = min(4, limit - length)
     short = min(3, length)
     for index, (size, how) in enumerate(((length, {"temperature": 0.0}), (short, {}), (short, {"top_p": 0.9}))):

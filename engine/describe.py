@@ -31,7 +31,7 @@ def describe_engine(engine: Engine) -> dict[str, Any]:
         "model": dataclasses.asdict(engine.model_info),
         "capacity": {
             **dataclasses.asdict(capacity),
-            "capacity_tokens": capacity.num_slots,
+            "capacity_tokens": capacity.num_tokens,
             "max_concurrency_at_max_len": capacity.max_concurrency(longest),
         },
         "versions": {"python": platform.python_version(), **_versions()},

@@ -23,17 +23,18 @@ class Plan:
 
 
 def window_note(spec: ModelSpec, max_model_len: int | None) -> str | None:
-    """A sentence where layers have a sliding window, of which this engine keeps all tokens; None where none has."""
+    """A sentence where layers have a sliding window and all their tokens are kept all the same; else None."""
     try:
-        windows = spec.windows(spec.text_config["num_hidden_layers"])
-        shorter = [window for window in windows if window and (max_model_len is None or window < max_model_len)]
-    except (KeyError, TypeError):  # other keys, or a list, one entry a layer
+        shape = spec.kv_shape("float32")
+    except ValueError:  # other keys, or a list, one entry a layer
         return None
-    if not shorter:
+    shorter = [kv.window for kv in shape.layers if kv.window and (max_model_len is None or kv.window < max_model_len)]
+    if not shorter or any(group.window for group in shape.groups(max_model_len)):
         return None
     return (
-        f"{len(shorter)} of {len(windows)} layers look back {max(shorter)} tokens, and the built-in engine keeps KV of "
-        "all tokens there: other engines, and `kvbench plan MODEL`, hold more sequences at once"
+        f"{len(shorter)} of {len(shape.layers)} layers look back {max(shorter)} tokens, and the built-in engine keeps "
+        "KV of all tokens there, because KV of the other layers has another size: other engines, and `kvbench plan "
+        "MODEL`, hold more sequences at once"
     )
 
 

@@ -174,9 +174,12 @@ class Sequence:
     num_pending: int = 0  # tokens at the end whose ids are not read yet
     blocked: bool = False  # computes nothing: a beam waiting for its siblings, or the last token is being drawn
     logprob: float = 0.0  # sum over the output, where the request needs it
-    pages: list[int] = field(default_factory=list)  # physical page ids; contiguous: the reservation's base slot
+    # physical page ids, those of all groups of layers for each page of tokens, -1 where it left the window;
+    # contiguous: the reservation's base slot
+    pages: list[int] = field(default_factory=list)
+    trimmed_at: int = 0  # paged: tokens that were computed when pages outside the windows were freed last
     promised_pages: int = 0  # paged: pages that it was admitted for and has not taken
-    host_pages: list[int] = field(default_factory=list)  # swapped out: its pages on the host
+    host_pages: list[int] = field(default_factory=list)  # swapped out: its pages on the host, as in pages
     host_tokens: int = 0  # tokens whose KV is on the host
     prefix_node: int = 0  # the prefix cache's number of the last of its pages that was found there; 0: none
     prefix_depth: int = 0  # pages up to and including it

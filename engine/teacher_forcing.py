@@ -8,7 +8,7 @@ prompts in chunks, continuations token by token beside others (on CUDA by captur
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ import torch
 from kvbench_engine.build import assemble_engine
 from kvbench_engine.config import EngineConfig
 from kvbench_engine.execution.step_inputs import InputBuffers
-from kvbench_engine.kv.budget import PAGE_TABLE_ENTRY_BYTES
+from kvbench_engine.kv.budget import KVCapacity, KVShape, capacity_of
 from kvbench_engine.model.loader import LoadedModel
 from kvbench_engine.scheduling.step_plan import Scheduled
 from kvbench_engine.sequence import Request
@@ -42,9 +42,7 @@ class TeacherForced:
         engine = assemble_engine(roomy, loaded)
         capacity = engine.capacity
         self._forward = engine.executor.forward
-        pages = np.random.default_rng(0).permutation(num_rows * capacity.max_pages_per_seq)
-        page_table = (pages * capacity.page_size).reshape(num_rows, -1).astype(np.int64)  # first slots
-        self._inputs = InputBuffers(loaded.device, capacity.page_size, page_table)
+        self._inputs = InputBuffers(loaded.device, capacity.page_sizes, scattered_tables(capacity, num_rows))
         self.num_rows = num_rows
         self.reset()
 
@@ -75,8 +73,25 @@ class TeacherForced:
 
 def with_room(config: EngineConfig, loaded: LoadedModel, num_rows: int, longest: int) -> EngineConfig:
     """Give ``config`` a KV budget that just holds ``num_rows`` sequences of ``longest`` tokens."""
-    pages = 1 if config.layout == "contiguous" else -(-longest // config.page_size)
-    slots = longest if config.layout == "contiguous" else pages * config.page_size
-    budget = num_rows * (slots * loaded.kv_shape.slot_bytes(config.kv_cache_dtype) + pages * PAGE_TABLE_ENTRY_BYTES)
-    changed = {"kv_budget": budget, "max_model_len": longest, "max_num_seqs": num_rows}
-    return EngineConfig(**{**asdict(config), **changed})
+    changed = {"kv_budget": 1, "max_model_len": longest, "max_num_seqs": num_rows}
+    config = EngineConfig(**{**asdict(config), **changed})
+    return replace(config, kv_budget=roomy_budget(config, loaded.kv_shape, num_rows))
+
+
+def roomy_budget(config: EngineConfig, shape: KVShape, num_rows: int) -> int:
+    """Bytes that hold ``num_rows`` sequences of ``config.max_model_len`` tokens, with all pages of every group."""
+    sizes = capacity_of(replace(config, preemption_mode="recompute", swap_space=None), shape, 1 << 62)
+    slots = sum(sizes.page_sizes) * (1 if sizes.group_page_sizes else sizes.max_pages_per_seq)
+    return num_rows * slots * sizes.bytes_per_slot + sizes.page_table_bytes
+
+
+def scattered_tables(capacity: KVCapacity, num_rows: int) -> np.ndarray:
+    """Page tables ``[groups, rows, pages]`` of sequences that keep all pages, in random order; contiguous: of slabs."""
+    groups, columns = len(capacity.windows), capacity.max_pages_per_seq
+    if not capacity.group_page_sizes:
+        pages = np.random.default_rng(0).permutation(num_rows * groups * columns)
+        return (pages * capacity.page_size).reshape(groups, num_rows, columns).astype(np.int64)
+    starts = np.cumsum([0, *capacity.page_sizes])
+    bases = np.random.default_rng(0).permutation(num_rows) * starts[-1]
+    tables = starts[:-1, None] + bases
+    return np.repeat(tables[:, :, None], columns, axis=2).astype(np.int64)

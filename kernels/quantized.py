@@ -16,7 +16,7 @@ as NaN in the integer formats: what a model got wrong stays visible.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -65,13 +65,17 @@ class QuantizedKV:
             if scale is not None:
                 raise ValueError(f"{format.name} finds a scale per token and head: leave out scale={scale}")
             return cls(format, codes, cache_zeros((slots, heads), torch.float32, device), 1.0, dim)
+        return cls(format, codes, None, 1.0, dim).with_scale(scale)
+
+    def with_scale(self, scale: float | None) -> QuantizedKV:
+        """The same memory, as fp8 of another scale. Raises ValueError for one that is missing or unusable."""
         if scale is None or not SMALLEST_SCALE <= scale < math.inf:
             raise ValueError(
-                f"{format.name} needs a positive, finite scale per layer and side, not {scale}: calibrate one "
+                f"{self.format.name} needs a positive, finite scale per layer and side, not {scale}: calibrate one "
                 "(largest absolute value / largest finite code, with a margin)"
             )
         # as float32, so that every backend computes with the very same number
-        return cls(format, codes, None, torch.tensor(scale, dtype=torch.float32).item(), dim)
+        return replace(self, scale=torch.tensor(scale, dtype=torch.float32).item())
 
     @property
     def shape(self) -> tuple[int, int, int]:

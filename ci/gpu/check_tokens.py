@@ -12,7 +12,7 @@ import itertools
 import json
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from ci.gpu.part import Planned, Report
 from engine.build import assemble_engine
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.kv.budget import PAGE_TABLE_ENTRY_BYTES
+from engine.kv.budget import page_table_bytes
 from engine.model.loader import LoadedModel, load_model
 from engine.sequence import Request, SamplingParams
 
@@ -109,15 +109,15 @@ def make_problem(folder: str) -> dict[Tokens, list[int]]:
 def make_engine(loaded: LoadedModel, folder: str, way: Way, pool_slots: int) -> Engine:
     """Builds an engine with ``pool_slots`` slots of KV."""
     slot_bytes = loaded.kv_shape.slot_bytes("auto")
-    table_bytes = MAX_NUM_SEQS * -(-MAX_MODEL_LEN // PAGE_SIZE) * PAGE_TABLE_ENTRY_BYTES
     config = EngineConfig(
         model=folder, device=loaded.device.type, dtype="float32", page_size=PAGE_SIZE, enable_prefix_caching=True,
-        kv_budget=pool_slots * slot_bytes + table_bytes, max_model_len=MAX_MODEL_LEN, max_num_seqs=MAX_NUM_SEQS,
+        kv_budget=1, max_model_len=MAX_MODEL_LEN, max_num_seqs=MAX_NUM_SEQS,
         max_num_batched_tokens=64, preemption_mode=way.preemption, async_scheduling=way.overlapping,
         swap_space=pool_slots * slot_bytes if way.preemption == "swap" else None,
         cuda_graphs=way.graphs if loaded.device.type == "cuda" else None,
     )  # fmt: skip
-    return assemble_engine(config, loaded)
+    budget = pool_slots * slot_bytes + page_table_bytes(config, loaded.kv_shape)
+    return assemble_engine(replace(config, kv_budget=budget), loaded)
 
 
 def greedy(engine: Engine, prompts: Sequence[Tokens], name: str) -> list[list[int]]:

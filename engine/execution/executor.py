@@ -37,7 +37,7 @@ def available_cpus() -> int:
 class TorchExecutor:
     """Runs the model on CPU or CUDA.
 
-    ``page_table`` is the KV manager's own array, int64 ``[max_num_seqs, max_pages_per_seq]``, only read here.
+    ``page_table`` is the KV manager's own array, int64 ``[groups, max_num_seqs, max_pages_per_seq]``, only read here.
 
     On CUDA a launch queues everything on the current stream, the copy of the tokens to the host too, and waits for
     nothing; reading the handle waits for that copy. The drawn tokens stay on the device for the next launch, which may
@@ -50,7 +50,7 @@ class TorchExecutor:
         self.model_info = loaded.info
         self.device = loaded.device
         self.phase_seconds = {"move": 0.0, "prepare": 0.0, "execute": 0.0, "sample": 0.0}
-        self._inputs = InputBuffers(self.device, capacity.page_size, page_table)
+        self._inputs = InputBuffers(self.device, capacity.page_sizes, page_table)
         self._sampler = Sampler(config.max_num_seqs, config.seed)
         self._drawn = torch.empty(0, dtype=torch.int64, device=self.device)  # tokens of the last launch that sampled
         self._drawing: list[Sequence] = []  # the sequences of _drawn
@@ -74,14 +74,21 @@ class TorchExecutor:
         if kv_format is not None and not kv_format.scale_bytes:
             scales = calibrate_kv_scales(loaded.model, loaded.kv_shape, loaded.info.vocab_size, kv_format)
         like = next(loaded.model.parameters())
-        shape, slots, page_size = loaded.kv_shape, capacity.num_slots, capacity.page_size
         return AttentionHost(
-            loaded.backend, shape, slots, page_size, like, config.kv_cache_dtype, scales, bool(config.fused_layers)
+            loaded.backend,
+            loaded.kv_shape,
+            capacity.num_slots,
+            capacity.page_sizes,
+            like,
+            config.kv_cache_dtype,
+            scales,
+            bool(config.fused_layers),
+            loaded.kv_shape.groups(config.max_model_len),
         )
 
     @property
     def page_starts(self) -> torch.Tensor:
-        """The tensor in which every step has its page tables, ``[max_num_seqs, max_pages_per_seq]`` int64."""
+        """The tensor in which every step has its page tables, ``[groups, max_num_seqs, max_pages_per_seq]``."""
         return self._inputs.tables.in_order
 
     def use_page_table(self, page_table: np.ndarray) -> None:
@@ -141,7 +148,7 @@ class TorchExecutor:
         if self._launches % SATURATION_EVERY == 0:
             self.kv_saturated_values += int(self._saturation[0])
             self.kv_sampled_values += self._saturation[1]
-            self._saturation = self.host.count_saturated(slots[:_SATURATION_TOKENS])
+            self._saturation = self.host.count_saturated(slots[:, :_SATURATION_TOKENS])
         self._launches += 1
 
 

@@ -134,9 +134,9 @@ class GraphSizes:
 class StepGraphs:
     """Captured steps of one model and one KV cache.
 
-    ``forward`` plans attention and runs the model. ``page_starts [rows, pages]``: the tensor in which steps have their
-    page tables. ``max_model_len``: tokens of the longest possible sequence. ``sizes``: what is captured, nothing before
-    ``capture``.
+    ``forward`` plans attention and runs the model. ``page_starts [G, rows, pages]``: the tensor in which steps have
+    their page tables. ``max_model_len``: tokens of the longest possible sequence. ``sizes``: what is captured, nothing
+    before ``capture``.
     """
 
     def __init__(
@@ -154,6 +154,7 @@ class StepGraphs:
         self._replays: dict[Fit, Replay] = {}
         self._logits: torch.Tensor | None = None  # [rows, vocab]
         rows, tokens = sizes.rows, max((sizes.rows, *sizes.mixed))
+        groups, _, pages = page_starts.shape
         sequences = sizes.most_prefills(tokens) + 2  # before and behind the chunks: all that is not a chunk
 
         def numbers(*shape: int) -> torch.Tensor:
@@ -164,10 +165,10 @@ class StepGraphs:
         self._sampled = numbers(rows)  # tokens of a mixed step that are sampled from
         self._step = StepTensors(
             num_decodes=rows,
-            slots=numbers(tokens) - 1,
-            decode_page_starts=page_starts[:rows],
+            slots=numbers(groups, tokens) - 1,
+            decode_page_starts=page_starts[:, :rows],
             decode_seq_lens=numbers(rows),
-            prefill_page_starts=page_starts.new_zeros(sequences, page_starts.shape[1]),
+            prefill_page_starts=page_starts.new_zeros(groups, sequences, pages),
             prefill_seq_lens=numbers(sequences),
             query_starts=numbers(sequences + 1),
             max_decode_tokens=max_model_len,
@@ -230,10 +231,10 @@ class StepGraphs:
         step = replace(
             whole,
             num_decodes=size,
-            slots=whole.slots[:size],
-            decode_page_starts=whole.decode_page_starts[:size],
+            slots=whole.slots[:, :size],
+            decode_page_starts=whole.decode_page_starts[:, :size],
             decode_seq_lens=whole.decode_seq_lens[:size],
-            prefill_page_starts=whole.prefill_page_starts[:0],
+            prefill_page_starts=whole.prefill_page_starts[:, :0],
             prefill_seq_lens=whole.prefill_seq_lens[:0],
             query_starts=whole.query_starts[:1],
             max_prefill_tokens=0,
@@ -248,12 +249,12 @@ class StepGraphs:
         rows, sequences = min(size, self.sizes.rows), self.sizes.most_prefills(size) + 2
         step = replace(
             whole,
-            prefill_page_starts=whole.prefill_page_starts[:sequences],
+            prefill_page_starts=whole.prefill_page_starts[:, :sequences],
             prefill_seq_lens=whole.prefill_seq_lens[:sequences],
             query_starts=whole.query_starts[: sequences + 1],
             num_decodes=rows,
-            slots=whole.slots[:size],
-            decode_page_starts=whole.decode_page_starts[:rows],
+            slots=whole.slots[:, :size],
+            decode_page_starts=whole.decode_page_starts[:, :rows],
             decode_seq_lens=whole.decode_seq_lens[:rows],
             max_queries=size,
         )
@@ -271,7 +272,8 @@ class StepGraphs:
         count, padded, static = len(ids), fit.size, self._step
         self._ids[:count].copy_(ids, non_blocking=True)
         self._positions[:count].copy_(positions, non_blocking=True)
-        _fill(static.slots[:padded], step.slots, -1)
+        static.slots[:, count:padded].fill_(-1)
+        static.slots[:, :count].copy_(step.slots, non_blocking=True)
         rows = min(padded, self.sizes.rows)
         _fill(static.decode_seq_lens[:rows], step.decode_seq_lens, 0)
         if step.decode_page_starts.data_ptr() != static.decode_page_starts.data_ptr():
@@ -289,7 +291,7 @@ class StepGraphs:
         """Fill the prefill tensors: sequence 0 has the decodes' rows, the one behind the chunks the padding."""
         static, count = self._step, len(step.prefill_seq_lens)
         _fill(static.prefill_seq_lens[1:], step.prefill_seq_lens, 0)
-        _copy_tables(static.prefill_page_starts[1:], step.prefill_page_starts)
+        _copy_tables(static.prefill_page_starts[:, 1:], step.prefill_page_starts)
         torch.add(step.query_starts, step.num_decodes, out=static.query_starts[1 : count + 2])
         static.query_starts[count + 2 :].fill_(padded)
 
@@ -302,9 +304,9 @@ def _fill(buffer: torch.Tensor, values: torch.Tensor, rest: int) -> None:
 
 
 def _copy_tables(buffer: torch.Tensor, page_starts: torch.Tensor) -> None:
-    """Write ``page_starts`` to the top left corner of ``buffer``."""
-    rows, pages = page_starts.shape
-    buffer[:rows, :pages].copy_(page_starts, non_blocking=True)
+    """Write ``page_starts`` to the top left corner of each group of ``buffer``."""
+    _, rows, pages = page_starts.shape
+    buffer[:, :rows, :pages].copy_(page_starts, non_blocking=True)
 
 
 def cuda_capture() -> Capture:

@@ -47,15 +47,22 @@ ColumnsFor = Callable[[list[Sequence], np.ndarray, np.ndarray], List[np.ndarray]
 
 
 class PageTables:
-    """The device's page tables ``[rows, pages]``, changed in the order of the steps.
+    """The device's page tables ``[G, rows, pages]``, changed in the order of the steps.
 
-    ``host``: the KV manager's table, int64. On a GPU, or if ``copied``, ``by_row`` is a copy of it, to which a step
-    sends the entries of the pages that it writes, and both tables are int32: the KV budget pays for them. On a CPU
-    ``by_row`` is the manager's own. ``in_order[i]`` is the table of the step's i-th sequence; entries beyond those are
-    stale.
+    ``host``: the KV manager's table, int64, a group of layers after another. On a GPU, or if ``copied``, ``by_row`` is
+    a copy of it, to which a step sends the entries of the pages that it writes, and both tables are int32: the KV
+    budget pays for them. On a CPU ``by_row`` is the manager's own. ``in_order[:, i]`` are the tables of the step's i-th
+    sequence; entries beyond those are stale, and so are entries of pages that have left a window.
+
+    ``page_sizes``: tokens of a page of each group.
     """
 
-    def __init__(self, host: np.ndarray, device: torch.device, copied: bool | None = None):
+    def __init__(
+        self, host: np.ndarray, device: torch.device, page_sizes: List[int], copied: bool | None = None
+    ):
+        groups, rows, self._width = host.shape
+        self._sizes = np.array(page_sizes)[:, None]
+        self._first_of_group = np.arange(groups)[:, None] * rows * self._width
         self._is_copy = device.type != "cpu" if copied is None else copied
         self.dtype = np.int32 if self._is_copy else np.int64
         self.in_order = torch.zeros(host.shape, dtype=torch.int32 if self._is_copy else torch.int64, device=device)
@@ -66,10 +73,18 @@ class PageTables:
         assert host.shape == self.in_order.shape
         self.host = host
         self._by_row = torch.zeros_like(self.in_order) if self._is_copy else torch.from_numpy(host)
-        self._holders: list[tuple[ref[Sequence], int] | None] = [None] * len(host)  # whose entries a row has
+        self._holders: list[tuple[ref[Sequence], int] | None] = [None] * host.shape[1]  # whose entries a row has
+
+    def pages_at(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The pages of positions ``[N]`` and their places in them, both ``[G, N]``."""
+        return np.divmod(positions, self._sizes)
+
+    def flat(self, rows: np.ndarray, pages: np.ndarray) -> np.ndarray:
+        """Flat indices ``[G, N]`` of the entries of ``pages [G, N]`` in ``rows [N]``."""
+        return self._first_of_group + rows * self._width + pages
 
     def unsent(self, items: List[Scheduled], rows: np.ndarray, first: np.ndarray, last: np.ndarray) -> np.ndarray:
-        """Find the flat indices of entries that ``by_row`` lacks, if a step writes pages ``first [N]`` to ``last [N]``.
+        """Find the flat indices of entries that ``by_row`` lacks; a step writes pages ``first`` to ``last [G, N]``.
 
         All entries of a sequence that is new in its row, else those of the pages that are written: no others change.
         """
@@ -80,17 +95,17 @@ class PageTables:
             holder = holders[seq.row]
             if holder is None or holder[0]() is not seq or holder[1] != seq.num_preemptions:
                 holders[seq.row] = (ref(seq), seq.num_preemptions)
-                first[index] = 0
-        counts = last - first + 1
+                first[:, index] = 0
+        counts = (last - first + 1).ravel()
         ends = np.cumsum(counts)
-        return np.arange(ends[-1]) + np.repeat(rows * self.host.shape[1] + first - (ends - counts), counts)
+        return np.arange(ends[-1]) + np.repeat(self.flat(rows, first).ravel() - (ends - counts), counts)
 
     def gather(self, rows: torch.Tensor, pages: int, at: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
-        """Store ``entries`` at flat indices ``at``, then put ``rows [N]`` in order: ``[N, pages]``, the first slots."""
+        """Store ``entries`` at flat indices ``at``, then put ``rows [N]`` in order: ``[G, N, pages]``, first slots."""
         if len(at):
             self._by_row.view(-1).index_copy_(0, at, entries)
-        page_starts = self.in_order[: len(rows), :pages]
-        torch.index_select(self._by_row[:, :pages], 0, rows, out=page_starts)
+        page_starts = self.in_order[:, : len(rows), :pages]
+        torch.index_select(self._by_row[:, :, :pages], 1, rows, out=page_starts)
         return page_starts
 
     def store(self, at: torch.Tensor, at_in_order: torch.Tensor, entries: torch.Tensor) -> None:
@@ -104,17 +119,17 @@ class InputBuffers:
     """Makes ``StepInputs``. Two host buffers take turns; for a GPU they are page-locked, and one is written again only
     when the copy from it is done.
 
-    ``page_table``: the KV manager's own, first slots, int64 ``[rows, pages]``. ``page_size`` in tokens. Inputs on a CPU
-    are views of the host buffer: valid until the next call but one; their page tables are valid until the next.
+    ``page_table``: the KV manager's own, first slots, int64 ``[G, rows, pages]``. ``page_sizes``: tokens of a page of
+    each group. Inputs on a CPU are views of the host buffer: valid until the next call but one; their page tables are
+    valid until the next.
     """
 
-    def __init__(self, device: torch.device, page_size: int, page_table: np.ndarray):
+    def __init__(self, device: torch.device, page_sizes: List[int], page_table: np.ndarray):
         self._device = device
-        self._page_size = page_size
         self._on_gpu = device.type == "cuda"
         self._sides = [_HostSide(self._on_gpu), _HostSide(self._on_gpu)]
-        self._order = torch.arange(len(page_table), device=device)
-        self.tables = PageTables(page_table, device)
+        self._order = torch.arange(page_table.shape[1], device=device)
+        self.tables = PageTables(page_table, device, page_sizes)
         self._rows = self._starts = np.zeros(0, np.int64)  # of the last step that may be repeated
 
     def make(
@@ -132,7 +147,7 @@ class InputBuffers:
         tokens = _column([len(seq.token_ids) for seq in sequences])
         lengths, ends = starts + counts, np.cumsum(counts)
         total, decodes = int(ends[-1]), int((counts == 1).sum())
-        size, tables = self._page_size, self.tables
+        tables, host = self.tables, self.tables.host.ravel()
         if decodes == total:
             row_of_token, positions = rows, starts
             self._rows, self._starts = rows, starts
@@ -145,11 +160,13 @@ class InputBuffers:
         sampling = np.flatnonzero(lengths == tokens)
         drawing = sequences if len(sampling) == len(items) else [sequences[i] for i in sampling.tolist()]
         prefill_lengths, prefill_counts = lengths[decodes:], counts[decodes:]
-        unsent = tables.unsent(items, rows, starts // size, last_pages := (lengths - 1) // size)
+        pages, offsets = tables.pages_at(positions)
+        first_pages, last_pages = tables.pages_at(starts)[0], tables.pages_at(lengths - 1)[0]
+        unsent = tables.unsent(items, rows, first_pages, last_pages)
         views = self._send(
             ids,
             positions,
-            tables.host[row_of_token, positions // size] + positions % size,
+            (host[tables.flat(row_of_token, pages)] + offsets).ravel(),
             last[sampling],
             last[pending],
             _column([drawn_at[sequences[i]] for i in pending.tolist()]),
@@ -158,7 +175,7 @@ class InputBuffers:
             np.concatenate([[0], np.cumsum(prefill_counts)]),
             rows,
             unsent,
-            tables.host.ravel()[unsent].astype(tables.dtype, copy=False),
+            host[unsent].astype(tables.dtype, copy=False),
             *columns_for(drawing, rows[sampling], tokens[sampling]),
         )
         ids, positions, slots, last, pending_at, pending_from, *attention, on_device, at, entries = views[:12]
@@ -166,10 +183,10 @@ class InputBuffers:
         decode_lengths, prefill_lengths_sent, query_starts = attention
         step = StepTensors(
             decodes,
-            slots,
-            page_starts[:decodes],
+            slots.view(len(page_starts), total),
+            page_starts[:, :decodes],
             decode_lengths,
-            page_starts[decodes:],
+            page_starts[:, decodes:],
             prefill_lengths_sent,
             query_starts,
             max_decode_tokens=int(lengths[:decodes].max(initial=0)),
@@ -184,30 +201,32 @@ class InputBuffers:
 
         ``ids [N]`` int64: the tokens, on the device already if the host does not know them.
         """
-        rows, size, tables = self._rows, self._page_size, self.tables
+        rows, tables = self._rows, self.tables
         starts = self._starts = self._starts + 1
-        pages, offsets = np.divmod(starts, size)
-        slots, lengths, width = tables.host[rows, pages] + offsets, starts + 1, tables.host.shape[1]
-        begun = np.flatnonzero(offsets == 0)  # the sequences with a new page
+        pages, offsets = tables.pages_at(starts)
+        at = tables.flat(rows, pages)
+        slots, lengths = tables.host.ravel()[at] + offsets, starts + 1
+        begun = np.nonzero(offsets == 0)  # the sequences with a new page, in each group
+        order = np.arange(len(rows))
         views = self._send(
             np.asarray([], np.int64) if isinstance(ids, torch.Tensor) else ids,
             starts,
-            slots,
+            slots.ravel(),
             lengths,
-            rows[begun] * width + pages[begun],
-            begun * width + pages[begun],
+            at[begun],
+            tables.flat(order, pages)[begun],
             slots[begun].astype(tables.dtype, copy=False),
             lengths[:0],
             *columns,
         )
         on_device, positions, slots, seq_lens, at, at_in_order, entries, none = views[:8]
-        if len(begun):
+        if len(begun[0]):
             tables.store(at, at_in_order, entries)
         order = self._order[: len(rows)]
-        page_starts = tables.in_order[: len(rows), : int(pages.max()) + 1]
-        longest = int(lengths.max())
+        page_starts = tables.in_order[:, : len(rows), : int(pages.max()) + 1]
+        slots, longest = slots.view(len(page_starts), -1), int(lengths.max())
         step = StepTensors(
-            len(rows), slots, page_starts, seq_lens, page_starts[:0], none, self._order[:1], longest, 0, 0
+            len(rows), slots, page_starts, seq_lens, page_starts[:, :0], none, self._order[:1], longest, 0, 0
         )
         ids = ids if isinstance(ids, torch.Tensor) else on_device
         return StepInputs(ids, positions, order, none, none, step, tuple(views[8:]))

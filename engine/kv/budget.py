@@ -4,13 +4,18 @@ The budget pays for K and V of every layer, for the scales of a quantised KV, an
 Llama-3.1-70B (80 layers, 8 KV heads, head dim 128, fp16): 80 x 8 x (128 + 128) x 2 = 327,680; as int8 with one
 float32 scale per token and head: 80 x 8 x (128 + 128 + 2 x 4) = 168,960. (fp8's scales, two floats a layer whatever
 the capacity, are not counted.)
+
+Layers with a sliding window and layers that see everything are groups (``kv.groups``): a page, and a slot, is then
+one group's, and a token takes one in each group that still keeps it.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass, replace
 
 from kvbench_engine.config import EngineConfig
+from kvbench_engine.kv.groups import KVGroup, group_layers, most_pages, ring_slots
 from kvbench_engine.sizes import format_bytes
 from kvbench_kernels.kv_formats import find_format
 
@@ -23,12 +28,14 @@ GPU_SHARE = 0.8  # of the memory that is free beside the weights, at most
 class LayerKV:
     """K and V of one layer: ``[slots, kv_heads, head_dim]`` and ``[slots, kv_heads, value_dim]``.
 
-    ``value_dim`` 0: no V of its own, as where an engine caches the latent row of MLA.
+    ``value_dim`` 0: no V of its own, as where an engine caches the latent row of MLA. ``window``: tokens that a token
+    sees, itself among them; None: all.
     """
 
     kv_heads: int
     head_dim: int
     value_dim: int
+    window: int | None = None
 
 
 @dataclass(frozen=True)
@@ -37,6 +44,22 @@ class KVShape:
 
     layers: tuple[LayerKV, ...]
     dtype_bytes: int
+
+    def groups(self, max_model_len: int | None) -> tuple[KVGroup, ...]:
+        """The groups of the layers. Windows of ``max_model_len`` or more hide nothing, and count as none.
+
+        Layers of different kinds whose KV is of different sizes have no pages in common: all keep every token then.
+        """
+        windows = [
+            layer.window if layer.window and (max_model_len is None or layer.window < max_model_len) else None
+            for layer in self.layers
+        ]
+        unequal = len({replace(layer, window=None) for layer in self.layers}) > 1
+        return group_layers([None] * len(windows) if unequal and len(set(windows)) > 1 else windows)
+
+    def of_group(self, group: KVGroup) -> KVShape:
+        """The shape of the layers of ``group``."""
+        return KVShape(tuple(self.layers[layer] for layer in group.layers), self.dtype_bytes)
 
     @property
     def bytes_per_slot(self) -> int:
@@ -60,7 +83,12 @@ class KVShape:
 
 @dataclass(frozen=True)
 class KVCapacity:
-    """Capacity of a budget. In the contiguous layout a "page" is a reservation of ``max_model_len`` slots."""
+    """Capacity of a budget. In the contiguous layout a "page" is a reservation of ``max_model_len`` tokens.
+
+    A page and a slot are of one group of layers; ``windows`` has the window of each group. ``group_page_sizes``: slots
+    of a page as kernels take it, contiguous: of a group's part of a reservation; empty: ``page_size`` for all.
+    ``step_tokens``: the most tokens that a sequence computes in a step.
+    """
 
     budget_bytes: int
     bytes_per_slot: int
@@ -72,10 +100,38 @@ class KVCapacity:
     page_table_bytes: int
     host_slots: int = 0  # slots of the swap space; paged: whole pages
     swap_space_bytes: int = 0
+    windows: tuple[int | None, ...] = (None,)
+    group_page_sizes: tuple[int, ...] = ()
+    step_tokens: int = 1
+
+    @property
+    def page_sizes(self) -> tuple[int, ...]:
+        """Slots of a page of each group."""
+        return self.group_page_sizes or (self.page_size,) * len(self.windows)
+
+    def pages_of(self, tokens: int, step_tokens: int = 1) -> int:
+        """The most pages at once of a sequence of ``tokens`` that computes up to ``step_tokens`` of them a step."""
+        if self.group_page_sizes:
+            return -(-tokens // self.page_size)
+        return sum(most_pages(window, tokens, step_tokens, self.page_size) for window in self.windows)
 
     def max_concurrency(self, tokens: int) -> int:
-        """Sequences of ``tokens`` tokens that fit at once (contiguous: reserved at max_model_len)."""
-        return self.num_pages // -(-tokens // self.page_size)
+        """Sequences of ``tokens`` tokens that decode at once (contiguous: reserved at max_model_len)."""
+        return self.num_pages // self.pages_of(tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of sequences of max_model_len that fit at once."""
+        return int(self.num_slots / self.slots_per_token)
+
+    @property
+    def slots_per_token(self) -> float:
+        """Slots that a token of a sequence of max_model_len takes on average."""
+        if self.windows == (None,):
+            return 1.0
+        if self.group_page_sizes:
+            return sum(self.group_page_sizes) / self.page_size
+        return self.pages_of(self.max_pages_per_seq * self.page_size) / self.max_pages_per_seq
 
 
 def gpu_budget(free_bytes: int, activation_bytes: int) -> int:
@@ -105,34 +161,60 @@ def capacity_of(config: EngineConfig, shape: KVShape, budget_bytes: int) -> KVCa
     """
     length = config.max_model_len
     assert length is not None, "settle max_model_len first (EngineConfig.check_against_model)"
-    contiguous = config.layout == "contiguous"
-    page_size = length if contiguous else config.page_size
-    per_seq = -(-length // page_size)
-    table_bytes = config.max_num_seqs * per_seq * PAGE_TABLE_ENTRY_BYTES
-    slot_bytes = shape.slot_bytes(config.kv_cache_dtype)
-    page_bytes = page_size * slot_bytes
-    left = max(0, budget_bytes - table_bytes)
-    num_pages = left // page_bytes
-    if num_pages < per_seq:
-        needed = per_seq * page_bytes + table_bytes
+    sizes = _Sizes(config, shape, length)
+    num_pages = max(0, budget_bytes - sizes.table_bytes) // sizes.page_bytes
+    if num_pages < sizes.least_pages:
         raise ValueError(
             f"kv_budget {budget_bytes} ({format_bytes(budget_bytes)}) is smaller than one sequence of max_model_len "
-            f"{length} tokens, which takes {needed} ({format_bytes(needed)}) with layout {config.layout!r}: "
-            + _advice(config, shape, budget_bytes)
+            f"{length} tokens, which takes {sizes.least_bytes} ({format_bytes(sizes.least_bytes)}) with layout "
+            f"{config.layout!r}: " + _advice(config, shape, budget_bytes)
         )
-    swap_bytes, host_slots = _swap_capacity(config, budget_bytes, 1 if contiguous else page_size, slot_bytes)
+    contiguous = config.layout == "contiguous"
+    slot_bytes = sizes.slot_bytes
+    swap_bytes, host_slots = _swap_capacity(config, budget_bytes, 1 if contiguous else sizes.page_size, slot_bytes)
+    left = budget_bytes - sizes.table_bytes
     return KVCapacity(
         budget_bytes=budget_bytes,
         bytes_per_slot=slot_bytes,
-        scale_bytes_per_slot=shape.slot_scale_bytes(config.kv_cache_dtype),
-        page_size=page_size,
+        scale_bytes_per_slot=sizes.group.slot_scale_bytes(config.kv_cache_dtype),
+        page_size=sizes.page_size,
         num_pages=num_pages,
-        num_slots=left // slot_bytes if contiguous else num_pages * page_size,
-        max_pages_per_seq=per_seq,
-        page_table_bytes=table_bytes,
+        num_slots=left // slot_bytes if contiguous else num_pages * sizes.page_size,
+        max_pages_per_seq=sizes.columns,
+        page_table_bytes=sizes.table_bytes,
         host_slots=host_slots,
         swap_space_bytes=swap_bytes,
+        windows=sizes.windows,
+        group_page_sizes=sizes.rings if contiguous else (),
+        step_tokens=config.max_num_batched_tokens,
     )
+
+
+class _Sizes:
+    """The sizes of one sequence of ``length`` tokens, and of the page table, with the settings of ``config``."""
+
+    def __init__(self, config: EngineConfig, shape: KVShape, length: int):
+        groups, step = shape.groups(length), config.max_num_batched_tokens
+        self.windows = tuple(group.window for group in groups)
+        self.group = shape.of_group(groups[0])
+        self.slot_bytes = self.group.slot_bytes(config.kv_cache_dtype)
+        contiguous = config.layout == "contiguous"
+        self.page_size = length if contiguous else config.page_size
+        self.rings = tuple(ring_slots(window, length, step) for window in self.windows)
+        if contiguous:
+            self.columns = -(-length // min(self.rings))
+            self.page_bytes, self.least_pages = sum(self.rings) * self.slot_bytes, 1
+        else:
+            self.columns = -(-length // self.page_size)
+            self.page_bytes = self.page_size * self.slot_bytes
+            self.least_pages = sum(most_pages(window, length, step, self.page_size) for window in self.windows)
+        self.table_bytes = config.max_num_seqs * len(groups) * self.columns * PAGE_TABLE_ENTRY_BYTES
+        self.least_bytes = self.least_pages * self.page_bytes + self.table_bytes
+
+
+def page_table_bytes(config: EngineConfig, shape: KVShape) -> int:
+    """Bytes of the page tables of ``config``, whose max_model_len is settled."""
+    return _Sizes(config, shape, config.max_model_len or SHORTEST_SEQUENCE).table_bytes
 
 
 def settle_length(
@@ -152,10 +234,7 @@ def settle_length(
 
 def least_budget(config: EngineConfig, shape: KVShape) -> int:
     """Bytes of the smallest budget that holds any sequence, whatever ``config.max_model_len`` is."""
-    slot_bytes, row_bytes = shape.slot_bytes(config.kv_cache_dtype), config.max_num_seqs * PAGE_TABLE_ENTRY_BYTES
-    if config.layout == "contiguous":
-        return SHORTEST_SEQUENCE * slot_bytes + row_bytes
-    return -(-SHORTEST_SEQUENCE // config.page_size) * (config.page_size * slot_bytes + row_bytes)
+    return _Sizes(config, shape, SHORTEST_SEQUENCE).least_bytes
 
 
 def _advice(config: EngineConfig, shape: KVShape, budget_bytes: int) -> str:
@@ -169,10 +248,10 @@ def _advice(config: EngineConfig, shape: KVShape, budget_bytes: int) -> str:
 
 def _longest_sequence(config: EngineConfig, shape: KVShape, budget_bytes: int) -> int:
     """Tokens of the longest sequence that the budget holds, whole pages of it in the paged layout."""
-    slot_bytes, row_bytes = shape.slot_bytes(config.kv_cache_dtype), config.max_num_seqs * PAGE_TABLE_ENTRY_BYTES
-    if config.layout == "contiguous":
-        return max(0, budget_bytes - row_bytes) // slot_bytes
-    return budget_bytes // (config.page_size * slot_bytes + row_bytes) * config.page_size
+    unit = 1 if config.layout == "contiguous" else config.page_size
+    most = budget_bytes // (unit * PAGE_TABLE_ENTRY_BYTES)  # units; each has an entry in the page table
+    lengths = range(unit, unit * (most + 1), unit)
+    return unit * bisect_right(lengths, budget_bytes, key=lambda length: _Sizes(config, shape, length).least_bytes)
 
 
 def _swap_capacity(config: EngineConfig, budget_bytes: int, unit: int, slot_bytes: int) -> tuple[int, int]:

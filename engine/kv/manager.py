@@ -5,14 +5,15 @@
     contiguous   page table row   [ base ]           one reservation from the first token, in one slab
                  slab             |seq A......|seq B...|  hole  |seq C..|
 
-Both write ``page_table[row, i]`` = first slot of the sequence's i-th page. A contiguous reservation is one long page.
+Both write ``page_table[group, row, i]`` = first slot of the sequence's i-th page in that group of layers. A contiguous
+reservation is one long page; a group with a window has a part of it as a ring, whose entries are all the same.
 """
 
 from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -60,7 +61,7 @@ class KVStats:
     slots_total: int
     slots_reserved: int  # slots of owned pages
     slots_used: int  # of those, slots that hold a token's KV (a shared page counts once)
-    slots_shared: int  # saved by sharing: tokens of all sequences, less slots_used
+    slots_shared: int  # saved by sharing: slots of all sequences, less slots_used
     slots_cached: int
     slots_pinned: int
     slots_fragmented: int  # free, but too scattered for the waiting reservation; paged: 0
@@ -108,18 +109,17 @@ class KVCounters:
 class KVManager(ABC):
     """Owns the KV slots. The scheduler calls these methods; the executor reads ``page_table`` and does the moves.
 
-    ``page_table``: int64 ``[max_num_seqs, max_pages_per_seq]``. A sequence is *resident* while it has a row
+    ``page_table``: int64 ``[groups, max_num_seqs, max_pages_per_seq]``. A sequence is *resident* while it has a row
     (``seq.row >= 0``), *swapped* while it has KV on the host, and may be neither.
     """
 
     def __init__(self, max_num_seqs: int, capacity: KVCapacity):
         self.capacity = capacity
         self.counters = KVCounters()
-        self.page_table = np.zeros((max_num_seqs, capacity.max_pages_per_seq), dtype=np.int64)
+        self.num_groups = len(capacity.windows)
+        self.page_table = np.zeros((self.num_groups, max_num_seqs, capacity.max_pages_per_seq), dtype=np.int64)
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._moves: list[Move] = []
-        self._used_slots = 0  # slots that hold a token of a resident sequence, shared ones counted once
-        self._resident_tokens = 0  # computed tokens of all resident sequences
 
     @abstractmethod
     def fits(self, num_prompt: int, num_output: int) -> bool:
@@ -137,7 +137,7 @@ class KVManager(ABC):
     def grow(self, seq: Sequence, num_tokens: int) -> bool:
         """Allocate writable slots for ``num_tokens`` more tokens; False, with nothing done, without room."""
 
-    def has_room(self, beginning: list[Sequence], others: Iterable[tuple[Sequence, int]]) -> bool:
+    def has_room(self, beginning: list[Sequence], others: Collection[tuple[Sequence, int]]) -> bool:
         """Tests whether ``begin_pages`` of the first and ``grow`` of all others by so many tokens would succeed."""
         return True  # contiguous: they have their room
 
@@ -148,10 +148,9 @@ class KVManager(ABC):
     def commit(self, seq: Sequence, num_tokens: int) -> None:
         """Count ``num_tokens`` more tokens of ``seq`` as computed: their KV is written before any later launch."""
 
+    @abstractmethod
     def commit_decodes(self, num_tokens: int) -> None:
         """Count ``num_tokens`` tokens that the caller added to ``num_computed``, one a sequence, none of them known."""
-        self._used_slots += num_tokens
-        self._resident_tokens += num_tokens
 
     def publish(self, seq: Sequence) -> None:  # noqa: B027 (only pages need it)
         """Offer a page to the prefix cache if the newly known token of ``seq`` completes it."""
@@ -191,7 +190,7 @@ class KVManager(ABC):
 
     @abstractmethod
     def stats(self) -> KVStats:
-        """The present use of the memory. O(1); contiguous: O(holes)."""
+        """The present use of the memory. O(1); contiguous: O(holes and sequences)."""
 
     def read_counters(self) -> KVCounters:
         """A copy of the counters."""
@@ -207,13 +206,11 @@ class KVManager(ABC):
 
     def _return_row(self, seq: Sequence) -> None:
         self._free_rows.append(seq.row)
-        self._resident_tokens -= seq.num_computed
         seq.row = -1
         seq.num_computed = 0
 
     def _check_rows(self, sequences: list[Sequence]) -> None:
         rows = [seq.row for seq in sequences if seq.row >= 0]
-        assert sorted(rows + self._free_rows) == list(range(len(self.page_table))), "rows are lost or shared"
-        assert sum(seq.num_computed for seq in sequences) == self._resident_tokens
+        assert sorted(rows + self._free_rows) == list(range(self.page_table.shape[1])), "rows are lost or shared"
         for seq in sequences:
             assert (seq.row >= 0) == bool(seq.pages) or not seq.num_computed, "KV without a row"

@@ -62,6 +62,20 @@ class SwapSpace:
                 del self._order[key]
         return self.pool.allocate()
 
+    def make_room(self, device_pages: list[int]) -> bool:
+        """Drop sequences, longest swapped out first, until all of ``device_pages`` find a place; False if not.
+
+        A host copy that another sequence holds needs none.
+        """
+        while True:
+            copies = map(self._host_of.get, device_pages)
+            needed = sum(copy is None or self.pool.ref_count[copy] == 0 for copy in copies)
+            if needed <= self.pool.num_available:
+                return True
+            if not self._order:
+                return False
+            self.remove(next(iter(self._order.values())))
+
     def enter(self, seq: Sequence) -> None:
         """Record that ``seq`` has been swapped out, as the most recent one."""
         if seq.host_pages:
@@ -71,7 +85,8 @@ class SwapSpace:
         """Release the pages of ``seq``."""
         self._order.pop(id(seq), None)
         for page in reversed(seq.host_pages):
-            self.pool.release(page)
+            if page >= 0:
+                self.pool.release(page)
         seq.host_pages.clear()
 
     def _unlink(self, host_page: int) -> None:
@@ -85,7 +100,7 @@ class SwapSpace:
 
     def check_integrity(self) -> None:
         """Assert the twins, and the pool against the host pages of the swapped sequences."""
-        self.pool.check_integrity([seq.host_pages for seq in self._order.values()])
+        self.pool.check_integrity([[page for page in seq.host_pages if page >= 0] for seq in self._order.values()])
         assert {h: d for d, h in self._host_of.items()} == self._device_of, "the twins disagree"
         marked = {h for h in range(self.pool.num_pages) if self.pool.is_cached(h)}
         assert marked == set(self._device_of), "the pool and the twins disagree"

@@ -9,6 +9,7 @@ kwargs): each attention module has a reference to its model's ``AttentionHost``.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from transformers import AttentionInterface, PreTrainedModel
 
 from kvbench_engine.kv.budget import KVShape, LayerKV
+from kvbench_engine.kv.groups import KVGroup
 from kvbench_kernels.api import AttentionBackend, AttentionOptions, KVCache, KVPair, PrefillBatch
 from kvbench_kernels.cpu_memory import cache_zeros
 from kvbench_kernels.kv_formats import find_format
@@ -31,13 +33,13 @@ PACKED = "_kvbench_packed"  # on a model whose linear layers are packed, see kvb
 class StepTensors:
     """One step's batch, packed as [decodes, one token each | prefill chunks]. All on the model's device.
 
-    ``slots [T]`` int64 where the new KV goes; ``page_starts [B, pages]`` int32 or int64 first slot of each page;
-    ``seq_lens [B]`` int64 tokens once this step is done; ``query_starts [prefills + 1]`` int64, first token of each
-    prefill, counted from token ``prefills_from`` of the batch: ``num_decodes``, or less in a captured step, where the
-    two parts overlap because only the device knows where one ends. There every token belongs to a sequence of both,
-    and in the part that does not compute it that sequence has length 0.
-    The ``max_`` numbers bound the tensors' values, so that the tensors need not be read: no decode or prefill is
-    longer, none has more new tokens. 0 where there is none; a larger bound only starts more programs.
+    ``slots [G, T]`` int64 where the new KV goes in each of G groups of layers (``kv.groups``); ``page_starts [G, B,
+    pages]`` int32 or int64 first slot of each page; ``seq_lens [B]`` int64 tokens once this step is done;
+    ``query_starts [prefills + 1]`` int64, first token of each prefill, counted from token ``prefills_from`` of the
+    batch: ``num_decodes``, or less in a captured step, where the two parts overlap because only the device knows where
+    one ends. There every token belongs to a sequence of both, and in the part that does not compute it that sequence
+    has length 0. The ``max_`` numbers bound the tensors' values, so that the tensors need not be read: no decode or
+    prefill is longer, none has more new tokens. 0 where there is none; a larger bound only starts more programs.
     """
 
     num_decodes: int
@@ -54,10 +56,10 @@ class StepTensors:
 
     @classmethod
     def of_prompt(cls, slots: torch.Tensor, page_starts: torch.Tensor) -> StepTensors:
-        """A step that computes one whole prompt: ``slots [T]`` of its tokens, ``page_starts [1, pages]``."""
+        """A step that computes one whole prompt: ``slots [T]`` of its tokens, ``page_starts [1, pages]``; one group."""
         count, none = len(slots), slots[:0]
         ends = slots.new_tensor([0, count])
-        return cls(0, slots, page_starts[:0], none, page_starts, ends[1:], ends, 0, count, count)
+        return cls(0, slots[None], page_starts[None, :0], none, page_starts[None], ends[1:], ends, 0, count, count)
 
 
 class AttentionHost:
@@ -66,7 +68,8 @@ class AttentionHost:
     ``k_caches[l]`` is ``[slots, kv_heads, head_dim]``, ``v_caches[l]`` is ``[slots, kv_heads, value_dim]``: plain
     tensors for ``kv_cache_dtype`` "auto", else ``QuantizedKV`` of that format. ``kv_scales`` (K, V per layer, see
     model.kv_scales): for fp8 and only for fp8, which raises ValueError without them. ``fused_layers``: whether
-    modules that can do so write their KV themselves.
+    modules that can do so write their KV themselves. ``groups``: the layers that have a page table together; the i-th
+    layers of all groups share memory. None: all layers are one group. ``page_sizes``: of each group.
     """
 
     def __init__(
@@ -74,15 +77,17 @@ class AttentionHost:
         backend: AttentionBackend,
         shape: KVShape,
         num_slots: int,
-        page_size: int,
+        page_sizes: Sequence[int],
         like: torch.Tensor,
         kv_cache_dtype: str = "auto",
         kv_scales: list[tuple[float, float]] | None = None,
         fused_layers: bool = False,
+        groups: tuple[KVGroup, ...] | None = None,
     ):
         self.backend = backend
-        self.page_size = page_size
+        self.page_sizes = page_sizes
         self.fused_layers = fused_layers
+        layers = range(len(shape.layers))
         kv_format = find_format(kv_cache_dtype)
 
         def new_cache(heads: int, dim: int, scale: float | None) -> KVCache:
@@ -90,42 +95,48 @@ class AttentionHost:
                 return cache_zeros((num_slots, heads, dim), like.dtype, like.device)
             return QuantizedKV.zeros(kv_format, num_slots, heads, dim, like.device, scale)
 
-        scales = kv_scales or [(None, None)] * len(shape.layers)
-        sides = [
-            (new_cache(layer.kv_heads, layer.head_dim, k), new_cache(layer.kv_heads, layer.value_dim, v))
-            for layer, (k, v) in zip(shape.layers, scales, strict=True)
-        ]
-        self.k_caches = [k for k, _ in sides]
-        self.v_caches = [v for _, v in sides]
+        scales = kv_scales or [(None, None)] * len(layers)
+        groups = groups or (KVGroup(None, tuple(layers)),)
+        self._group_of = {layer: index for index, group in enumerate(groups) for layer in group.layers}
+        self._owners = groups[0].layers  # whose memory the layers at the same place of other groups share
+        owner_of = {layer: self._owners[place] for group in groups for place, layer in enumerate(group.layers)}
+        sides = {}
+        for layer in self._owners:
+            kv, (k_scale, v_scale) = shape.layers[layer], scales[layer]
+            sides[layer] = new_cache(kv.kv_heads, kv.head_dim, k_scale), new_cache(kv.kv_heads, kv.value_dim, v_scale)
+        self.k_caches = [_scaled(sides[owner_of[layer]][0], scales[layer][0]) for layer in layers]
+        self.v_caches = [_scaled(sides[owner_of[layer]][1], scales[layer][1]) for layer in layers]
         self._step: StepTensors | None = None
         self._decode_plan: Any = None
-        self._prefills: PrefillBatch | None = None
-        self._prefill_plan: Any = None
+        self._prefills: list[PrefillBatch] = []
+        self._prefill_plans: list[Any] = []
 
     def raw_tensors(self) -> tuple[torch.Tensor, ...]:
         """Every tensor of the cache, ``[slots, ...]``, codes and scales: what copies and swaps move."""
-        return tuple(t for cache in (*self.k_caches, *self.v_caches) for t in raw_tensors(cache))
+        sides = [side[layer] for side in (self.k_caches, self.v_caches) for layer in self._owners]
+        return tuple(t for cache in sides for t in raw_tensors(cache))
 
     def count_saturated(self, slots: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """Count the values of an fp8 cache at ``slots [n]`` that have its largest code, and all of them."""
-        caches = (*self.k_caches, *self.v_caches)
-        counts = torch.stack([count_saturated(cache, slots) for cache in caches])
-        return counts.sum().to("cpu", non_blocking=True), len(slots) * sum(cache.codes[0].numel() for cache in caches)
+        """Count the values of an fp8 cache at ``slots [G, n]`` that have its largest code, and all of them."""
+        caches = [(layer, cache) for side in (self.k_caches, self.v_caches) for layer, cache in enumerate(side)]
+        counts = torch.stack([count_saturated(cache, slots[self._group_of[layer]]) for layer, cache in caches])
+        values = slots.shape[1] * sum(cache.codes[0].numel() for _, cache in caches)
+        return counts.sum().to("cpu", non_blocking=True), values
 
     def begin(self, step: StepTensors) -> None:
         """Prepare what all layers share."""
         self._step = step
-        if step.num_decodes:
+        if step.num_decodes:  # what is planned does not depend on where pages lie
             self._decode_plan = self.backend.plan_decode(
-                step.decode_page_starts, step.decode_seq_lens, self.page_size, max_tokens=step.max_decode_tokens
+                step.decode_page_starts[0], step.decode_seq_lens, self.page_sizes[0], max_tokens=step.max_decode_tokens
             )
         if step.prefill_seq_lens.numel():
-            self._prefills = PrefillBatch(
-                step.prefill_page_starts, step.query_starts, step.prefill_seq_lens, self.page_size
-            )
-            self._prefill_plan = self.backend.plan_prefill(
-                self._prefills, max_queries=step.max_queries, max_tokens=step.max_prefill_tokens
-            )
+            self._prefills = [
+                PrefillBatch(page_starts, step.query_starts, step.prefill_seq_lens, page_size)
+                for page_starts, page_size in zip(step.prefill_page_starts, self.page_sizes, strict=True)
+            ]
+            bounds = {"max_queries": step.max_queries, "max_tokens": step.max_prefill_tokens}
+            self._prefill_plans = [self.backend.plan_prefill(batch, **bounds) for batch in self._prefills]
 
     def __call__(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions
@@ -137,7 +148,7 @@ class AttentionHost:
     def destination(self, layer: int) -> tuple[KVCache, KVCache, torch.Tensor]:
         """The places of the step's K and V of a layer: its caches, and the slot of each token."""
         assert self._step is not None, "begin() comes before the model's forward"
-        return self.k_caches[layer], self.v_caches[layer], self._step.slots
+        return self.k_caches[layer], self.v_caches[layer], self._step.slots[self._group_of[layer]]
 
     def attend(
         self, layer: int, q: torch.Tensor, options: AttentionOptions, new_kv: KVPair | None = None
@@ -145,7 +156,7 @@ class AttentionHost:
         """Attention of ``q [T, H, D]`` once the step's KV is in the cache -> ``[T, H, Dv]``."""
         step = self._step
         assert step is not None, "begin() comes before the model's forward"
-        k_cache, v_cache = self.k_caches[layer], self.v_caches[layer]
+        k_cache, v_cache, group = self.k_caches[layer], self.v_caches[layer], self._group_of[layer]
         out = q.new_empty(q.shape[0], q.shape[1], v_cache.shape[-1])
         split = step.num_decodes
         first = split if step.prefills_from is None else step.prefills_from
@@ -154,11 +165,11 @@ class AttentionHost:
                 q[first:],
                 k_cache,
                 v_cache,
-                self._prefills,
+                self._prefills[group],
                 options,
                 out=out[first:],
                 new_kv=None if new_kv is None else (new_kv[0][first:], new_kv[1][first:]),
-                plan=self._prefill_plan,
+                plan=self._prefill_plans[group],
             )
         if split:
             overlap = first < split
@@ -166,9 +177,9 @@ class AttentionHost:
                 q[:split],
                 k_cache,
                 v_cache,
-                step.decode_page_starts,
+                step.decode_page_starts[group],
                 step.decode_seq_lens,
-                self.page_size,
+                self.page_sizes[group],
                 options,
                 out=None if overlap else out[:split],
                 plan=self._decode_plan,
@@ -176,6 +187,11 @@ class AttentionHost:
             if overlap:  # each part is 0 where the other one computes
                 out[first:split].add_(decoded[first:])
         return out
+
+
+def _scaled(cache: KVCache, scale: float | None) -> KVCache:
+    """The same memory with the fp8 scale of a layer, if it has one."""
+    return cache if scale is None or not isinstance(cache, QuantizedKV) else cache.with_scale(scale)
 
 
 @dataclass
@@ -190,7 +206,7 @@ class ShapeRecorder:
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions
     ) -> torch.Tensor:
         self.calls[layer] += 1
-        self.layers[layer] = LayerKV(k.shape[1], k.shape[2], v.shape[2])
+        self.layers[layer] = LayerKV(k.shape[1], k.shape[2], v.shape[2], options.sliding_window)
         self.query_heads[layer] = q.shape[1]
         return q.new_zeros(q.shape[0], q.shape[1], v.shape[-1])
 

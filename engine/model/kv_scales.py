@@ -37,7 +37,7 @@ def run_random_tokens(
     generator = torch.Generator().manual_seed(_SEED)
     ids = torch.randint(vocab_size, (1, count), generator=generator).to(device)
     positions = torch.arange(count, device=device)
-    host = AttentionHost(get_backend("torch"), kv_shape, count, count, next(model.parameters()))
+    host = AttentionHost(get_backend("torch"), kv_shape, count, (count,), next(model.parameters()))
     install(model, host)
     host.begin(StepTensors.of_prompt(positions, torch.zeros(1, 1, dtype=torch.int64, device=device)))
     last = torch.tensor([count - 1], device=device)

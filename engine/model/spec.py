@@ -83,17 +83,22 @@ class ModelSpec:
                 value_dim = text.get("v_head_dim") or head_dim
             if any(type(size) is not int or size < 1 for size in (layers, kv_heads, head_dim, value_dim)):
                 raise TypeError
-            return KVShape((LayerKV(kv_heads, head_dim, value_dim),) * layers, DTYPE_BYTES[dtype])
+            windowed = [LayerKV(kv_heads, head_dim, value_dim, window) for window in self._windows(layers)]
+            if wide := text.get("global_head_dim"):  # Gemma 4: of layers that see everything
+                others = LayerKV(text.get("num_global_key_value_heads") or kv_heads, wide, wide)
+                windowed = [kv if kv.window else others for kv in windowed]
+            return KVShape(tuple(windowed), DTYPE_BYTES[dtype])
         except TypeError:
             raise ValueError(
                 f"the config of model {self.name!r} has no plain number for the layers, heads or their dimensions, so "
                 "its KV size cannot be planned"
             ) from None
 
-    def windows(self, layers: int) -> list[int | None]:
+    def _windows(self, layers: int) -> list[int | None]:
         """The sliding window of each layer, as the config's common keys give it; None: the layer sees all tokens."""
         text = self.text_config
         kinds, window = text.get("layer_types"), text.get("sliding_window")
+        window = window if type(window) is int and window > 0 else None
         if kinds:
             return [window if kind == "sliding_attention" else None for kind in kinds]
         if not window or text.get("use_sliding_window") is False:

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from kvbench_engine.kv.budget import KVShape
 from kvbench_engine.model.attention import AttentionHost, ForeignMaskError, ShapeRecorder, StepTensors, install
 from kvbench_engine.model.host_waits import HostWaits
-from kvbench_kernels.api import AttentionBackend, AttentionOptions
+from kvbench_kernels.api import AttentionBackend
 
 SAFE_LAYER_TYPES = {"full_attention", "sliding_attention"}
 # longrope and dynamic choose their frequencies from the longest sequence of the batch, so that a sequence's
@@ -101,30 +101,18 @@ def _rope_types(config) -> set[str]:
     return types
 
 
-class _CallRecorder(ShapeRecorder):
-    """A recorder that also keeps the sliding window that each layer asks for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.windows: dict[int, int | None] = {}
-
-    def __call__(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions
-    ) -> torch.Tensor:
-        self.windows[layer] = options.sliding_window
-        return super().__call__(layer, q, k, v, options)
-
-
 @torch.inference_mode()
 def measure_kv(model: PreTrainedModel, dtype_bytes: int) -> tuple[KVShape, tuple[int, ...]]:
     """Measure the KV shape that each layer really sends, and its query heads.
 
     Each layer must call attention exactly once.
     """
-    recorder = _CallRecorder()
+    recorder, narrowed = ShapeRecorder(), ShapeRecorder()
     ids, positions = _probe_batch(model)
     try:
         install(model, recorder)
+        model(input_ids=ids[:1, :2], position_ids=positions[:, :2], use_cache=False)
+        install(model, narrowed)
         with _narrow_windows(model):
             model(input_ids=ids[:1, :2], position_ids=positions[:, :2], use_cache=False)
     except ForeignMaskError as error:
@@ -137,7 +125,7 @@ def measure_kv(model: PreTrainedModel, dtype_bytes: int) -> tuple[KVShape, tuple
     calls = [recorder.calls[index] for index in range(layers)]
     if calls != [1] * layers or len(recorder.calls) != layers:
         raise refuse(model, "one attention call a layer", f"its {layers} layers call {dict(recorder.calls)} times")
-    for layer, window in recorder.windows.items():
+    for layer, window in ((layer, kv.window) for layer, kv in narrowed.layers.items()):
         if _may_bite(window, model) and window >= _PROBE_TOKENS:
             raise refuse(
                 model, "sliding window", f"layer {layer} has a window of {window} tokens that cannot be tried out"
@@ -243,7 +231,7 @@ def paged_logits(
     page_starts = order.view(len(ids), num_pages) * _PROBE_PAGE_SIZE
     like = next(model.parameters())
     slots = order.numel() * _PROBE_PAGE_SIZE
-    host = AttentionHost(backend, kv_shape, slots, _PROBE_PAGE_SIZE, like, fused_layers=fused_layers)
+    host = AttentionHost(backend, kv_shape, slots, (_PROBE_PAGE_SIZE,), like, fused_layers=fused_layers)
     install(model, host)
     got: list[list[torch.Tensor]] = [[] for _ in ids]
     for items in _PROBE_STEPS:
@@ -284,10 +272,10 @@ def _probe_step(page_starts: torch.Tensor, items: list[tuple[int, int, int]]) ->
     counts = torch.tensor([0] + [stop - start for _, start, stop in items[num_decodes:]], device=device)
     return StepTensors(
         num_decodes=num_decodes,
-        slots=torch.cat(slots),
-        decode_page_starts=rows[:num_decodes],
+        slots=torch.cat(slots)[None],
+        decode_page_starts=rows[None, :num_decodes],
         decode_seq_lens=lengths[:num_decodes],
-        prefill_page_starts=rows[num_decodes:],
+        prefill_page_starts=rows[None, num_decodes:],
         prefill_seq_lens=lengths[num_decodes:],
         query_starts=counts.cumsum(0),
         max_decode_tokens=max((stop for _, _, stop in items[:num_decodes]), default=0),

@@ -170,7 +170,7 @@ class Scheduler:
         if not self.kv.fits(seq.num_prompt, longest - seq.num_prompt):
             raise ValueError(
                 f"prompt and max_tokens come to {longest} tokens and the KV budget holds "
-                f"{self.kv.capacity.num_slots}: lower max_tokens, shorten the prompt or raise kv_budget"
+                f"{self.kv.capacity.num_tokens}: lower max_tokens, shorten the prompt or raise kv_budget"
             )
         if params.width > self.config.max_num_seqs:
             raise ValueError(

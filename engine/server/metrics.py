@@ -257,7 +257,7 @@ def cache_config_info(config: EngineConfig, capacity: KVCapacity) -> dict[str, s
         "bytes_per_slot": capacity.bytes_per_slot,
         "scale_bytes_per_slot": capacity.scale_bytes_per_slot,
         "num_pages": capacity.num_pages,
-        "capacity_tokens": capacity.num_slots,
+        "capacity_tokens": capacity.num_tokens,
         "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_num_seqs,
         "max_num_batched_tokens": config.max_num_batched_tokens,

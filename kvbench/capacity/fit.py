@@ -85,9 +85,12 @@ class GpuMemory:
 
     def at_once(self, tokens: int, *, contiguous: bool = False) -> int:
         """Sequences of ``tokens`` tokens that fit; ``contiguous``: each in one piece, without pages."""
-        page = 1 if contiguous else self.settings.page_size
-        dtype = self.settings.kv_cache_dtype
-        return max(0, self.kv) // self.model.sequence_bytes(tokens, dtype, gpus=self.count, page_size=page)
+        dtype, page_size = self.settings.kv_cache_dtype, self.settings.page_size
+        if contiguous:
+            size = self.model.reservation_bytes(tokens, self.step.tokens, dtype, gpus=self.count)
+        else:
+            size = self.model.sequence_bytes(tokens, dtype, gpus=self.count, page_size=page_size)
+        return max(0, self.kv) // size
 
     def fits(self, load: PlannedLoad) -> bool:
         """Tests whether all sequences of the load are in memory at once."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,6 +16,7 @@ from kvbench.common.errors import UsageError, as_usage_error
 from kvbench.common.schema import explain
 from kvbench.common.text import nearest
 from kvbench_engine.kv.budget import KVShape, LayerKV
+from kvbench_engine.kv.groups import most_pages, ring_slots
 from kvbench_engine.model.spec import DTYPE_BYTES, ModelSpec, find_model, shipped_models
 
 _SHIPPED = Path(__file__).parent / "models.json"
@@ -152,14 +153,17 @@ class CachedLayers:
 
     count: layers
     kv: K and V of one token in one of them; latent attention (MLA) has one row, which is K and V at once
-    window: tokens that a layer with a sliding window holds; None: all
     latent: MLA; its row is one KV head, which every GPU needs as a whole
     """
 
     count: int
     kv: LayerKV
-    window: int | None = None
     latent: bool = False
+
+    @property
+    def window(self) -> int | None:
+        """Tokens that a layer with a sliding window sees; None: all."""
+        return self.kv.window
 
 
 @dataclass(frozen=True)
@@ -187,23 +191,44 @@ class PlannedModel:
         return DTYPE_BYTES[self.spec.default_dtype]
 
     def sequence_bytes(self, tokens: int, kv_cache_dtype: str = "auto", *, gpus: int = 1, page_size: int = 1) -> int:
-        """Returns bytes of one sequence's KV on each of ``gpus``, in whole pages; a window holds only itself."""
-        total = 0
-        for group in self.layers:
-            held = tokens if group.window is None else min(tokens, group.window)
-            slots = -(-held // page_size) * page_size
-            total += slots * self.group_bytes(group, kv_cache_dtype, gpus)
-        return total
+        """Returns bytes of one decoding sequence's KV on each of ``gpus``, in whole pages; of windows no more."""
+        kinds = self._groups(kv_cache_dtype, gpus)
+        return sum(most_pages(window, tokens, 1, page_size) * page_size * size for window, size in kinds)
+
+    def reservation_bytes(self, tokens: int, step_tokens: int, kv_cache_dtype: str = "auto", *, gpus: int = 1) -> int:
+        """Returns bytes of a contiguous reservation of ``tokens`` on each of ``gpus``, of windows as rings."""
+        kinds = self._groups(kv_cache_dtype, gpus)
+        return sum(ring_slots(window, tokens, step_tokens) * size for window, size in kinds)
+
+    def _groups(self, kv_cache_dtype: str, gpus: int) -> list[tuple[int | None, int]]:
+        """Returns window and bytes a token of each group of layers that has pages of its own.
+
+        Layers with a window and others share a pool as groups of equal numbers (``kvbench_engine.kv.groups``), of which
+        the last may have fewer layers. Where KV of layers has several sizes, each kind is a group.
+        """
+        shape = self.kv_shape(gpus)
+        groups = shape.groups(None)
+        if all(group.window is None for group in groups):
+            return [(group.window, self.group_bytes(group, kv_cache_dtype, gpus)) for group in self.layers]
+        size = shape.of_group(groups[0]).slot_bytes(kv_cache_dtype)
+        return [(group.window, size) for group in groups]
 
     def token_bytes(self, kv_cache_dtype: str = "auto", *, gpus: int = 1) -> int:
         """Bytes of one token's KV in all layers on each of ``gpus``, the layers with a window among them."""
-        return self.sequence_bytes(1, kv_cache_dtype, gpus=gpus)
+        return self.kv_shape(gpus).slot_bytes(kv_cache_dtype)
+
+    def kv_shape(self, gpus: int = 1) -> KVShape:
+        """The KV of all layers on each of ``gpus``; a KV head that several GPUs hold counts on each."""
+        layers = [replace(group.kv, kv_heads=max(1, group.kv.kv_heads // gpus)) for group in self.layers]
+        return KVShape(
+            tuple(kv for kv, group in zip(layers, self.layers, strict=True) for _ in range(group.count)),
+            self.dtype_bytes,
+        )
 
     def group_bytes(self, group: CachedLayers, kv_cache_dtype: str = "auto", gpus: int = 1) -> int:
         """Bytes of one token's KV in the layers of ``group`` on each of ``gpus``."""
         heads = max(1, group.kv.kv_heads // gpus)  # a latent row is one head: every GPU has it
-        layer = LayerKV(heads, group.kv.head_dim, group.kv.value_dim)
-        return KVShape((layer,) * group.count, self.dtype_bytes).slot_bytes(kv_cache_dtype)
+        return KVShape((replace(group.kv, kv_heads=heads),) * group.count, self.dtype_bytes).slot_bytes(kv_cache_dtype)
 
     def check_split(self, gpus: int) -> None:
         """Raises UsageError where tensor parallelism cannot split the heads over ``gpus``."""
@@ -294,8 +319,7 @@ def _planned(spec: ModelSpec, other_parameters: int = 0) -> PlannedModel:
                 f"model {spec.name!r} has layers ({', '.join(sorted(others)) or config.model_type}) that cache "
                 "something else than K and V of its tokens: kvbench cannot plan their memory"
             )
-        groups = Counter(zip(cached, spec.windows(len(cached)), strict=True))
-        layers = tuple(CachedLayers(count, kv, window) for (kv, window), count in groups.items())
+        layers = tuple(CachedLayers(count, kv) for kv, count in Counter(cached).items())
     tied = outer.tie_word_embeddings if config.tie_word_embeddings is None else config.tie_word_embeddings
     quantization = outer.quantization_config or config.quantization_config
     return PlannedModel(spec, config, layers, quantization, tied, other_parameters)

@@ -20,7 +20,7 @@ from kvbench_engine.build import assemble_engine
 from kvbench_engine.config import EngineConfig
 from kvbench_engine.counters import EngineStats, StepRecord
 from kvbench_engine.engine import Engine
-from kvbench_engine.kv.budget import PAGE_TABLE_ENTRY_BYTES
+from kvbench_engine.kv.budget import page_table_bytes
 from kvbench_engine.model.loader import LoadedModel
 from kvbench_engine.sequence import Request, SamplingParams, TokenOutput
 
@@ -38,9 +38,8 @@ def engine_with_small_pool(
 ) -> Engine:
     """An engine with a pool of ``slots``, its limits and policy replaced. Raises ValueError if none can be built."""
     longest = max(tokens_of(requests))
-    pages = 1 if config.layout == "contiguous" else -(-longest // config.page_size)
     budget = slots * loaded.kv_shape.slot_bytes(config.kv_cache_dtype)
-    budget += config.max_num_seqs * pages * PAGE_TABLE_ENTRY_BYTES
+    budget += page_table_bytes(dataclasses.replace(config, max_model_len=longest), loaded.kv_shape)
     changed: dict[str, Any] = {
         "max_model_len": longest,
         "kv_budget": budget,

@@ -164,7 +164,8 @@ class CellLoad(Record):
 class Capacity(Record):
     """The KV of a configuration; None where not known. ``scale_bytes_per_token``: a part of ``bytes_per_token``.
 
-    ``page_size``: of a contiguous layout the slots of a reservation of max_model_len.
+    ``page_size``: of a contiguous layout the slots of a reservation of max_model_len. ``windows``: of each group of
+    layers, None: all tokens are kept; ``group_slots``: slots of a page of it, contiguous: the most of a reservation.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -172,6 +173,9 @@ class Capacity(Record):
     capacity_tokens: Number | None = None
     page_size: int | None = None
     num_pages: int | None = None
+    num_slots: int | None = None
+    windows: tuple[int | None, ...] | None = None
+    group_slots: tuple[int, ...] | None = None
     page_table_bytes: Number | None = None
     max_model_len: int | None = None
     kv_budget_bytes: Number | None = None

@@ -73,7 +73,7 @@ class SimulatedTarget(Target):
     def server_info(self) -> ServerInfo:
         engine, spec = self.replica.engine, self._machine.model.spec
         capacity = engine.capacity
-        counts = {"capacity_tokens": capacity.num_slots}
+        counts = {"capacity_tokens": capacity.num_tokens}
         counts["max_concurrency_at_max_len"] = capacity.max_concurrency(self.model.max_model_len)
         return ServerInfo.model_validate(
             {

@@ -168,17 +168,23 @@ def at_once(configuration: Configuration, capacity: Capacity, lengths: Lengths) 
 
     With prefix caching a shared prefix is there once.
     """
-    room, prompts, widths = float(capacity.capacity_tokens), lengths.prompts, lengths.widths
-    sizes = widths * (prompts + lengths.outputs)
+    room, prompts, widths = float(capacity.num_slots or capacity.capacity_tokens), lengths.prompts, lengths.widths
+    windows, size = capacity.windows or (None,), capacity.page_size
     if configuration.settings.get("layout") != "contiguous":
         if effective(configuration.settings, "enable_prefix_caching"):
-            room, prompts = room - lengths.distinct, prompts - lengths.prefixes
-        pages = -(-(prompts + lengths.outputs) // capacity.page_size)
-        room, sizes = room // capacity.page_size, pages + (widths - 1) * (pages - prompts // capacity.page_size)
+            room, prompts = room - lengths.distinct * len(windows), prompts - lengths.prefixes
+        sizes = np.zeros(len(prompts))
+        for window in windows:
+            pages = -(-(prompts + lengths.outputs) // size)
+            pages = pages if window is None else np.minimum(pages, -(-(window - 1) // size) + 1)
+            sizes += pages + (widths - 1) * np.maximum(0, pages - prompts // size)
+        room //= size
     elif (kind := _reserved_by_length(configuration)) is None:
-        room, sizes = float(capacity.num_pages), widths * np.ones(len(sizes))
-    elif kind == "pow2":
-        sizes = widths * np.minimum(prompts + 2 ** np.ceil(np.log2(lengths.outputs)), capacity.max_model_len)
+        room, sizes = float(capacity.num_pages), widths * np.ones(len(prompts))
+    else:
+        outputs = 2 ** np.ceil(np.log2(lengths.outputs)) if kind == "pow2" else lengths.outputs
+        tokens = np.minimum(prompts + outputs, capacity.max_model_len or np.inf)
+        sizes = widths * sum(np.minimum(tokens, slots) for slots in capacity.group_slots or (np.inf,))
     room, largest = max(room, 1.0), np.sort(sizes)[::-1]
     return room / sizes.mean(), lambda n: float(largest[:n].sum()) / room
 

@@ -168,14 +168,19 @@ def known_capacity(
         return facts
     sizes = {
         "kv_budget_bytes": capacity.budget_bytes,
-        "bytes_per_token": capacity.bytes_per_slot,
-        "scale_bytes_per_token": capacity.scale_bytes_per_slot,
+        "bytes_per_token": round(capacity.bytes_per_slot * capacity.slots_per_token),
+        "scale_bytes_per_token": round(capacity.scale_bytes_per_slot * capacity.slots_per_token),
+        "bytes_per_slot": capacity.bytes_per_slot,
+        "scale_bytes_per_slot": capacity.scale_bytes_per_slot,
+        "windows": list(capacity.windows),
+        "group_slots": list(capacity.page_sizes),
+        "num_slots": capacity.num_slots,
         "page_size": capacity.page_size,
         "num_pages": capacity.num_pages,
-        "capacity_tokens": capacity.num_slots,
+        "capacity_tokens": capacity.num_tokens,
         "page_table_bytes": capacity.page_table_bytes,
         "swap_space_bytes": capacity.swap_space_bytes,
-        "swap_tokens": capacity.host_slots,
+        "swap_tokens": int(capacity.host_slots / capacity.slots_per_token),
         "max_concurrency_at_max_len": capacity.max_concurrency(max_model_len),
     }
     return facts.model_copy(update=sizes)

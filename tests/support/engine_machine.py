@@ -4,19 +4,30 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
+from dataclasses import asdict
 from functools import lru_cache
 from typing import ClassVar
+from unittest import mock
 
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from kvbench_engine.counters import StepRecord
+from kvbench_engine.kv import groups
 from kvbench_engine.kv.manager import MoveKind
 from kvbench_engine.kv.paged import PagedKVManager
 from kvbench_engine.scheduling.scheduler import QueueFull
 from kvbench_engine.sequence import PENDING, Request, SamplingParams
-from tests.support.engine_parts import CountingExecutor, StepFailed, expected_outputs, small_engine
+from tests.support.engine_parts import (
+    CountingExecutor,
+    StepFailed,
+    expected_outputs,
+    least_slots,
+    small_config,
+    small_engine,
+    windowed,
+)  # fmt: skip
 
 MAX_MODEL_LEN = 32
 VOCAB = 7
@@ -42,6 +53,7 @@ BEAMS = ({"beam_width": 2}, {"beam_width": 3}, {"n": 2, "beam_width": 3},
          {"n": 3, "beam_width": 3, "early_stopping": True})  # fmt: skip
 THEMES = {"mixed": ({}, {}, {}, {}, *SIBLINGS, *BEAMS), "plain": ({},), "siblings": SIBLINGS, "beams": BEAMS}
 SALTS = (None, None, None, "a", "b")
+WINDOWS = ((None,), (None,), (None, 5), (None, 3, 3), (None, 1), (4,), (2, 7), (None, None, 9))
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -65,17 +77,19 @@ class EngineMachine(RuleBasedStateMachine):
         theme=st.sampled_from(["mixed", "mixed", "plain", "plain", "siblings", "beams"]),
         overlap=st.booleans(),
         reuses_batches=st.booleans(),
+        windows=st.sampled_from(WINDOWS),
     )
     def start(
         self, page_size, spare, host_slots, caching, prefills, policy, max_num_seqs, max_num_waiting, reservation,
-        theme, overlap, reuses_batches,
+        theme, overlap, reuses_batches, windows,
     ):  # fmt: skip
         contiguous, self.widths = self.layout == "contiguous", THEMES[theme]
         unit = 1 if contiguous else page_size
         self.executor = CountingExecutor(VOCAB, (EOS,))
-        self.engine = small_engine(
-            -(-MAX_MODEL_LEN // unit) * unit + spare // unit * unit,
-            self.executor,
+        self.ring_unit = mock.patch.object(groups, "RING_UNIT", 1)  # a ring of 64 would be longer than any sequence
+        self.ring_unit.start()
+        shape = windowed(*windows)
+        config = small_config(
             layout=self.layout,
             reservation=reservation if contiguous else "max",
             page_size=page_size,
@@ -87,9 +101,11 @@ class EngineMachine(RuleBasedStateMachine):
             max_num_seqs=max_num_seqs,
             max_num_waiting=max_num_waiting,
             preemption_mode="swap" if host_slots else "recompute",
-            host_slots=max(host_slots, unit) if host_slots else None,
             async_scheduling=overlap,
         )
+        slots = least_slots(config, shape) + spare // unit * unit
+        host_slots = max(host_slots, unit) if host_slots else None
+        self.engine = small_engine(slots, self.executor, shape=shape, host_slots=host_slots, **asdict(config))
         self.engine.scheduler.reuses_batches = reuses_batches
         self.engine.on_step = self._take_record
         self.requests: dict[str, Request] = {}
@@ -267,7 +283,7 @@ class EngineMachine(RuleBasedStateMachine):
         if isinstance(self.engine.kv, PagedKVManager):
             if self.engine.kv.prefix_cache is not None:
                 size = 8 * self.engine.kv.page_size
-                cached = self.engine.kv.prefix_cache._page_of
+                cached = self.engine.kv.prefix_cache._node_at
                 assert not any(PENDING in array("q", tokens[-size:]) for _, tokens in cached), "cached, and not known"
             assert kv.pages_free + kv.pages_owned + kv.pages_cached + kv.pages_pinned == kv.pages_total
             if self.engine.kv.swap is not None:
@@ -285,6 +301,12 @@ class EngineMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
             return
+        try:
+            self._finish()
+        finally:
+            self.ring_unit.stop()
+
+    def _finish(self) -> None:
         for _ in range(self._patience()):
             if not self.engine.has_work():
                 break
@@ -325,7 +347,7 @@ class EngineMachine(RuleBasedStateMachine):
         self._check_work(stats)
         if isinstance(engine.kv, PagedKVManager):
             assert not engine.kv._moves
-            assert engine.kv.prefix_cache is None or not engine.kv.prefix_cache._page_of, "the prefix cache leaks nodes"
+            assert engine.kv.prefix_cache is None or not engine.kv.prefix_cache._node_at, "the prefix cache leaks nodes"
 
     def _check_work(self, stats) -> None:
         """What was counted is what the executor was given."""

@@ -9,7 +9,7 @@ from operator import add
 
 from kvbench_engine.config import EngineConfig
 from kvbench_engine.engine import Engine
-from kvbench_engine.kv.budget import KVCapacity, KVShape, LayerKV, capacity_of
+from kvbench_engine.kv.budget import KVCapacity, KVShape, LayerKV, capacity_of, page_table_bytes
 from kvbench_engine.kv.layouts import make_kv_manager
 from kvbench_engine.kv.manager import KVManager, Move, MoveKind
 from kvbench_engine.kv.paged import PagedKVManager
@@ -19,6 +19,13 @@ from kvbench_engine.scheduling.step_plan import StepPlan
 from kvbench_engine.sequence import PENDING, Drawn, Request, SamplingParams, Sequence
 
 SHAPE = KVShape((LayerKV(2, 4, 4),) * 2, 4)  # 2 layers x 2 heads x (4 + 4) x 4 bytes = 128 bytes a slot
+
+
+def windowed(*windows: int | None) -> KVShape:
+    """A shape with two layers for each window, and of as many bytes a slot: each window is a group of its own."""
+    return KVShape(tuple(LayerKV(2, 4, 4, window) for window in windows for _ in range(2)), 4)
+
+
 DAMAGED = -1  # what a failed step leaves in the slots it was to write
 EMPTY = -2
 
@@ -32,7 +39,8 @@ class CountingExecutor:
 
     Shadow KV: every slot remembers the whole prefix that its KV was computed from (as a number: one number, one salt
     and prefix), each step checks that every slot a sequence reads holds that sequence's own prefix, and that every
-    slot it writes is its alone. ``watch`` gives it the manager to go by.
+    slot it writes is its alone. A slot also remembers its group of layers, and in a group with a window only the
+    tokens that the window shows are read. ``watch`` gives it the manager to go by.
 
     Everything is done at the launch, but what it drew is shown by the handle alone. Where the engine does not know it
     yet, it is what this very sequence drew in the launch before: nothing older is remembered.
@@ -138,11 +146,12 @@ class CountingExecutor:
         for seq, num_tokens in plan.scheduled:
             history = self._history(seq)
             start = seq.num_computed
-            for at, first, count in self._runs(seq, start, start + num_tokens):
-                self._check_writable(seq, first, at + count)
-                held = [DAMAGED] * count if fail_at == "writes" else history[at : at + count]
-                self.shadow[first : first + count] = held
-                handle.touched.append((self.shadow, first, count))
+            for group in range(self.kv.num_groups):
+                for at, first, count in self._runs(seq, group, start, start + num_tokens):
+                    self._check_writable(seq, first, at + count)
+                    held = [(group, number) for number in history[at : at + count]]
+                    self.shadow[first : first + count] = [DAMAGED] * count if fail_at == "writes" else held
+                    handle.touched.append((self.shadow, first, count))
         if fail_at == "writes":
             raise StepFailed("meant to fail during the writes")
 
@@ -153,19 +162,24 @@ class CountingExecutor:
             assert kv.pool.ref_count[page] == 1, f"{seq.request_id} writes to a page that others name as well"
             assert not kv.pool.is_cached(page), f"{seq.request_id} writes to a page that the prefix cache offers"
         else:
-            assert end <= kv._sizes[seq.pages[0]], f"{seq.request_id} writes beyond its reservation"
+            base = seq.pages[0]
+            assert base <= slot < base + kv._sizes[base], f"{seq.request_id} writes beyond its reservation"
+            assert end <= kv.reserve(seq.num_prompt, seq.request.params.max_tokens), "more tokens than were reserved"
 
     def _read(self, plan: StepPlan) -> None:
         """Every slot that attention would read."""
         for seq, num_tokens in plan.scheduled:
             history = self._history(seq)
-            for at, first, count in self._runs(seq, 0, seq.num_computed + num_tokens):
-                held = self.shadow[first : first + count]
-                assert held == history[at : at + count], f"{seq.request_id} reads a foreign slot"
+            for group, window in enumerate(self.kv.capacity.windows):
+                oldest = 0 if window is None else max(0, seq.num_computed - window + 1)
+                for at, first, count in self._runs(seq, group, oldest, seq.num_computed + num_tokens):
+                    held = self.shadow[first : first + count]
+                    expected = [(group, number) for number in history[at : at + count]]
+                    assert held == expected, f"{seq.request_id} reads a foreign slot in group {group}"
 
-    def _runs(self, seq: Sequence, start: int, end: int):
+    def _runs(self, seq: Sequence, group: int, start: int, end: int):
         """Positions ``start`` to ``end`` as (position, slot, count), page by page, by the page table."""
-        size, table = self.kv.capacity.page_size, self.kv.page_table[seq.row]
+        size, table = self.kv.capacity.page_sizes[group], self.kv.page_table[group, seq.row]
         at = start
         while at < end:
             count = min(size - at % size, end - at)
@@ -262,20 +276,27 @@ def small_config(**settings) -> EngineConfig:
     return EngineConfig(**{"max_model_len": 32, "max_num_seqs": 4, "max_num_batched_tokens": 16, **settings})
 
 
-def capacity(config: EngineConfig, slots: int) -> KVCapacity:
+def capacity(config: EngineConfig, slots: int, shape: KVShape = SHAPE) -> KVCapacity:
     """Capacity of exactly ``slots`` slots, the page table paid beside them."""
-    per_page = config.max_model_len if config.layout == "contiguous" else config.page_size
-    table = config.max_num_seqs * -(-config.max_model_len // per_page) * 8
-    return capacity_of(config, SHAPE, slots * SHAPE.slot_bytes(config.kv_cache_dtype) + table)
+    pool = slots * SHAPE.slot_bytes(config.kv_cache_dtype)
+    return capacity_of(config, shape, pool + page_table_bytes(config, shape))
+
+
+def least_slots(config: EngineConfig, shape: KVShape = SHAPE) -> int:
+    """Slots of the smallest pool that ``config`` may have."""
+    roomy = capacity_of(config, shape, 1 << 40)
+    if config.layout == "contiguous":
+        return sum(roomy.page_sizes)
+    return roomy.pages_of(config.max_model_len, roomy.step_tokens) * config.page_size
 
 
 def small_engine(slots: int, executor: CountingExecutor | None = None, **settings) -> Engine:
-    """``host_slots``: the swap space, in slots."""
-    host_slots = settings.pop("host_slots", None)
+    """``host_slots``: the swap space, in slots. ``shape``: of the KV."""
+    host_slots, shape = settings.pop("host_slots", None), settings.pop("shape", SHAPE)
     if host_slots is not None:
         settings["swap_space"] = host_slots * SHAPE.bytes_per_slot
     config = small_config(**settings)
-    kv = make_kv_manager(config, capacity(config, slots))
+    kv = make_kv_manager(config, capacity(config, slots, shape))
     executor = executor or CountingExecutor()
     executor.watch(kv)
     return Engine(config, executor, kv)

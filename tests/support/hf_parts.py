@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from kvbench_engine.build import assemble_engine
 from kvbench_engine.config import EngineConfig
 from kvbench_engine.engine import Engine
-from kvbench_engine.kv.budget import PAGE_TABLE_ENTRY_BYTES
+from kvbench_engine.kv.budget import page_table_bytes
 from kvbench_engine.model.loader import LoadedModel, load_model
 from kvbench_engine.sequence import Request
 
@@ -108,8 +108,7 @@ def make_engine(model: LoadedModel, folder: str, *, slots: int, swap_slots: int 
     """An engine of exactly ``slots`` slots (paged: rounded down to pages), the page table paid beside them."""
     config = EngineConfig(model=folder, device="cpu", **settings)
     slot_bytes = model.kv_shape.slot_bytes(config.kv_cache_dtype)
-    per_seq = 1 if config.layout == "contiguous" else -(-config.max_model_len // config.page_size)
-    table = config.max_num_seqs * per_seq * PAGE_TABLE_ENTRY_BYTES
+    table = page_table_bytes(config, model.kv_shape)
     swap_space = None if swap_slots is None else swap_slots * slot_bytes
     sized = {**settings, "kv_budget": slots * slot_bytes + table, "swap_space": swap_space}
     return assemble_engine(EngineConfig(model=folder, device="cpu", **sized), model)

@@ -42,7 +42,7 @@ def _insert_unchecked(original: Any) -> Any:
 
     def insert(self: PrefixCache, seq: Any, num_full: int, pool: PagePool) -> None:
         known = self._verified(seq, num_full)[1]
-        if not any(self._node[page] for page in seq.pages[known:num_full]):
+        if not any(self._node_of[page] >= 0 for page in seq.pages[known:num_full]):
             original(self, seq, num_full, pool)
 
     return insert
@@ -60,7 +60,7 @@ def page_of_another_sequence() -> Iterator[Fired]:
             if launches[0] % _EVERY == 0 and len(rows) > 1:
                 fired.times += 1
                 table = self._inputs.tables.host
-                table[rows[:2], 1] = table[rows[1::-1], 1]
+                table[0, rows[:2], 1] = table[0, rows[1::-1], 1]
                 plan.repeats = False  # all entries are read again
             return original(self, plan)
 
@@ -77,7 +77,7 @@ def stale_page_after_eviction() -> Iterator[Fired]:
 
     def evict(original: Any) -> Any:
         def keep(self: PrefixCache, page: int) -> list[int]:
-            stale[self._key_of[page]] = page
+            stale[self._key_of[self._node_of[page]]] = page
             return original(self, page)
 
         return keep
@@ -234,10 +234,10 @@ def prefix_hit_one_page_too_long() -> Iterator[Fired]:
         def longer(self: PrefixCache, seq: Any) -> list[int]:
             pages = original(self, seq)
             node, limit = seq.prefix_node, (len(seq.token_ids) - 1) // self.page_size
-            child = self._child[node % self._num_pages] if node else -1
+            child = self._child[node & 0xFFFFFFFF] if node else -1
             if child >= 0 and len(pages) < limit:
                 fired.times += 1
-                pages.append(child)
+                pages.append(self._pages[0][child])
             return pages
 
         return longer

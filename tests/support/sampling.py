@@ -19,7 +19,7 @@ def prepared(
     sampler = Sampler(len(sequences), engine_seed)
     rows, lengths = np.arange(len(sequences)), np.array([len(seq.token_ids) for seq in sequences])
     columns = sampler.prepare(sequences, rows, lengths)
-    buffers = InputBuffers(device, 1, np.zeros((len(sequences), 1), np.int64))
+    buffers = InputBuffers(device, (1,), np.zeros((1, len(sequences), 1), np.int64))
     return sampler, tuple(buffers._send(*columns))
 
 

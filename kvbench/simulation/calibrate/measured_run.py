@@ -25,7 +25,6 @@ from kvbench.simulation.cost.machine import Machine, SettingsByName
 from kvbench.simulation.cost.tables import plain_name
 from kvbench.simulation.fleet.drive import Drive, EndedRequest, Replica
 from kvbench.simulation.wording import sentence
-from kvbench_engine.kv.budget import PAGE_TABLE_ENTRY_BYTES
 from kvbench_engine.sequence import Sequence as EngineSequence
 
 _TOKEN_IDS = 1 << 13  # of made-up prompts; fewer than any vocabulary has
@@ -221,9 +220,8 @@ def predict(run: MeasuredRun, machine: Machine) -> RunPrediction:
     """Simulates the run again on ``machine``. Raises UsageError where it cannot be, or the model does not fit."""
     config, capacity = machine.settle(run.settings)
     if run.slots is not None:  # the bytes that hold as many tokens as the measured engine did
-        assert config.max_model_len is not None
-        table = config.max_num_seqs * -(-config.max_model_len // config.page_size) * PAGE_TABLE_ENTRY_BYTES
-        budget = run.slots * machine.kv_shape().slot_bytes(config.kv_cache_dtype) + table
+        slots = int(run.slots * capacity.slots_per_token)
+        budget = slots * capacity.bytes_per_slot + capacity.page_table_bytes
         config, capacity = machine.settle({**run.settings, "kv_budget": budget})
     cost = machine.step_timer(config)
     replica = _Observed(config, capacity, machine.vocab_size, cost)

@@ -16,7 +16,7 @@ from kvbench.simulation.cost.cost_model import TYPICAL, CostCalibration, GpuShar
 from kvbench.simulation.cost.tables import MeasuredOperators, Tables
 from kvbench.simulation.wording import sentence
 from kvbench_engine.config import EngineConfig
-from kvbench_engine.kv.budget import KVCapacity, KVShape, LayerKV, capacity_of, settle_length
+from kvbench_engine.kv.budget import KVCapacity, KVShape, capacity_of, settle_length
 
 SettingsByName = Mapping[str, Any]
 """Settings of the engine by name, as a workload's ``engine`` section has them."""
@@ -125,11 +125,8 @@ class Machine:
 
     def kv_shape(self) -> KVShape:
         """Returns the shape on all GPUs together: a KV head that several GPUs hold counts for each."""
-        layers = []
-        for group in self.model.layers:
-            heads = max(1, group.kv.kv_heads // self.gpus) * self.gpus
-            layers += [LayerKV(heads, group.kv.head_dim, group.kv.value_dim)] * group.count
-        return KVShape(tuple(layers), self.model.dtype_bytes)
+        share = self.model.kv_shape(self.gpus)
+        return replace(share, layers=tuple(replace(kv, kv_heads=kv.kv_heads * self.gpus) for kv in share.layers))
 
     def step_timer(self, config: EngineConfig) -> StepTimer:
         """Makes the cost model of an engine with these settings. Raises UsageError for tables of another KV."""
@@ -145,13 +142,15 @@ class Machine:
         assert performance is not None
         # A ring sends each byte 2 (n - 1) / n times over each link, which is how bus bandwidth is defined.
         reduced_bytes = 2 * (gpus - 1) / gpus * (model.config.hidden_size * model.dtype_bytes)
+        shape = self.model.kv_shape(gpus)
+        group = shape.groups(config.max_model_len)[0]
         return GpuShare(
             layers=self.num_layers,
             heads=model.config.num_attention_heads // gpus,
             kv_heads=max(1, model.layers[0].kv.kv_heads // gpus),
             processors=performance.processors,
             experts=experts_of(model),
-            slot_bytes=model.token_bytes(config.kv_cache_dtype, gpus=gpus),
+            slot_bytes=shape.of_group(group).slot_bytes(config.kv_cache_dtype),
             host_link_bytes_per_s=performance.host_link_bytes_per_s,
             memory_bytes_per_s=self.gpu.bytes_per_s,
             reduces=2 * self.num_layers if gpus > 1 else 0,

@@ -126,7 +126,7 @@ def test_one_page_copied_too_many(gate, monkeypatch):
         at = seq.num_computed
         if seq.request_id == "w0-1" and seq.index == 0 and at % 4 == 2 and at > 16 and not hasattr(self, "copied"):
             self.copied = True
-            self._copy_on_write(seq, at // 4, 2)
+            self._copy_on_write(seq, 0, at // 4, 2)
             self._used_slots -= 2
         return real(self, seq, num_tokens)
 

@@ -78,9 +78,9 @@ def watch_evictions(engine) -> set[bytes]:
     cache, evicted = engine.kv.prefix_cache, set()
 
     def watched(page):
-        prefix, node = b"", cache._node[page]
+        prefix, node = b"", cache._name[cache._node_of[page]]
         while node:
-            node, tokens = cache._key_of[node % cache._num_pages]
+            node, tokens = cache._key_of[node & 0xFFFFFFFF]
             prefix = tokens + prefix
         evicted.add(prefix)
         return cache.evict(page)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,6 +13,7 @@ from kvbench.cli.main import cli
 from kvbench.runs.results import Capacity
 from kvbench.sweep.plan import Lengths, at_once
 from kvbench.targets.builtin import check_configuration
+from kvbench_engine.model.spec import find_model
 
 ENGINE = {
     "model": "llama-32m", "load_format": "dummy", "device": "cpu", "dtype": "float32", "kv_budget": "65MiB",
@@ -131,10 +133,14 @@ def test_sequences_of_a_request_share_its_prompt_in_pages_only(settings, prefix,
     assert at_once(SimpleNamespace(settings=settings), known, sizes)[0] == pytest.approx(held)
 
 
-def test_a_sweep_says_once_that_layers_with_a_window_keep_all_tokens(tmp_path, capsys):
-    """Wherever sequences are longer than the window; `kvbench plan MODEL` counts the window alone."""
+def test_a_sweep_says_once_where_layers_with_a_window_keep_all_tokens(tmp_path, capsys):
+    """Where the other layers have KV of another size, and sequences are longer than the window."""
     (tmp_path / "w.yaml").write_text(yaml.safe_dump(WORKLOAD))
-    simulated = ["--simulate", "--device", "H200", "--model", "Gemma-3-27B", "-o", "sweep={page_size: [16, 32]}"]
+    config = {**find_model("llama-20m", "dummy").config, "num_hidden_layers": 62, "sliding_window": 1024,
+              "sliding_window_pattern": 6, "global_head_dim": 128, "max_position_embeddings": 4096}  # fmt: skip
+    (tmp_path / "m.json").write_text(json.dumps(config))
+    simulated = ["--simulate", "--device", "H200", "--model", str(tmp_path / "m.json"), "-o"]
+    simulated.append("sweep={page_size: [16, 32]}")
     for length, times in ((1024, 0), (1025, 1)):
         arguments = ["sweep", "--dry-run", str(tmp_path / "w.yaml"), *simulated, "-o", "engine={}", "-o"]
         assert cli.main([*arguments, f"engine.max_model_len={length}"], standalone_mode=False) == 0

@@ -104,8 +104,8 @@ def test_kv_goes_from_the_projection_to_its_slot_in_one_copy(root):
         with _Recorded() as recorded:
             host(0, q, k, v, AttentionOptions(scale=0.25))
     assert COPIES.isdisjoint(recorded.ops), recorded.ops
-    assert torch.equal(host.k_caches[0][step.slots], k)
-    assert torch.equal(host.v_caches[0][step.slots], v)
+    assert torch.equal(host.k_caches[0][step.slots[0]], k)
+    assert torch.equal(host.v_caches[0][step.slots[0]], v)
 
 
 def test_pending_tokens_never_reach_the_host_before_their_read(root, monkeypatch):

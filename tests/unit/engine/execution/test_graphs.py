@@ -50,7 +50,7 @@ class Batch:
         self.pages = -(-MAX_LEN // page_size)
         num_slots = MAX_SEQS * self.pages * page_size + UNUSED
         like = next(model.model.parameters())
-        self.host = AttentionHost(model.backend, model.kv_shape, num_slots, page_size, like, kv_cache_dtype)
+        self.host = AttentionHost(model.backend, model.kv_shape, num_slots, (page_size,), like, kv_cache_dtype)
         self.page_size = page_size
         generator = torch.Generator().manual_seed(page_size)
         order = torch.randperm(MAX_SEQS * self.pages, generator=generator)
@@ -90,10 +90,10 @@ class Batch:
         counts = torch.tensor([count for _, count in new])
         step = StepTensors(
             num_decodes=split,
-            slots=torch.cat(slots),
-            decode_page_starts=tables[:split],
+            slots=torch.cat(slots)[None],
+            decode_page_starts=tables[None, :split],
             decode_seq_lens=lengths[:split],
-            prefill_page_starts=tables[split:],
+            prefill_page_starts=tables[None, split:],
             prefill_seq_lens=lengths[split:],
             query_starts=torch.cat([torch.zeros(1, dtype=torch.int64), counts[split:].cumsum(0)]),
             max_decode_tokens=int(lengths[:split].max()) if split else 0,
@@ -109,7 +109,7 @@ SIZES = GraphSizes.of(MAX_SEQS, MAX_TOKENS)
 
 def tables_for(sizes: GraphSizes, batch: Batch) -> torch.Tensor:
     """The tensor in which an executor would have the page tables of its steps; these steps bring their own."""
-    return torch.zeros(sizes.rows, batch.pages, dtype=torch.int64)
+    return torch.zeros(1, sizes.rows, batch.pages, dtype=torch.int64)
 
 
 def graphed(

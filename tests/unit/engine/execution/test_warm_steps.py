@@ -57,7 +57,7 @@ def parts(kv_cache_dtype: str, tmp_path_factory: pytest.TempPathFactory, on_trit
     backend = TritonBackend(lambda device: Chip(80, 40)) if on_triton else get_backend("torch")
     like = next(model.model.parameters())
     scales = [(1.0, 1.0)] * len(model.kv_shape.layers) if kv_cache_dtype.startswith("fp8") else None
-    host = AttentionHost(backend, model.kv_shape, ROWS * MAX_LEN, PAGE_SIZE, like, kv_cache_dtype, scales)
+    host = AttentionHost(backend, model.kv_shape, ROWS * MAX_LEN, (PAGE_SIZE,), like, kv_cache_dtype, scales)
     return ModelForward(model.model, host), host
 
 
@@ -76,10 +76,10 @@ def drawn_step(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, 
     tables = torch.zeros(ROWS, PAGES, dtype=torch.int32)[: decodes + chunks, : -(-int(lens.max()) // PAGE_SIZE)]
     step = StepTensors(
         num_decodes=decodes,
-        slots=torch.full((tokens + 1,), -1)[draw(0, 1) :][:tokens],
-        decode_page_starts=tables[:decodes],
+        slots=torch.full((tokens + 1,), -1)[draw(0, 1) :][None, :tokens],
+        decode_page_starts=tables[None, :decodes],
         decode_seq_lens=lens[:decodes],
-        prefill_page_starts=tables[decodes:],
+        prefill_page_starts=tables[None, decodes:],
         prefill_seq_lens=lens[decodes:],
         query_starts=torch.tensor([0, *torch.tensor(new, dtype=torch.int64).cumsum(0).tolist()]),
         max_decode_tokens=max(lens[:decodes].tolist(), default=0),
@@ -95,7 +95,7 @@ def drawn_step(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, 
 def test_no_step_needs_a_kernel_that_was_not_launched_before(kv_cache_dtype, launched, tmp_path_factory):
     """gemma2 has layers with and without a window, and a softcap."""
     forward, _ = parts(kv_cache_dtype, tmp_path_factory, on_triton=True)
-    run_padding_steps(forward, torch.zeros(ROWS, PAGES, dtype=torch.int32), MAX_LEN)
+    run_padding_steps(forward, torch.zeros(1, ROWS, PAGES, dtype=torch.int32), MAX_LEN)
     before = set(launched)
     names = [name for name, _ in before]
     # Split or not, with and without the window; long and short chunks.
@@ -137,7 +137,7 @@ def test_padding_steps_touch_nobodys_kv(kv_cache_dtype, tmp_path_factory):
         seen.append(replace(step))
         return logits
 
-    tables = torch.zeros(ROWS, PAGES, dtype=torch.int32)
+    tables = torch.zeros(1, ROWS, PAGES, dtype=torch.int32)
     run_padding_steps(checked, tables, MAX_LEN)
     assert len(seen) == len(list(padding_steps(tables, MAX_LEN))) == 6
     assert {step.max_queries for step in seen} == {0, 1, SHORT_QUERIES + 1}

@@ -43,8 +43,8 @@ def inputs(tables: torch.Tensor, rows: list[int], chunks: dict[int, int]) -> tup
     positions, last = torch.cat(at), counts.cumsum(0) - 1
     starts = torch.cat([torch.zeros(1, dtype=torch.int64), counts[split:].cumsum(0)])
     step = StepTensors(
-        split, torch.cat(slots), tables[:split], lengths[:split], tables[split:], lengths[split:], starts,
-        int(max(LENGTHS)), int(max(LENGTHS)), int(counts.max()),
+        split, torch.cat(slots)[None], tables[None, :split], lengths[:split], tables[None, split:], lengths[split:],
+        starts,        int(max(LENGTHS)), int(max(LENGTHS)), int(counts.max()),
     )  # fmt: skip
     return (positions * 7 + last[-1]) % VOCAB, positions, step, last
 
@@ -56,7 +56,7 @@ def test_replayed_launches_give_what_eager_ones_give(tmp_path: Path):
     model = load_model(EngineConfig(model=str(path), device="cpu", kernel_backend="torch"))
     backend = TritonBackend(lambda device: Chip(80, 40))
     num_slots = PAGE * len(LENGTHS) * 3
-    host = AttentionHost(backend, model.kv_shape, num_slots, PAGE, next(model.model.parameters()))
+    host = AttentionHost(backend, model.kv_shape, num_slots, (PAGE,), next(model.model.parameters()))
     tables = torch.zeros(len(LENGTHS), PAGES, dtype=torch.int64)
     generator = torch.Generator().manual_seed(1)
     tables[:, :3] = torch.randperm(len(LENGTHS) * 3, generator=generator).view(-1, 3) * PAGE
@@ -65,7 +65,7 @@ def test_replayed_launches_give_what_eager_ones_give(tmp_path: Path):
     before = [tensor.clone() for tensor in host.raw_tensors()]
     plain, replayed = ModelForward(model.model, host), ModelForward(model.model, host)
     capture = FakeCapture(host, calls_backend=False)
-    assert replayed.capture_graphs(SIZES, torch.zeros(SIZES.rows, PAGES, dtype=torch.int64), LONGEST, capture)
+    assert replayed.capture_graphs(SIZES, torch.zeros(1, SIZES.rows, PAGES, dtype=torch.int64), LONGEST, capture)
     assert all(map(torch.equal, host.raw_tensors(), before))
     for rows, chunks in STEPS:
         step, results = inputs(tables, rows, chunks), []

@@ -38,7 +38,7 @@ def tiny_model(k_gain: float = 1.0, v_gain: float = 1.0, seed: int = 0) -> Llama
 def prefill_logits(model, shape, kv_cache_dtype: str, kv_scales=None) -> tuple[torch.Tensor, AttentionHost]:
     """``[TOKENS, VOCAB]`` through our attention, one page."""
     host = AttentionHost(
-        get_backend("numba"), shape, TOKENS, TOKENS, next(model.parameters()), kv_cache_dtype, kv_scales
+        get_backend("numba"), shape, TOKENS, (TOKENS,), next(model.parameters()), kv_cache_dtype, kv_scales
     )
     install(model, host)
     positions = torch.arange(TOKENS)

@@ -57,7 +57,7 @@ def test_slot_numbers_do_not_wrap_at_two_to_the_31():
     seq = Sequence.of(request("a", 3))
     seq.token_ids = [0] * (page_size + 1)
     assert manager.admit(seq, 0) and manager.grow(seq, page_size + 1)
-    assert manager.page_table[seq.row].tolist() == [(2**12 - 2) * 2**20, (2**12 - 1) * 2**20]
+    assert manager.page_table[0, seq.row].tolist() == [(2**12 - 2) * 2**20, (2**12 - 1) * 2**20]
     assert manager.stats().slots_total == 2**32
 
 

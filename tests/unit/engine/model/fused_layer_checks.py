@@ -69,16 +69,17 @@ def host_of(model: PreTrainedModel, fused_layers: bool, kv_cache_dtype: str = "a
     kv_shape, _ = measure_kv(model, next(model.parameters()).dtype.itemsize)
     scales = [(0.05, 0.05)] * len(kv_shape.layers) if kv_cache_dtype.startswith("fp8") else None
     like = next(model.parameters())
-    return AttentionHost(BACKEND, kv_shape, slots, PAGE, like, kv_cache_dtype, scales, fused_layers)
+    return AttentionHost(BACKEND, kv_shape, slots, (PAGE,), like, kv_cache_dtype, scales, fused_layers)
 
 
 def decodes(count: int, longest: int) -> tuple[torch.Tensor, torch.Tensor, StepTensors, torch.Tensor]:
     """A step of single tokens, each the second of its sequence, planned for sequences of ``longest`` tokens."""
     at = torch.arange(count)
     none = at[:0]
-    pages = (at * PAGE)[:, None]
+    pages = (at * PAGE)[None, :, None]
     lens = torch.full((count,), 2)
-    step = StepTensors(count, at * PAGE + 1, pages, lens, pages[:0], none, torch.zeros(1).long(), longest, 0, 0)
+    starts = torch.zeros(1).long()
+    step = StepTensors(count, at[None] * PAGE + 1, pages, lens, pages[:, :0], none, starts, longest, 0, 0)
     return at + 5, torch.ones_like(at), step, at
 
 
@@ -238,7 +239,8 @@ def test_logits_are_those_of_transformers(family):
     slots = starts[0, at // PAGE] + at % PAGE
     got = [forward(ids[:8], at[:8], StepTensors.of_prompt(slots[:8], starts), at[:8])]
     none = at[:0]
-    step = StepTensors(1, slots[8:], starts, torch.tensor([9]), starts[:0], none, torch.zeros(1).long(), 9, 0, 0)
+    tables, zero = starts[None], torch.zeros(1).long()
+    step = StepTensors(1, slots[None, 8:], tables, torch.tensor([9]), tables[:, :0], none, zero, 9, 0, 0)
     got.append(forward(ids[8:], at[8:], step, at[:1]))
     torch.testing.assert_close(torch.cat(got), own, atol=2e-4, rtol=2e-4)
     assert torch.equal(eager_logits(model, ids), own), "with transformers' attention the model is as it was"

@@ -84,7 +84,7 @@ def paged_logits(model: PreTrainedModel, ids: torch.Tensor, keep: torch.Tensor |
     kv_shape, _ = measure_kv(model, model.dtype.itemsize)
     size, page = ids.shape[1], 4
     starts = torch.tensor([[8, 0, 4, 12]])
-    host = AttentionHost(BACKEND, kv_shape, 16, page, next(model.parameters()), fused_layers=True)
+    host = AttentionHost(BACKEND, kv_shape, 16, (page,), next(model.parameters()), fused_layers=True)
     install(model, host)
     at = torch.arange(size)
     host.begin(StepTensors.of_prompt(starts[0, at // page] + at % page, starts))

@@ -29,17 +29,22 @@ def test_the_engine_gets_a_process_of_its_own_on_a_gpu_or_when_told(device: str,
     assert in_two_processes(*options_of(build_parser().parse_args(["--device", device, *flag]))) == two
 
 
+MIXED = {"layer_types": ["full_attention", "sliding_attention"]}
+
+
 @pytest.mark.parametrize(("window", "says"), [
-    ({"sliding_window": 63}, "2 of 2 layers look back 63 tokens"), ({"sliding_window": 64}, ""), ({}, ""),
-    ({"sliding_window": 8, "use_sliding_window": False}, ""), ({"sliding_window": "8"}, ""),
-    ({"sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"]}, "1 of 2 layers look back 8 tokens"),
+    ({"sliding_window": 63, **MIXED, "global_head_dim": 16}, "1 of 2 layers look back 63 tokens"),
+    ({"sliding_window": 64, **MIXED, "global_head_dim": 16}, ""), ({}, ""), ({"sliding_window": "8"}, ""),
+    ({"sliding_window": 8, "use_sliding_window": False}, ""), ({"sliding_window": 8}, ""),
+    ({"sliding_window": 8, **MIXED}, ""), ({"sliding_window": 8, **MIXED, "global_head_dim": 8}, ""),
     ({"sliding_window": 8, "num_hidden_layers": [2]}, ""),
 ])  # fmt: skip
-def test_the_load_says_that_layers_with_a_window_keep_all_tokens(window, says, tmp_path, monkeypatch, capsys) -> None:
+def test_the_load_says_where_layers_with_a_window_keep_all_tokens(window, says, tmp_path, monkeypatch, capsys) -> None:
     """Of 64 at most, which is more than the window."""
     monkeypatch.setattr("kvbench_engine.build.build_engine", lambda config, tell: SimpleNamespace(config=config))
     monkeypatch.setattr("kvbench_engine.server.__main__.planned_length", lambda config: 64)
     shape = {"model_type": "mistral", "num_hidden_layers": 2, "max_position_embeddings": 64}
+    shape |= {"num_attention_heads": 4, "head_dim": 8, "hidden_size": 32}
     (tmp_path / "m.json").write_text(json.dumps({**shape, **window}))
     load(EngineConfig(model=str(tmp_path / "m.json"), device="cpu", max_model_len=64))
     told = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("loading")]
