@@ -15,7 +15,7 @@ from bisect import bisect_right
 from dataclasses import dataclass, replace
 
 from kvbench_engine.config import EngineConfig
-from kvbench_engine.kv.groups import KVGroup, group_layers, most_pages, ring_slots
+from kvbench_engine.kv.groups import KVGroup, group_layers, largest, most_pages, ring_slots
 from kvbench_engine.sizes import format_bytes
 from kvbench_kernels.kv_formats import find_format
 
@@ -196,7 +196,7 @@ class _Sizes:
     def __init__(self, config: EngineConfig, shape: KVShape, length: int):
         groups, step = shape.groups(length), config.max_num_batched_tokens
         self.windows = tuple(group.window for group in groups)
-        self.group = shape.of_group(groups[0])
+        self.group = shape.of_group(largest(groups))
         self.slot_bytes = self.group.slot_bytes(config.kv_cache_dtype)
         contiguous = config.layout == "contiguous"
         self.page_size = length if contiguous else config.page_size

@@ -28,7 +28,7 @@ class KVGroup:
 
 
 def group_layers(windows: Sequence[int | None]) -> tuple[KVGroup, ...]:
-    """Group layers by their windows, those without one first; the last group of a kind may have fewer layers.
+    """Group layers by their windows, those without one first; some groups may have fewer layers than the others.
 
     A group has as many layers as the rarest kind, as in vLLM (v1/core/kv_cache_utils.py): larger ones would leave more
     caches unused, smaller ones would need more page tables.
@@ -42,6 +42,11 @@ def group_layers(windows: Sequence[int | None]) -> tuple[KVGroup, ...]:
         number = -(-len(members) // size)
         groups += [KVGroup(kind, tuple(members[first::number])) for first in range(number)]
     return tuple(groups)
+
+
+def largest(groups: Sequence[KVGroup]) -> KVGroup:
+    """The group whose layers have a pair of caches each; those of the others share them."""
+    return max(groups, key=lambda group: len(group.layers))
 
 
 def first_page(window: int | None, computed: int, page_size: int) -> int:

@@ -17,7 +17,7 @@ import torch
 from transformers import AttentionInterface, PreTrainedModel
 
 from kvbench_engine.kv.budget import KVShape, LayerKV
-from kvbench_engine.kv.groups import KVGroup
+from kvbench_engine.kv.groups import KVGroup, largest
 from kvbench_kernels.api import AttentionBackend, AttentionOptions, KVCache, KVPair, PrefillBatch
 from kvbench_kernels.cpu_memory import cache_zeros
 from kvbench_kernels.kv_formats import find_format
@@ -98,7 +98,7 @@ class AttentionHost:
         scales = kv_scales or [(None, None)] * len(layers)
         groups = groups or (KVGroup(None, tuple(layers)),)
         self._group_of = {layer: index for index, group in enumerate(groups) for layer in group.layers}
-        self._owners = groups[0].layers  # whose memory the layers at the same place of other groups share
+        self._owners = largest(groups).layers  # whose memory the layers at the same place of other groups share
         owner_of = {layer: self._owners[place] for group in groups for place, layer in enumerate(group.layers)}
         sides = {}
         for layer in self._owners:

@@ -16,7 +16,7 @@ from kvbench.common.errors import UsageError, as_usage_error
 from kvbench.common.schema import explain
 from kvbench.common.text import nearest
 from kvbench_engine.kv.budget import KVShape, LayerKV
-from kvbench_engine.kv.groups import most_pages, ring_slots
+from kvbench_engine.kv.groups import largest, most_pages, ring_slots
 from kvbench_engine.model.spec import DTYPE_BYTES, ModelSpec, find_model, shipped_models
 
 _SHIPPED = Path(__file__).parent / "models.json"
@@ -210,7 +210,7 @@ class PlannedModel:
         groups = shape.groups(None)
         if all(group.window is None for group in groups):
             return [(group.window, self.group_bytes(group, kv_cache_dtype, gpus)) for group in self.layers]
-        size = shape.of_group(groups[0]).slot_bytes(kv_cache_dtype)
+        size = shape.of_group(largest(groups)).slot_bytes(kv_cache_dtype)
         return [(group.window, size) for group in groups]
 
     def token_bytes(self, kv_cache_dtype: str = "auto", *, gpus: int = 1) -> int:

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from kvbench_engine.config import EngineConfig
 from kvbench_engine.engine import Engine
 from kvbench_engine.execution.graphs import GraphSizes
+from kvbench_engine.kv.budget import capacity_of
 from kvbench_engine.model.loader import load_model
 from kvbench_engine.sequence import Request, SamplingParams
 from tests.support.fake_capture import FakeCapture
@@ -200,13 +201,57 @@ def test_paged_by_priority(root, expected, overlap, shares, preemption):
     ("page_size", "overlap", "preemption"),
     [full(1, False, "swap"), (16, False, "recompute"), (16, True, "swap-small")],
 )
-@pytest.mark.parametrize("family", ["gemma2", full("llama-wide"), "qwen3", full("gemma3")])
+@pytest.mark.parametrize("family", ["gemma2", full("llama-wide"), "qwen3"])
 def test_other_families(root, expected, family, page_size, overlap, preemption):
     """Sliding windows, softcaps and query norms under the same pressure."""
     sizes = {"slots": 128, "page_size": page_size, "async_scheduling": overlap}
     engine = engine_for(root, family, **sizes, **preempting(preemption, 32))
     assert Run(engine, requests()).tokens() == expected(family)
     assert_preempted(engine, preemption)
+
+
+@pytest.mark.parametrize(
+    ("family", "page_size", "chunked", "caching", "preemption", "overlap"),
+    [
+        ("gemma3", 1, True, True, "recompute", False), ("gemma3", 7, True, True, "swap", True),
+        ("gemma3", 16, True, False, "swap", True), ("gemma2", 16, False, True, "swap", False),
+        ("mistral", 1, True, True, "swap", False), ("mistral", 7, False, True, "recompute", True),
+        ("mistral", 16, True, False, "swap", False),
+        *(full(*one) for one in itertools.product(
+            ("gemma3", "mistral"), (1, 7, 16), (True, False), (True,), ("recompute", "swap"), (True, False))),
+    ],
+)  # fmt: skip
+def test_windows(root, expected, family, page_size, chunked, caching, preemption, overlap):
+    """Windows of 24 tokens, which free pages of prompts of up to 65; twice, so that parts come from the cache."""
+    model = loaded(model_folder(root, family))
+    groups = len(model.kv_shape.groups(MAX_LEN))
+    settings = {
+        "page_size": page_size, "max_model_len": MAX_LEN, "max_num_seqs": len(PROMPTS),
+        "max_num_batched_tokens": 24 if chunked else MAX_LEN, "enable_chunked_prefill": chunked,
+    }  # fmt: skip
+    pages = capacity_of(EngineConfig(**settings), model.kv_shape, 1 << 40).pages_of(MAX_LEN, 24 if chunked else MAX_LEN)
+    slots = -(-pages * page_size // groups)
+    engine = make_engine(
+        model, model_folder(root, family), slots=slots, enable_prefix_caching=caching, async_scheduling=overlap,
+        **settings, **preempting(preemption, slots),
+    )  # fmt: skip
+    assert 24 in engine.capacity.windows
+    for order in (requests(), requests()[::-1])[: 1 + caching]:
+        assert Run(engine, order).tokens() == expected(family)
+    assert_preempted(engine, preemption)
+    assert (engine.stats().prefix_cache_hits > 0) == caching
+
+
+@pytest.mark.parametrize("reservation", ["max", "oracle"])
+@pytest.mark.parametrize("family", ["gemma3", full("mistral")])
+def test_rings_of_contiguous_windows(root, expected, family, reservation):
+    """Reservations of up to 93 tokens, whose windows have rings of 64."""
+    slots = 3 * MAX_LEN
+    engine = engine_for(
+        root, family, slots=slots, layout="contiguous", reservation=reservation, **preempting("swap", 64)
+    )
+    assert 64 in engine.capacity.page_sizes
+    assert Run(engine, requests()).tokens() == expected(family)
 
 
 @pytest.mark.parametrize("family", ["gemma2", *map(full, sorted(set(FAMILIES) - {"gemma2"}))])

@@ -228,3 +228,21 @@ def test_beams_in_the_contiguous_layout(folder, slots, preemption):
     params = beam_params(3, 3, common_tokens(folder))
     assert_beams(Run(engine, requests(params)), folder, params)
     assert_pressed(engine, preemption)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [("gemma3", {"page_size": 7, "enable_prefix_caching": True, "async_scheduling": True}),
+     ("mistral", {"page_size": 16, "preemption_mode": "swap", "swap_slots": 64}),
+     full("gemma3", {"page_size": 1, "preemption_mode": "swap", "swap_slots": 64}),
+     full("gemma3", {"layout": "contiguous"}), full("mistral", {"page_size": 1, "enable_prefix_caching": True})],
+)  # fmt: skip
+def test_beams_of_layers_with_windows(tmp_path_factory, family, settings):
+    """Prompts of up to 32 tokens and windows of 24: siblings share, copy and free pages of each group."""
+    folder = model_folder(str(tmp_path_factory.mktemp("windows")), family)
+    engine = engine_for(folder, 2 * MAX_LEN, **settings)
+    assert 24 in engine.capacity.windows
+    params = beam_params(4, 4, ())
+    assert_beams(Run(engine, requests(params)), folder, params)
+    assert engine.stats().forks > 0 < engine.stats().num_preemptions
+    assert (engine.stats().counters.copied_pages > 0) == (settings.get("page_size") != 1)

@@ -47,6 +47,7 @@ FAMILIES = {
     # alternating sliding-window and full layers, softcap on the scores, query scale of its own
     "gemma2": {"model_type": "gemma2", "sliding_window": 24, "query_pre_attn_scalar": 24, "num_hidden_layers": 4},
     "gemma3": {"model_type": "gemma3_text", "head_dim": 32, "sliding_window": 24, "num_hidden_layers": 6},
+    "mistral": {"model_type": "mistral", "sliding_window": 24},  # a window in every layer
 }
 PREEMPTION = ("recompute", "swap", "swap-small")  # small: part of what is swapped out is lost and recomputed
 CLEAR_GAP = 1e-3  # between the two largest logits; float32 sums in another order differ by about 1e-5 here

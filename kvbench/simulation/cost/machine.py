@@ -17,6 +17,7 @@ from kvbench.simulation.cost.tables import MeasuredOperators, Tables
 from kvbench.simulation.wording import sentence
 from kvbench_engine.config import EngineConfig
 from kvbench_engine.kv.budget import KVCapacity, KVShape, capacity_of, settle_length
+from kvbench_engine.kv.groups import largest
 
 SettingsByName = Mapping[str, Any]
 """Settings of the engine by name, as a workload's ``engine`` section has them."""
@@ -143,7 +144,7 @@ class Machine:
         # A ring sends each byte 2 (n - 1) / n times over each link, which is how bus bandwidth is defined.
         reduced_bytes = 2 * (gpus - 1) / gpus * (model.config.hidden_size * model.dtype_bytes)
         shape = self.model.kv_shape(gpus)
-        group = shape.groups(config.max_model_len)[0]
+        group = largest(shape.groups(config.max_model_len))
         return GpuShare(
             layers=self.num_layers,
             heads=model.config.num_attention_heads // gpus,
