@@ -98,7 +98,7 @@ class GpuMemory:
 
     def tokens_per_s(self, load: PlannedLoad) -> float:
         """The best possible speed: a decode step reads the weights and all KV once, at the memory's full bandwidth."""
-        one = self.model.sequence_bytes(load.context, self.settings.kv_cache_dtype, gpus=self.count)
+        one = self.model.read_bytes(load.context, self.settings.kv_cache_dtype, gpus=self.count)
         return load.concurrency * self.gpu.bytes_per_s / (self.read_bytes / self.count + load.concurrency * one)
 
 

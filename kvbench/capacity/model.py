@@ -195,6 +195,11 @@ class PlannedModel:
         kinds = self._groups(kv_cache_dtype, gpus)
         return sum(most_pages(window, tokens, 1, page_size) * page_size * size for window, size in kinds)
 
+    def read_bytes(self, tokens: int, kv_cache_dtype: str = "auto", *, gpus: int = 1) -> int:
+        """Returns bytes of KV on each of ``gpus`` that the next token of a sequence of ``tokens`` reads."""
+        sizes = [(group.window or tokens, self.group_bytes(group, kv_cache_dtype, gpus)) for group in self.layers]
+        return sum(min(tokens, window) * size for window, size in sizes)
+
     def reservation_bytes(self, tokens: int, step_tokens: int, kv_cache_dtype: str = "auto", *, gpus: int = 1) -> int:
         """Returns bytes of a contiguous reservation of ``tokens`` on each of ``gpus``, of windows as rings."""
         kinds = self._groups(kv_cache_dtype, gpus)

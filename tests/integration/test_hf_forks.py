@@ -240,9 +240,9 @@ def test_beams_in_the_contiguous_layout(folder, slots, preemption):
 def test_beams_of_layers_with_windows(tmp_path_factory, family, settings):
     """Prompts of up to 32 tokens and windows of 24: siblings share, copy and free pages of each group."""
     folder = model_folder(str(tmp_path_factory.mktemp("windows")), family)
-    engine = engine_for(folder, 2 * MAX_LEN, **settings)
+    engine = engine_for(folder, TIGHT, **settings)
     assert 24 in engine.capacity.windows
     params = beam_params(4, 4, ())
     assert_beams(Run(engine, requests(params)), folder, params)
     assert engine.stats().forks > 0 < engine.stats().num_preemptions
-    assert (engine.stats().counters.copied_pages > 0) == (settings.get("page_size") != 1)
+    assert (engine.stats().counters.copied_pages > 0) == (settings.get("page_size") in (7, 16))

@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,11 @@ import pytest
 from kvbench.capacity.answer import answer, as_dict, sentences
 from kvbench.capacity.fit import GIB, PlannedLoad, Settings, memory_of, pick, smallest_fits
 from kvbench.capacity.gpus import find_gpu, known_gpus, parse_gpus, parse_prices
-from kvbench.capacity.model import plan_model
+from kvbench.capacity.model import known_models, plan_model
 from kvbench.capacity.weights import weights_of
 from kvbench.common.errors import UsageError
+from kvbench_engine.config import EngineConfig
+from kvbench_engine.kv.budget import capacity_of, page_table_bytes
 
 SHARED = Path(__file__).resolve().parents[4] / "shared" / "gpu_measured"
 MEASURED = Path(os.environ.get("KVBENCH_GPU_MEASURED", SHARED))
@@ -80,6 +83,24 @@ def test_the_question_of_the_guide_by_hand():
     step_bytes = weights - 151_936 * 5120 * 2 + kv  # the rows of the embedding are not read
     best = chosen.tokens_per_s(load)
     assert best == pytest.approx(40 * 4.8e12 / step_bytes, rel=1e-6)
+
+
+WINDOWED = [model.name for model in known_models() if any(group.window for group in model.layers)]
+
+
+@pytest.mark.parametrize("layout", ["paged", "contiguous"])
+@pytest.mark.parametrize("name", WINDOWED)
+def test_the_built_in_engine_holds_as_many_sequences_of_layers_with_windows(name, layout):
+    """Of the same bytes, beside its page tables; contiguous: of the longest reservations."""
+    model, length = plan_model(name), 8192
+    planned = memory(name, "H200", max_num_batched_tokens=512)
+    config = EngineConfig(model=name, layout=layout, max_model_len=length + 1, max_num_batched_tokens=512)
+    if layout == "contiguous":
+        config = replace(config, max_model_len=length)
+    tables = page_table_bytes(config, model.kv_shape())
+    capacity = capacity_of(config, model.kv_shape(), planned.kv + tables)
+    at_once = planned.at_once(length, contiguous=layout == "contiguous")
+    assert capacity.max_concurrency(length) == at_once > planned.kv // (length * model.token_bytes())
 
 
 def test_cheapest_by_price_else_fewest():

@@ -102,12 +102,17 @@ def test_slots_of_the_paged_attention_paper(name, gibibytes, thousands):
 
 def test_layers_with_a_window_stop_at_it_in_whole_pages():
     oss = plan_model("gpt-oss-20b")  # 12 of 24 layers keep 128 tokens, 2 x 8 x 64 x 2 = 2,048 bytes a layer
-    assert oss.sequence_bytes(1000, page_size=16) == 2048 * 12 * (1008 + 128)
+    assert oss.sequence_bytes(1000, page_size=16) == 2048 * 12 * (1008 + 128 + 16)  # the window begins within a page
     assert oss.sequence_bytes(100, page_size=16) == 2048 * 24 * 112
+    assert oss.read_bytes(1000) == 2048 * 12 * (1000 + 128)
+    assert oss.reservation_bytes(1000, 1) == 2048 * 12 * (1000 + 128)
+    assert oss.reservation_bytes(1000, 2) == 2048 * 12 * (1000 + 192)  # one more than the window, in units of 64
     mistral = plan_model("Mistral-7B-v0.1")
     assert mistral.sequence_bytes(32_768) == mistral.sequence_bytes(4096) == 4096 * 131_072
-    gemma = {group.window: group.count for group in plan_model("Gemma-3-27B").layers}
-    assert gemma == {1024: 52, None: 10}  # five of six, and the last two are in an unfinished group
+    gemma = plan_model("Gemma-3-27B")
+    assert {group.window: group.count for group in gemma.layers} == {1024: 52, None: 10}
+    layer = gemma.token_bytes() // 62  # a pool of 10 layers: one group sees everything, six the window, with 60 layers
+    assert gemma.sequence_bytes(8192, page_size=16) == layer * 10 * (8192 + 6 * (1024 + 16))
     limits = {"Qwen/Qwen2.5-7B-Instruct": 32_768, "Qwen/Qwen3-8B": 40_960, "Qwen/Qwen3-8B-Base": 32_768}
     assert {name: plan_model(name).spec.max_positions for name in limits} == limits  # of the chat model
     for file in ("models.json", "gpus.json"):
