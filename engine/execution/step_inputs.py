@@ -61,7 +61,7 @@ class PageTables:
         self, host: np.ndarray, device: torch.device, page_sizes: List[int], copied: bool | None = None
     ):
         groups, rows, self._width = host.shape
-        self._sizes = np.array(page_sizes)[:, None]
+        self._sizes = page_sizes[0] if len(set(page_sizes)) == 1 else np.array(page_sizes)[:, None]
         self._first_of_group = np.arange(groups)[:, None] * rows * self._width
         self._is_copy = device.type != "cpu" if copied is None else copied
         self.dtype = np.int32 if self._is_copy else np.int64
@@ -76,11 +76,11 @@ class PageTables:
         self._holders: list[tuple[ref[Sequence], int] | None] = [None] * host.shape[1]  # whose entries a row has
 
     def pages_at(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The pages of positions ``[N]`` and their places in them, both ``[G, N]``."""
+        """The pages of positions ``[N]`` and their places in them, both ``[G, N]``, or ``[N]`` for all groups."""
         return np.divmod(positions, self._sizes)
 
-    def flat(self, rows: np.ndarray, pages: np.ndarray) -> np.ndarray:
-        """Flat indices ``[G, N]`` of the entries of ``pages [G, N]`` in ``rows [N]``."""
+    def flat(self, rows: np.ndarray, pages: np.ndarray | int) -> np.ndarray:
+        """Flat indices ``[G, N]`` of the entries of ``pages``, as of ``pages_at``, in ``rows [N]``."""
         return self._first_of_group + rows * self._width + pages
 
     def unsent(self, items: List[Scheduled], rows: np.ndarray, first: np.ndarray, last: np.ndarray) -> np.ndarray:
@@ -95,10 +95,11 @@ class PageTables:
             holder = holders[seq.row]
             if holder is None or holder[0]() is not seq or holder[1] != seq.num_preemptions:
                 holders[seq.row] = (ref(seq), seq.num_preemptions)
-                first[:, index] = 0
-        counts = (last - first + 1).ravel()
+                first[..., index] = 0
+        starts = self.flat(rows, first)
+        counts = np.broadcast_to(last - first + 1, starts.shape).ravel()
         ends = np.cumsum(counts)
-        return np.arange(ends[-1]) + np.repeat(self.flat(rows, first).ravel() - (ends - counts), counts)
+        return np.arange(ends[-1]) + np.repeat(starts.ravel() - (ends - counts), counts)
 
     def gather(self, rows: torch.Tensor, pages: int, at: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
         """Store ``entries`` at flat indices ``at``, then put ``rows [N]`` in order: ``[G, N, pages]``, first slots."""
@@ -130,7 +131,8 @@ class InputBuffers:
         self._sides = [_HostSide(self._on_gpu), _HostSide(self._on_gpu)]
         self._order = torch.arange(page_table.shape[1], device=device)
         self.tables = PageTables(page_table, device, page_sizes)
-        self._rows = self._starts = np.zeros(0, np.int64)  # of the last step that may be repeated
+        self._starts = np.zeros(0, np.int64)  # of the last step that may be repeated
+        self._first_entries = np.zeros((1, 0), np.int64)  # of its sequences, flat indices [G, N]
 
     def make(
         self, items: List[Scheduled], drawn_at: Mapping[Sequence, int], columns_for: ColumnsFor = lambda *sampling: []
@@ -150,7 +152,7 @@ class InputBuffers:
         tables, host = self.tables, self.tables.host.ravel()
         if decodes == total:
             row_of_token, positions = rows, starts
-            self._rows, self._starts = rows, starts
+            self._first_entries, self._starts = tables.flat(rows, 0), starts
         else:
             row_of_token = np.repeat(rows, counts)
             positions = np.arange(total) - np.repeat(ends - lengths, counts)
@@ -166,7 +168,7 @@ class InputBuffers:
         views = self._send(
             ids,
             positions,
-            (host[tables.flat(row_of_token, pages)] + offsets).ravel(),
+            (host.take(tables.flat(row_of_token, pages)) + offsets).ravel(),
             last[sampling],
             last[pending],
             _column([drawn_at[sequences[i]] for i in pending.tolist()]),
@@ -201,32 +203,32 @@ class InputBuffers:
 
         ``ids [N]`` int64: the tokens, on the device already if the host does not know them.
         """
-        rows, tables = self._rows, self.tables
+        tables = self.tables
         starts = self._starts = self._starts + 1
         pages, offsets = tables.pages_at(starts)
-        at = tables.flat(rows, pages)
-        slots, lengths = tables.host.ravel()[at] + offsets, starts + 1
-        begun = np.nonzero(offsets == 0)  # the sequences with a new page, in each group
-        order = np.arange(len(rows))
+        at = self._first_entries + pages
+        slots, lengths, count = tables.host.ravel().take(at) + offsets, starts + 1, len(starts)
+        begun = np.flatnonzero(np.broadcast_to(offsets == 0, at.shape))  # the entries of new pages
+        at_in_order = tables.flat(np.arange(count), pages).ravel()[begun] if len(begun) else begun
         views = self._send(
             np.asarray([], np.int64) if isinstance(ids, torch.Tensor) else ids,
             starts,
             slots.ravel(),
             lengths,
-            at[begun],
-            tables.flat(order, pages)[begun],
-            slots[begun].astype(tables.dtype, copy=False),
+            at.ravel()[begun],
+            at_in_order,
+            slots.ravel()[begun].astype(tables.dtype, copy=False),
             lengths[:0],
             *columns,
         )
         on_device, positions, slots, seq_lens, at, at_in_order, entries, none = views[:8]
-        if len(begun[0]):
+        if len(begun):
             tables.store(at, at_in_order, entries)
-        order = self._order[: len(rows)]
-        page_starts = tables.in_order[:, : len(rows), : int(pages.max()) + 1]
+        order = self._order[:count]
+        page_starts = tables.in_order[:, :count, : int(pages.max()) + 1]
         slots, longest = slots.view(len(page_starts), -1), int(lengths.max())
         step = StepTensors(
-            len(rows), slots, page_starts, seq_lens, page_starts[:, :0], none, self._order[:1], longest, 0, 0
+            count, slots, page_starts, seq_lens, page_starts[:, :0], none, self._order[:1], longest, 0, 0
         )
         ids = ids if isinstance(ids, torch.Tensor) else on_device
         return StepInputs(ids, positions, order, none, none, step, tuple(views[8:]))

@@ -24,8 +24,8 @@ class PagedKVManager(KVManager):
     forks, host copies); a partly filled page that siblings share is copied for the one that writes first.
 
     A sequence has one page of each group for every ``page_size`` tokens, and of a group with a window only those that
-    its next token still sees: the others are freed once it is computed so far, in steady batches before the next page.
-    A step in flight may still read them, but the device does the steps in order, so a new owner writes later.
+    its next token sees: the others are freed after each chunk of a prompt, and before a page is taken. A step in flight
+    may still read them, but the device does the steps in order, so a new owner writes later.
 
     ``watermark``: see ``EngineConfig``.
     """
@@ -190,8 +190,9 @@ class PagedKVManager(KVManager):
     def grow(self, seq: Sequence, num_tokens: int) -> bool:
         """Allocate pages for ``num_tokens`` more and copy a shared page before it is written: all or nothing."""
         size, pages, groups = self.page_size, seq.pages, self.num_groups
-        self._trim(seq)
         columns, copies = self._needed(seq, num_tokens)
+        if columns:
+            self._trim(seq)
         after = seq.num_computed + num_tokens
         promises = seq.promised_pages > 0 or after < seq.num_tokens
         if not columns and not copies and not promises:
@@ -263,7 +264,8 @@ class PagedKVManager(KVManager):
             full = min(now, seq.num_known) // size
             if full > before // size:
                 self.prefix_cache.insert(seq, full, self.pool)
-        self._trim(seq)
+        if num_tokens > 1 or now < seq.num_tokens:
+            self._trim(seq)
 
     def commit_decodes(self, num_tokens: int) -> None:
         self._used_slots += num_tokens * self.num_groups

@@ -10,6 +10,7 @@ from kvbench_engine.kv.groups import first_page
 from kvbench_engine.kv.page_pool import PagePool
 from kvbench_engine.sequence import Sequence as EngineSequence
 
+_NO_KEY = (0, b"")
 _NODE = (1 << 32) - 1  # the part of a name that is the node's number
 
 
@@ -117,17 +118,18 @@ class PrefixCache:
         started = time.perf_counter()
         assert num_full * self.page_size <= len(seq.token_ids) - seq.num_pending, "a page's tokens are not known"
         name, depth = self._verified(seq, num_full)
-        groups, own = self._groups, seq.pages
+        at, own, node_of = depth * self._groups, seq.pages, self._node_of
         for index in range(depth, num_full):
             key = name, self._packed(seq, index)
             node = self._node_at.get(key)
             if node is None:
                 node = self._add(key)
-            for group in range(groups):
-                page = own[index * groups + group]
-                if page >= 0 and self._pages[group][node] < 0:
-                    assert self._node_of[page] < 0, f"page {page} is cached under another prefix"
-                    self._pages[group][node], self._node_of[page] = page, node
+            for pages in self._pages:
+                page = own[at]
+                at += 1
+                if page >= 0 > pages[node]:
+                    assert node_of[page] < 0, f"page {page} is cached under another prefix"
+                    pages[node], node_of[page] = page, node
                     pool.mark_cached(page)
             name = self._name[node]
         seq.prefix_node, seq.prefix_depth = name, num_full
@@ -157,17 +159,18 @@ class PrefixCache:
         self._free += range(len(self._name) + count - 1, len(self._name) - 1, -1)
         for facts in (*self._pages, self._child, self._next, self._prev):
             facts += [-1] * count
-        self._key_of += [(0, b"")] * count
+        self._key_of += [_NO_KEY] * count
         self._name += [0] * count
 
     def evict(self, page: int) -> list[int]:
         """Drop a page that the pool allocates again; returns other cached pages that cannot be found without it."""
-        node = self._node_of[page]
-        group = next(group for group, pages in enumerate(self._pages) if pages[node] == page)
+        node, group = self._node_of[page], 0
+        while self._pages[group][node] != page:
+            group += 1
         if self._needs_all[group]:
             pages = self._drop(node)
+            self.evictions += len(pages)
             pages.remove(page)
-            self.evictions += 1 + len(pages)
             return pages
         self._pages[group][node] = self._node_of[page] = -1
         self.evictions += 1
@@ -186,34 +189,35 @@ class PrefixCache:
 
     def _drop(self, top: int) -> list[int]:
         """Drop a node and its descendants; returns the pages of all groups."""
-        before, after, parent = self._prev[top], self._next[top], self._key_of[top][0]
+        siblings, children = self._next, self._child
+        before, after, parent = self._prev[top], siblings[top], self._key_of[top][0]
         if after >= 0:
             self._prev[after] = before
         if before >= 0:
-            self._next[before] = after
+            siblings[before] = after
         elif parent:
-            self._child[parent & _NODE] = after
+            children[parent & _NODE] = after
         nodes = [top]
         for node in nodes:  # grows as it goes: the whole subtree
-            child = self._child[node]
+            child = children[node]
             while child >= 0:
                 nodes.append(child)
-                child = self._next[child]
+                child = siblings[child]
         return self._forget(nodes)
 
     def _forget(self, nodes: list[int]) -> list[int]:
         """Free ``nodes``; returns their pages."""
-        dropped = []
+        dropped, node_at, key_of, name, all_pages = [], self._node_at, self._key_of, self._name, self._pages
         for node in nodes:
-            del self._node_at[self._key_of[node]]
-            self._key_of[node], self._name[node] = (0, b""), 0
+            del node_at[key_of[node]]
+            key_of[node], name[node] = _NO_KEY, 0
             self._child[node] = self._next[node] = self._prev[node] = -1
-            self._free.append(node)
-            for pages in self._pages:
+            for pages in all_pages:
                 page = pages[node]
                 if page >= 0:
                     dropped.append(page)
                     pages[node] = self._node_of[page] = -1
+        self._free += nodes
         return dropped
 
     def forget(self, seq: EngineSequence) -> list[int]:

@@ -37,6 +37,8 @@ from kvbench_engine.model.loader import LoadedModel
 from kvbench_engine.model.spec import ModelInfo
 from kvbench_engine.sequence import Request, SamplingParams
 
+Windows = tuple[int | None, ...]
+WINDOWED: dict[str, Windows] = {"gpt-oss": (None, 128), "Gemma 3 27B": (None, *(1024,) * 6), "Mistral": (4096,)}
 VOCAB, SLOT_BYTES, PROMPT_STEP = 8, 4096, 65_536
 STEPS, WARM_STEPS = 400, 20
 
@@ -75,17 +77,20 @@ class IdlePort(_SocketPort):
         return commands
 
 
-def make_loop(sequences: int, page_size: int, longest: int, caching: bool) -> EngineLoop:
-    """An engine's loop on the real executor, with the settings of a GPU."""
+def make_loop(sequences: int, page_size: int, longest: int, caching: bool, windows: Windows = (None,)) -> EngineLoop:
+    """An engine's loop on the real executor, with the settings of a GPU. ``windows``: of each group of layers."""
     config = EngineConfig(
         device="cuda", model="none", max_model_len=longest, max_num_seqs=sequences, page_size=page_size, kv_budget=1,
         max_num_batched_tokens=PROMPT_STEP, enable_prefix_caching=caching, async_scheduling=True,
     )  # fmt: skip
     per_sequence = -(-longest // page_size)
-    pages = sequences * (per_sequence + -(-16 // page_size)) + 16
-    table_bytes = 8 * sequences * per_sequence
+    pages = len(windows) * (sequences * (per_sequence + -(-16 // page_size)) + 16)
+    table_bytes = 8 * sequences * per_sequence * len(windows)
     slots = pages * page_size
-    capacity = KVCapacity(slots * SLOT_BYTES, SLOT_BYTES, 0, page_size, pages, slots, per_sequence, table_bytes)
+    capacity = KVCapacity(
+        slots * SLOT_BYTES, SLOT_BYTES, 0, page_size, pages, slots, per_sequence, table_bytes,
+        windows=windows, step_tokens=PROMPT_STEP,
+    )  # fmt: skip
     kv = make_kv_manager(config, capacity)
     info = ModelInfo("none", 20_000, None, (), None)
     model, cpu = FixedLogits(max(sequences, 512)), torch.device("cpu")
@@ -128,12 +133,14 @@ def timed(loop: EngineLoop, steps: int) -> list[dict[str, float]]:
 
 
 @torch.inference_mode()
-def steady(sequences: int, page_size: int, context: int, caching: bool) -> list[dict[str, float]]:
+def steady(
+    sequences: int, page_size: int, context: int, caching: bool, windows: Windows = (None,)
+) -> list[dict[str, float]]:
     """Steps in which every sequence decodes at about ``context`` tokens."""
     length = context - STEPS // 2
     output = STEPS + WARM_STEPS + 90 + 2 * sequences * length // PROMPT_STEP  # the first ones decode as the last begin
     gc.collect()  # of the case before
-    loop = make_loop(sequences, page_size, length + output + 10, caching)
+    loop = make_loop(sequences, page_size, length + output + 10, caching, windows)
     endless = iter(lambda: output, None)
     loop._port.commands = [Command("add", (requests(sequences, length, endless),))]
     loop._run_once()
@@ -148,10 +155,10 @@ def steady(sequences: int, page_size: int, context: int, caching: bool) -> list[
 
 
 @torch.inference_mode()
-def churn(sequences: int, page_size: int, caching: bool) -> list[dict[str, float]]:
+def churn(sequences: int, page_size: int, caching: bool, windows: Windows = (None,)) -> list[dict[str, float]]:
     """Steps of as many sequences, of which each ends after 20 to 400 tokens and makes room for another one."""
     gc.collect()
-    loop = make_loop(sequences, page_size, 512, caching)
+    loop = make_loop(sequences, page_size, 512, caching, windows)
     rng = random.Random(1)
     lengths = iter(lambda: rng.randrange(20, 401), None)
     loop._port.commands = [Command("add", (requests(sequences, 64, lengths),))]
@@ -184,6 +191,11 @@ def cases(quick: bool) -> Iterator[tuple[str, list[dict[str, float]]]]:
         yield f"steady | {cells}", steady(sequences, page_size, context, caching)
     for page_size, caching in () if quick else ((16, False), (16, True), (1, True)):
         yield f"churn | 256 | {page_size} | 64 to 464 | {'yes' if caching else 'no'}", churn(256, page_size, caching)
+    for name, windows in () if quick else WINDOWED.items():
+        for caching in (False, True):
+            cells = f"256 | 16 | {{}} | {'yes' if caching else 'no'}"
+            yield f"steady, {name} | {cells.format('4,096')}", steady(256, 16, 4096, caching, windows)
+            yield f"churn, {name} | {cells.format('64 to 464')}", churn(256, 16, caching, windows)
 
 
 def main(argv: list[str] | None = None) -> None:

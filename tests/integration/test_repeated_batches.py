@@ -21,17 +21,17 @@ LONGEST = 64
 SLOTS = 96
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+@pytest.fixture(scope="module", params=["llama", "gemma3"])
+def folder(request, tmp_path_factory):
     with one_thread():
-        yield model_folder(str(tmp_path_factory.mktemp("models")))
+        yield model_folder(str(tmp_path_factory.mktemp("models")), request.param)
 
 
 class CopiedTables(step_inputs.PageTables):
     """The page tables of a GPU, which has only the entries that a step has sent."""
 
-    def __init__(self, host: np.ndarray, device: torch.device) -> None:
-        super().__init__(host, device, copied=True)
+    def __init__(self, host: np.ndarray, device: torch.device, page_sizes: tuple[int, ...]) -> None:
+        super().__init__(host, device, page_sizes, copied=True)
 
     def use(self, host: np.ndarray) -> None:
         super().use(host)
