@@ -40,6 +40,7 @@ class PrefixCache:
         self.seconds = 0.0  # of looking pages up and storing them
         self._windows = [(group, window) for group, window in enumerate(windows) if window is not None]
         self._needs_all = [window is None for window in windows]  # of each group: a prefix needs all its pages
+        self._has_empty = not any(self._needs_all)  # whether a node may have no page
         self._groups = len(windows)
         self._num_inserted = 0
         self._node_at: dict[tuple[int, bytes], int] = {}  # (name of the parent, or 0; tokens) -> node
@@ -118,22 +119,23 @@ class PrefixCache:
         started = time.perf_counter()
         assert num_full * self.page_size <= len(seq.token_ids) - seq.num_pending, "a page's tokens are not known"
         name, depth = self._verified(seq, num_full)
-        at, own, node_of = depth * self._groups, seq.pages, self._node_of
+        at, own, node_of, all_pages, names = depth * self._groups, seq.pages, self._node_of, self._pages, self._name
         for index in range(depth, num_full):
             key = name, self._packed(seq, index)
             node = self._node_at.get(key)
             if node is None:
                 node = self._add(key)
-            for pages in self._pages:
+            for pages in all_pages:
                 page = own[at]
                 at += 1
                 if page >= 0 > pages[node]:
                     assert node_of[page] < 0, f"page {page} is cached under another prefix"
-                    pages[node], node_of[page] = page, node
+                    pages[node] = page
+                    node_of[page] = node
                     pool.mark_cached(page)
-            name = self._name[node]
+            name = names[node]
         seq.prefix_node, seq.prefix_depth = name, num_full
-        if name and not any(self._needs_all):
+        if self._has_empty and name:
             self._prune(name & _NODE)
         self.seconds += time.perf_counter() - started
 
@@ -142,12 +144,13 @@ class PrefixCache:
         if not self._free:
             self._grow(len(self._name))
         node = self._free.pop()
-        self._num_inserted += 1
-        self._name[node] = self._num_inserted << 32 | node
+        self._num_inserted = number = self._num_inserted + (1 << 32)
+        self._name[node] = number + node
         self._node_at[key] = node
         self._key_of[node] = key
-        if key[0]:
-            parent = key[0] & _NODE
+        parent = key[0]
+        if parent:
+            parent &= _NODE
             sibling = self._next[node] = self._child[parent]
             if sibling >= 0:
                 self._prev[sibling] = node
@@ -174,7 +177,7 @@ class PrefixCache:
             return pages
         self._pages[group][node] = self._node_of[page] = -1
         self.evictions += 1
-        if not any(self._needs_all):
+        if self._has_empty:
             self._prune(node)
         return []
 
