@@ -68,6 +68,7 @@ class EngineConfig:
     kv_budget: int | None = None  # bytes
     kv_cache_dtype: str = "auto"  # auto: the model's dtype; else one of kvbench_kernels.kv_formats
     enable_prefix_caching: bool = False
+    free_outside_window: bool = True  # of layers with a sliding window, keep only what a later token sees
 
     max_model_len: int | None = None  # tokens of prompt + output; None: the model's limit
     max_num_seqs: int | None = None  # None: 64 on a CPU, 256 on a GPU
@@ -93,7 +94,7 @@ class EngineConfig:
                 raise ValueError(f"{name} cannot be {getattr(self, name)!r}: choose one of {', '.join(allowed)}")
         for name in _POSITIVE:
             _require_positive_int(name, getattr(self, name), optional=name in _OPTIONAL)
-        for name in ("enable_prefix_caching", "enable_chunked_prefill", "torch_compile"):
+        for name in ("enable_prefix_caching", "free_outside_window", "enable_chunked_prefill", "torch_compile"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} cannot be {getattr(self, name)!r}: it is true or false")
         for name in ("async_scheduling", "cuda_graphs", "fused_layers"):

@@ -83,7 +83,7 @@ class TorchExecutor:
             config.kv_cache_dtype,
             scales,
             bool(config.fused_layers),
-            loaded.kv_shape.groups(config.max_model_len),
+            loaded.kv_shape.groups(config.max_model_len, config.free_outside_window),
         )
 
     @property

@@ -45,15 +45,15 @@ class KVShape:
     layers: tuple[LayerKV, ...]
     dtype_bytes: int
 
-    def groups(self, max_model_len: int | None) -> tuple[KVGroup, ...]:
+    def groups(self, max_model_len: int | None, free_outside_window: bool = True) -> tuple[KVGroup, ...]:
         """The groups of the layers. Windows of ``max_model_len`` or more hide nothing, and count as none.
 
-        Layers of different kinds whose KV is of different sizes have no pages in common: all keep every token then.
+        Without ``free_outside_window`` no window counts. Layers of different kinds whose KV is of different sizes have no pages in common: all keep every token then.
         """
         windows = [
             layer.window if layer.window and (max_model_len is None or layer.window < max_model_len) else None
-            for layer in self.layers
-        ]
+            for layer in (self.layers if free_outside_window else ())
+        ] or [None] * len(self.layers)
         unequal = len({replace(layer, window=None) for layer in self.layers}) > 1
         return group_layers([None] * len(windows) if unequal and len(set(windows)) > 1 else windows)
 
@@ -194,7 +194,7 @@ class _Sizes:
     """The sizes of one sequence of ``length`` tokens, and of the page table, with the settings of ``config``."""
 
     def __init__(self, config: EngineConfig, shape: KVShape, length: int):
-        groups, step = shape.groups(length), config.max_num_batched_tokens
+        groups, step = shape.groups(length, config.free_outside_window), config.max_num_batched_tokens
         self.windows = tuple(group.window for group in groups)
         self.group = shape.of_group(largest(groups))
         self.slot_bytes = self.group.slot_bytes(config.kv_cache_dtype)

@@ -155,6 +155,14 @@ def batched_at_once(measured: WorkloadFacts) -> ClaimVerdict:
     return by_counts(reached, evidence, "some_batched")
 
 
+def windows(measured: WorkloadFacts) -> ClaimVerdict:
+    """Holds if at least 3 times as many sequences decode at once where pages that left a window are freed."""
+    freed, kept = measured.batched(), measured.batched(free_outside_window=False)
+    held = [measured.capacity_of(**kind).max_concurrency_at_max_len for kind in ({}, {"free_outside_window": False})]
+    evidence = say("windows", freed=freed, kept=kept, times=freed / kept, most=held[0], before=held[1])
+    return ClaimVerdict(held_if(freed >= 3 * kept), evidence)
+
+
 def sustainable_rate(measured: WorkloadFacts) -> ClaimVerdict:
     """Holds if pages surely give 1.7 times the throughput of exact reservations and 2.7 times that of the longest ones.
 

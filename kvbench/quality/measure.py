@@ -70,13 +70,13 @@ _WITHOUT_EFFECT = (
 _WITHOUT_EFFECT_WITH_ROOM = (*_WITHOUT_EFFECT, "preemption_mode")  # nothing is preempted
 # Settings that change no answer as long as they work: where each token's KV lies, and who is computed beside whom. That
 # they work is what the answers at a full pool show.
-_LIKE_QUANTISED = (*_WITHOUT_EFFECT_WITH_ROOM, "page_size")
+_LIKE_QUANTISED = (*_WITHOUT_EFFECT_WITH_ROOM, "page_size", "free_outside_window")
 _LIKE_EXACT = (
     *_LIKE_QUANTISED, "enable_prefix_caching", "async_scheduling", "max_num_partial_prefills", "reservation",
 )  # fmt: skip
 _WITHOUT_EFFECT_FORCED = (  # teacher forcing uses no scheduler
     *_WITHOUT_EFFECT, "enable_prefix_caching", "preemption_mode", "async_scheduling", "max_num_partial_prefills",
-    "enable_chunked_prefill", "reservation",
+    "enable_chunked_prefill", "reservation", "free_outside_window",
 )  # fmt: skip
 _CONTROL = ("control",)  # beside the keys of configurations
 _ROWS = 16  # sequences side by side, free running

@@ -140,6 +140,7 @@ MODEL_SETTINGS: Mapping[str, Setting] = dict.fromkeys(("model", "load_format", "
 # What most servers have in common; a preset overrides it.
 COMMON: Mapping[str, Setting] = {
     "layout": always("paged", "its KV cache is always paged"),
+    "free_outside_window": always(True, "what it keeps of layers with a window is its own"),
     "enable_chunked_prefill": always(True, "prompts are always cut to its batch"),
     "max_num_partial_prefills": absent("it has no such setting"),
     "watermark": absent("how much it leaves free at an admission is its own"),

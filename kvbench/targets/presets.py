@@ -127,6 +127,7 @@ VLLM = Preset(
             refuse=_no_cpu("has no such KV cache", *_GPU_ONLY_DTYPES),
         ),
         "enable_prefix_caching": switch("--enable-prefix-caching", "--no-enable-prefix-caching"),
+        "free_outside_window": switch("", "--disable-hybrid-kv-cache-manager"),
         "enable_chunked_prefill": switch(
             "--enable-chunked-prefill", "--no-enable-chunked-prefill", refuse=_vllm_chunk_refusal
         ),

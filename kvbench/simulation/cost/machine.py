@@ -144,7 +144,7 @@ class Machine:
         # A ring sends each byte 2 (n - 1) / n times over each link, which is how bus bandwidth is defined.
         reduced_bytes = 2 * (gpus - 1) / gpus * (model.config.hidden_size * model.dtype_bytes)
         shape = self.model.kv_shape(gpus)
-        group = largest(shape.groups(config.max_model_len))
+        group = largest(shape.groups(config.max_model_len, config.free_outside_window))
         return GpuShare(
             layers=self.num_layers,
             heads=model.config.num_attention_heads // gpus,

@@ -108,6 +108,13 @@ def batched(*requests):
     return {"useful-memory": Known(counters=counters)}
 
 
+def in_windows(freed, kept):
+    known = Known(counters={"max": freed, False: kept})
+    known.find = lambda **settings: SimpleNamespace(config_id=tuple(settings.values()))
+    known.capacity = {(): Capacity(max_concurrency_at_max_len=15), (False,): Capacity(max_concurrency_at_max_len=4)}
+    return {"windows": known}
+
+
 def rates(oracle, longest):
     return {"useful-memory": Known(ratios=lambda to, of: effect(*(oracle if of else longest)))}
 
@@ -259,6 +266,7 @@ CASES = [
     *rows("sharing-beam", counted([f"sharing-beam-{width}" for width in BEAMS]),
           (0.37, 0.5, 0.6, HELD), (0.29, 0.5, 0.6, DID_NOT_HOLD), (0.37, 0.5, 0.7, DID_NOT_HOLD)),
     *rows("reservation", reserved, (97.0, HELD), (90.0, DID_NOT_HOLD)),
+    *rows("windows", in_windows, (12.0, 4.0, HELD), (11.9, 4.0, DID_NOT_HOLD)),
     *rows("useful-memory", useful, (20.0, 27.0, 38.0, 96.0, HELD), (20.0, 40.0, 60.0, 96.0, DEPENDS),
           (50.0, 60.0, 70.0, 96.0, DID_NOT_HOLD), (20.0, 27.0, 38.0, 80.0, DID_NOT_HOLD)),
     *rows("abandoned", left, (0.02, True, DID_NOT_HOLD), (None, True, HELD), (0.02, False, HELD)),
