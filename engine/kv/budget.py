@@ -48,7 +48,8 @@ class KVShape:
     def groups(self, max_model_len: int | None, free_outside_window: bool = True) -> tuple[KVGroup, ...]:
         """The groups of the layers. Windows of ``max_model_len`` or more hide nothing, and count as none.
 
-        Without ``free_outside_window`` no window counts. Layers of different kinds whose KV is of different sizes have no pages in common: all keep every token then.
+        Without ``free_outside_window`` no window counts. Layers of different kinds whose KV is of different sizes have
+        no pages in common: all keep every token then.
         """
         windows = [
             layer.window if layer.window and (max_model_len is None or layer.window < max_model_len) else None
