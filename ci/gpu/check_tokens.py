@@ -8,10 +8,11 @@ has a process of its own.
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,11 +33,16 @@ MODEL = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 499, "tie_word_embeddings": False,
     "max_position_embeddings": 512, "bos_token_id": 0, "eos_token_id": None, "initializer_range": 0.3,
 }  # fmt: skip
+WINDOWED = {
+    **MODEL, "model_type": "gemma3_text", "num_hidden_layers": 3, "sliding_window": 40, "pad_token_id": 0,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+}  # fmt: skip
 LENGTHS = (300, 70, 65, 64, 17, 16, 33, 1, 5, 48)  # tokens of the prompts; prompts of 48 and more begin alike
 COMMON_TOKENS = 48
 OUTPUT_TOKENS = 32
 MAX_MODEL_LEN, PAGE_SIZE, MAX_NUM_SEQS = 384, 16, 6
-POOL_SLOTS = 416  # holds the long prompt and its output, but not six of the others beside it
+POOL_SLOTS = 416  # of whole tokens; holds the long prompt and its output, but not six of the others beside it
+WINDOWED_SLOTS = 224  # likewise, where windows free what they no longer see
 CLEAR_GAP = 1e-3  # least gap of the two largest logits: summing float32 in another order changes less
 TRIES = 20  # draws of a prompt until rounding does not decide its answer
 
@@ -64,10 +70,10 @@ def ways(device: str) -> list[Way]:
     return [Way(*settings) for settings in itertools.product(graphs, (True, False), ("recompute", "swap"))]
 
 
-def save_model(folder: Path) -> str:
+def save_model(folder: Path, config: Mapping[str, Any] = MODEL) -> str:
     """Saves random weights, so widely spread that one logit is mostly clear of the others; the folder."""
     torch.manual_seed(7)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**MODEL), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.float32)
     model.save_pretrained(folder)
     return str(folder)
 
@@ -175,13 +181,16 @@ class TokenChecks:
 
     def __init__(self, args: Any):
         torch.set_num_threads(1)  # the model is so small that handing out the work takes longer than doing it
-        self.device, self._folder = args.device, args.scratch / "tokens-model"
+        own = argparse.ArgumentParser()
+        own.add_argument("--windows", action="store_true", help="a model whose layers have sliding windows, but one")
+        self._windows = own.parse_args(args.own).windows
+        self.device, self._folder = args.device, args.scratch / f"tokens-model{'-windows' if self._windows else ''}"
         self._ways = {way.name: way for way in ways(self.device)}
         self._loaded: LoadedModel | None = None
 
     def plan(self) -> list[Planned]:
         """Makes the problem and lists all ways."""
-        answers = make_problem(save_model(self._folder))
+        answers = make_problem(save_model(self._folder, WINDOWED if self._windows else MODEL))
         pairs = [[list(prompt), tokens] for prompt, tokens in answers.items()]
         (self._folder / "answers.json").write_text(json.dumps(pairs), encoding="utf-8")
         return [Planned(name, None) for name in self._ways]
@@ -193,7 +202,8 @@ class TokenChecks:
         folder, way = str(self._folder), self._ways[name]
         if self._loaded is None:
             self._loaded = load_model(EngineConfig(model=folder, dtype="float32", device=self.device))
-        check_way(report, make_engine(self._loaded, folder, way, POOL_SLOTS), way, answers)
+        pool = WINDOWED_SLOTS if self._windows else POOL_SLOTS
+        check_way(report, make_engine(self._loaded, folder, way, pool), way, answers)
 
 
 CASES = TokenChecks

@@ -1,7 +1,7 @@
 """Runs kvbench commands for parts: from the repository, for a limited time, interrupted as by Ctrl-C.
 
 Part ``quality``: what the configurations of workloads/mixed.yaml change in the answers of kvbench-tiny. Part
-``claims``: the verdict on what paging costs the decode kernel. Rows are what their JSON files say.
+``claims``: the verdict on one claim. Rows are what their JSON files say.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def words_of(args: argparse.Namespace, folder: Path, seconds: float) -> list[str
     profile = ["--profile", PROFILES[args.device]]
     if args.command == "claims":
         minutes = f"{seconds / 60:.2f}"
-        return ["claims", "--only", "paging-cost", *profile, "--minutes", minutes, "--output-dir", str(folder)]
+        return ["claims", "--only", args.claim, *profile, "--minutes", minutes, "--output-dir", str(folder)]
     words = ["quality", WORKLOAD, *profile, "--output", str(folder / "quality.json")]
     return [*words, "-o", f"sweep={'{}' if args.tiny else QUALITY_SWEEP}"]
 
@@ -84,6 +84,7 @@ def main() -> int:
     """Runs the part; 1 if the command failed."""
     parser = part_parser(__doc__)
     parser.add_argument("command", choices=RESULTS)
+    parser.add_argument("--claim", default="paging-cost")
     args = parser.parse_args()
     report = PartReport(args.out, args.seconds)
     folder = args.scratch / args.command

@@ -73,6 +73,10 @@ PARTS = (
         "tokens", "check_tokens", "greedy tokens of whole engines against Hugging Face", 35.0, 120.0, MODEL,
         result="engine.json",
     ),
+    Part(
+        "windows-tokens", "check_tokens", "the same of a model with sliding windows", needs=MODEL,
+        arguments=("--windows",), result="engine.json",
+    ),
     Part("kernels", "time_kernels", "kernel times against the ceilings", 35.0, 400.0, result="kernels.json"),
     _engine("qwen3-0.6b", 40.0),
     _engine("llama-3.1-8b", 55.0),
@@ -127,7 +131,11 @@ PARTS = (
     ),
     Part(
         "paging-cost", "commands", "what a page table costs the decode kernel: the claim's verdict", needs=HARNESS,
-        arguments=("claims",), result="engine.json", isolated=False,
+        arguments=("claims", "--claim", "paging-cost"), result="engine.json", isolated=False,
+    ),
+    Part(
+        "windows-claim", "commands", "how many more sequences windows hold: the claim's verdict", needs=HARNESS,
+        arguments=("claims", "--claim", "windows"), result="engine.json", isolated=False,
     ),
     Part(
         "tune", "tune", "kernel configurations for this architecture", 0.0, 900.0,
@@ -176,6 +184,7 @@ ENTRIES = {
             "long",
             {"facts": 20.0, "engine-qwen3-14b": 180.0, "long-decode": 40.0, "paging-cost": 45.0, "quality": 230.0},
         ),
+        QueueEntry("windows", {"facts": 20.0, "windows-tokens": 90.0, "windows-claim": 120.0}),
     )
 }
 

@@ -87,7 +87,7 @@ def test_each_way_has_a_process_of_its_own_and_reads_the_answers_that_the_plan_w
     answers = problem[1]
     monkeypatch.setattr(check_tokens, "make_problem", lambda folder: answers)
     monkeypatch.setattr(check_tokens, "POOL_SLOTS", POOL)
-    part, other = (TokenChecks(Namespace(device="cpu", scratch=tmp_path)) for _ in range(2))
+    part, other = (TokenChecks(Namespace(device="cpu", scratch=tmp_path, own=[])) for _ in range(2))
     plan = part.plan()
     assert [case.name for case in plan] == [way.name for way in ways("cpu")]
     assert {case.group for case in plan} == {None}
