@@ -353,7 +353,7 @@ class Engine:
                 outputs.tokens.append(token)
             return
         seq.drop_pending()
-        facts = seq.kv_facts(self._step_read, self.capacity.page_size)
+        facts = seq.kv_facts(self._step_read, self.capacity.page_size, self.kv.num_groups)
         self.scheduler.finish(seq)
         group = self._groups[seq.request_id]
         output = TokenOutput(seq.request_id, (token,), reason, seq.num_cached, index=seq.index, kv_facts=facts)

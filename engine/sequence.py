@@ -106,8 +106,8 @@ class Drawn(NamedTuple):
 class KVFacts(NamedTuple):
     """The place of a sequence's KV, to find out why its tokens are wrong. Steps are numbered from 1.
 
-    ``pages``: physical pages in their order when it ended, empty if it had left the device by then; contiguous: the
-    first slot of its reservation. ``page_size``: tokens; contiguous: of a reservation of max_model_len.
+    ``pages``: physical pages in their order when it ended, empty if it had left the device by then, of layers with
+    windows those of the first group, -1 for what was freed; contiguous: the first slot of its reservation. ``page_size``: tokens; contiguous: of a reservation of max_model_len.
     ``swapped_pages``: pages that were moved to the host or were there already. ``forked``: it has siblings.
     """
 
@@ -240,13 +240,13 @@ class Sequence:
         """Tests whether its last token is being drawn; nothing more is computed."""
         return self.blocked and not self.num_candidates
 
-    def kv_facts(self, last_step: int, page_size: int) -> KVFacts | None:
+    def kv_facts(self, last_step: int, page_size: int, groups: int = 1) -> KVFacts | None:
         """The place of its KV, for a request that asks for it; call before the KV is freed."""
         if not self.request.kv_facts:
             return None
         counts = (self.num_cached, self.num_preemptions, self.num_recomputed, self.num_swapped_pages)
         forked = self.request.params.width > 1
-        return KVFacts(self.first_step, last_step, tuple(self.pages), page_size, *counts, forked)
+        return KVFacts(self.first_step, last_step, tuple(self.pages[::groups]), page_size, *counts, forked)
 
     def expect_token(self) -> None:
         """Append the token that is being drawn as pending, or block the sequence if it is the last one."""

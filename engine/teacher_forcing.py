@@ -42,7 +42,9 @@ class TeacherForced:
         engine = assemble_engine(roomy, loaded)
         capacity = engine.capacity
         self._forward = engine.executor.forward
-        self._inputs = InputBuffers(loaded.device, capacity.page_sizes, scattered_tables(capacity, num_rows))
+        self._inputs = InputBuffers(
+            loaded.device, capacity.page_sizes, scattered_tables(capacity, num_rows), whole=bool(capacity.columns)
+        )
         self.num_rows = num_rows
         self.reset()
 

@@ -50,7 +50,7 @@ class TorchExecutor:
         self.model_info = loaded.info
         self.device = loaded.device
         self.phase_seconds = {"move": 0.0, "prepare": 0.0, "execute": 0.0, "sample": 0.0}
-        self._inputs = InputBuffers(self.device, capacity.page_sizes, page_table)
+        self._inputs = InputBuffers(self.device, capacity.page_sizes, page_table, whole=bool(capacity.columns))
         self._sampler = Sampler(config.max_num_seqs, config.seed)
         self._drawn = torch.empty(0, dtype=torch.int64, device=self.device)  # tokens of the last launch that sampled
         self._drawing: list[Sequence] = []  # the sequences of _drawn
@@ -84,6 +84,7 @@ class TorchExecutor:
             scales,
             bool(config.fused_layers),
             loaded.kv_shape.groups(config.max_model_len, config.free_outside_window),
+            capacity.columns,
         )
 
     @property

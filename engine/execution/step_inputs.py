@@ -54,12 +54,18 @@ class PageTables:
     budget pays for them. On a CPU ``by_row`` is the manager's own. ``in_order[:, i]`` are the tables of the step's i-th
     sequence; entries beyond those are stale, and so are entries of pages that have left a window.
 
-    ``page_sizes``: tokens of a page of each group.
+    ``page_sizes``: tokens of a page of each group. ``whole``: every step has all entries, as many as the host's table.
     """
 
     def __init__(
-        self, host: np.ndarray, device: torch.device, page_sizes: List[int], copied: bool | None = None
+        self,
+        host: np.ndarray,
+        device: torch.device,
+        page_sizes: List[int],
+        whole: bool = False,
+        copied: bool | None = None,
     ):
+        self._whole = whole
         groups, rows, self._width = host.shape
         self._sizes = page_sizes[0] if len(set(page_sizes)) == 1 else np.array(page_sizes)[:, None]
         self._first_of_group = np.arange(groups)[:, None] * rows * self._width
@@ -101,6 +107,10 @@ class PageTables:
         ends = np.cumsum(counts)
         return np.arange(ends[-1]) + np.repeat(starts.ravel() - (ends - counts), counts)
 
+    def columns(self, pages: np.ndarray) -> int:
+        """The columns of a step whose last pages are ``pages``."""
+        return self._width if self._whole else int(pages.max()) + 1
+
     def gather(self, rows: torch.Tensor, pages: int, at: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
         """Store ``entries`` at flat indices ``at``, then put ``rows [N]`` in order: ``[G, N, pages]``, first slots."""
         if len(at):
@@ -121,16 +131,16 @@ class InputBuffers:
     when the copy from it is done.
 
     ``page_table``: the KV manager's own, first slots, int64 ``[G, rows, pages]``. ``page_sizes``: tokens of a page of
-    each group. Inputs on a CPU are views of the host buffer: valid until the next call but one; their page tables are
+    each group. ``whole``: see ``PageTables``. Inputs on a CPU are views of the host buffer: valid until the next call but one; their page tables are
     valid until the next.
     """
 
-    def __init__(self, device: torch.device, page_sizes: List[int], page_table: np.ndarray):
+    def __init__(self, device: torch.device, page_sizes: List[int], page_table: np.ndarray, whole: bool = False):
         self._device = device
         self._on_gpu = device.type == "cuda"
         self._sides = [_HostSide(self._on_gpu), _HostSide(self._on_gpu)]
         self._order = torch.arange(page_table.shape[1], device=device)
-        self.tables = PageTables(page_table, device, page_sizes)
+        self.tables = PageTables(page_table, device, page_sizes, whole)
         self._starts = np.zeros(0, np.int64)  # of the last step that may be repeated
         self._first_entries = np.zeros((1, 0), np.int64)  # of its sequences, flat indices [G, N]
 
@@ -181,7 +191,7 @@ class InputBuffers:
             *columns_for(drawing, rows[sampling], tokens[sampling]),
         )
         ids, positions, slots, last, pending_at, pending_from, *attention, on_device, at, entries = views[:12]
-        page_starts = tables.gather(on_device, int(last_pages.max()) + 1, at, entries)
+        page_starts = tables.gather(on_device, tables.columns(last_pages), at, entries)
         decode_lengths, prefill_lengths_sent, query_starts = attention
         step = StepTensors(
             decodes,
@@ -225,7 +235,7 @@ class InputBuffers:
         if len(begun):
             tables.store(at, at_in_order, entries)
         order = self._order[:count]
-        page_starts = tables.in_order[:, :count, : int(pages.max()) + 1]
+        page_starts = tables.in_order[:, :count, : tables.columns(pages)]
         slots, longest = slots.view(len(page_starts), -1), int(lengths.max())
         step = StepTensors(
             count, slots, page_starts, seq_lens, page_starts[:, :0], none, self._order[:1], longest, 0, 0

@@ -110,6 +110,14 @@ class KVCapacity:
         """Slots of a page of each group."""
         return self.group_page_sizes or (self.page_size,) * len(self.windows)
 
+    @property
+    def columns(self) -> tuple[int, ...]:
+        """Page-table entries of each group that a step is given, as many in every step; empty: as many as it reads.
+
+        A kernel compiles once for a table of one page, and once for others: the pages of a contiguous reservation.
+        """
+        return tuple(-(-self.page_size // size) for size in self.group_page_sizes)
+
     def pages_of(self, tokens: int, step_tokens: int = 1) -> int:
         """The most pages at once of a sequence of ``tokens`` that computes up to ``step_tokens`` of them a step."""
         if self.group_page_sizes:

@@ -242,7 +242,7 @@ class ContiguousKVManager(KVManager):
         reserved, rings = slab.size - slab.free, self.capacity.page_sizes
         return KVStats(
             pages_total=self.capacity.num_pages,
-            pages_free=slab.free // self.capacity.page_size,
+            pages_free=slab.free // sum(rings),
             pages_owned=owned,
             pages_logical=owned,
             pages_cached=0,

@@ -104,6 +104,11 @@ class PagePool:
         return self._num_pinned_unowned
 
     @property
+    def num_pins(self) -> int:
+        """Pinned pages, whether a sequence owns them or not."""
+        return len(self._pins)
+
+    @property
     def num_cached(self) -> int:
         """Cached pages that no sequence owns."""
         return self._num_cached_free

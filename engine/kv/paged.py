@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 
 import numpy as np
@@ -80,14 +81,14 @@ class PagedKVManager(KVManager):
             if page >= 0:
                 self.page_table[at % groups, seq.row, at // groups] = page * size
             seq.pages.append(page)
-        self.counters.swap_lost_slots += max(0, seq.host_tokens - resident) * groups
+        self.counters.swap_lost_slots += max(0, self._slots_of(seq.host_tokens) - self._slots_of(resident))
         if self.swap is not None:
             self.swap.remove(seq)
         seq.host_tokens = 0
         seq.num_computed = seq.trimmed_at = resident
-        seq.promised_pages = self._missing(seq, len(seq.pages), resident)
+        seq.promised_pages = self._missing(seq, seq.pages, resident)
         self._promised += seq.promised_pages
-        self._held_slots += self._slots_of(seq)
+        self._held_slots += self._slots_of(resident)
         self._count_hit(seq)
         return True
 
@@ -100,25 +101,31 @@ class PagedKVManager(KVManager):
         """The first page of ``group`` that tokens after the first ``computed`` still see."""
         return first_page(self.capacity.windows[group], computed, self.page_size)
 
-    def _missing(self, seq: Sequence, num_pages: int, computed: int) -> int:
+    def _missing(self, seq: Sequence, pages: list[int | None], computed: int, owners: float = 1) -> int:
         """The most pages that ``seq`` will still take for its present tokens.
 
-        ``num_pages``: what it has in all groups together. ``computed``: tokens that are computed, or will be with them.
+        ``pages``: those that it has, or will have; None: it will be swapped in. ``computed``: tokens that are computed,
+        or will be with them. What leaves a window makes room, unless more than ``owners`` sequences have it: 0 before
+        the pages are shared with ``seq``.
         """
-        size, columns = self.page_size, num_pages // self.num_groups
+        size, groups, ref_count = self.page_size, self.num_groups, self.pool.ref_count
+        columns = len(pages) // groups
         missing = -(-seq.num_tokens // size) - columns
         if computed >= seq.num_tokens or missing <= 0:
             return 0
-        total = (self.num_groups - len(self._windows)) * missing
+        total = (groups - len(self._windows)) * missing
         for group, window in self._windows:
             most = most_pages(window, seq.num_tokens, self.capacity.step_tokens, size)
-            total += max(0, min(missing, most - (columns - self._first(group, computed))))
+            held = pages[self._first(group, computed) * groups + group :: groups]
+            coming_back = sum(page is None or ref_count[page] <= owners for page in held)
+            total += max(0, min(missing, most - coming_back))
         return total
 
-    def _slots_of(self, seq: Sequence) -> int:
-        """The slots of a resident sequence that hold a token."""
-        gone = sum(self._first(group, seq.trimmed_at) for group, _ in self._windows)
-        return seq.num_computed * self.num_groups - gone * self.page_size
+    def _slots_of(self, computed: int, trimmed_at: int | None = None) -> int:
+        """The slots that hold one of ``computed`` tokens, of which pages were freed at ``trimmed_at``; None: just now."""
+        trimmed_at = computed if trimmed_at is None else trimmed_at
+        freed = sum(self._first(group, trimmed_at) for group, _ in self._windows)
+        return computed * self.num_groups - freed * self.page_size
 
     def _trim(self, seq: Sequence) -> None:
         """Free the pages that no later token of ``seq`` sees."""
@@ -149,7 +156,7 @@ class PagedKVManager(KVManager):
             spare = int(self._watermark * self.pool.num_pages) if running else 0
         ref_count = self.pool.ref_count
         needed = sum(page is None or (page >= 0 and ref_count[page] == 0) for page in prefix)  # others are shared
-        needed += self._missing(seq, len(prefix), self._resident(seq, prefix))
+        needed += self._missing(seq, prefix, self._resident(seq, prefix), owners=0)
         return needed + spare + self._promised <= self.pool.num_available + coming
 
     def _prefix_pages(self, seq: Sequence) -> list[int | None]:
@@ -209,7 +216,7 @@ class PagedKVManager(KVManager):
                 self.page_table[group, seq.row, len(pages) // groups] = page * size
                 pages.append(page)
         if promises:
-            self._take_promised(seq, seq.promised_pages - self._missing(seq, len(pages), after))
+            self._take_promised(seq, seq.promised_pages - self._missing(seq, pages, after))
         return True
 
     def _needed(self, seq: Sequence, num_tokens: int) -> tuple[int, bool]:
@@ -292,7 +299,7 @@ class PagedKVManager(KVManager):
         columns = len(child.pages) // self.num_groups
         self.page_table[:, child.row, :columns] = self.page_table[:, parent.row, :columns]
         child.num_computed = parent.num_computed
-        self._held_slots += self._slots_of(child)
+        self._held_slots += self._slots_of(child.num_computed, child.trimmed_at)
         return True
 
     def _fork_on_host(self, parent: Sequence, child: Sequence) -> None:
@@ -349,7 +356,7 @@ class PagedKVManager(KVManager):
 
     def _leave_device(self, seq: Sequence) -> None:
         """Release the pages, the last one first: the end of a prompt is shared less often than its beginning."""
-        self._held_slots -= self._slots_of(seq)
+        self._held_slots -= self._slots_of(seq.num_computed, seq.trimmed_at)
         groups = self.num_groups
         for at in range(len(seq.pages) - 1, -1, -1):
             page = seq.pages[at]
@@ -449,10 +456,12 @@ class PagedKVManager(KVManager):
             own = min(seq.num_computed, seq.num_known) // size
             cached = any(page >= 0 and self.pool.is_cached(page) for page in seq.pages[own * groups :])
             assert not cached, "a page is cached that is not full of known tokens"
-            missing = self._missing(seq, len(seq.pages), seq.num_computed)
-            kept = seq.promised_pages == missing or (seq.num_uncomputed <= 1 and not seq.promised_pages)
+            least = self._missing(seq, seq.pages, seq.num_computed, owners=math.inf)
+            most = groups * max(0, -(-seq.num_tokens // size) - len(seq.pages) // groups)
+            kept = least <= seq.promised_pages <= most or (seq.num_uncomputed <= 1 and not seq.promised_pages)
             assert kept, "a prompt computed in part lost the promise of its pages, or gained one"
         assert sum(used.values()) == self._used_slots, "used slots do not add up"
-        assert sum(self._slots_of(seq) for seq in resident) == self._held_slots, "slots of sequences do not add up"
+        held = sum(self._slots_of(seq.num_computed, seq.trimmed_at) for seq in resident)
+        assert held == self._held_slots, "slots of sequences do not add up"
         assert sum(seq.promised_pages for seq in sequences) == self._promised, "promises do not add up"
         assert self.counters.allocated_pages - self.counters.freed_pages == self.pool.num_owned

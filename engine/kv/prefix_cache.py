@@ -88,23 +88,34 @@ class PrefixCache:
 
     def _usable(self, path: list[int]) -> int:
         """The longest part of ``path`` after which every window has all pages that it needs."""
-        usable, runs = 0, [0] * len(self._windows)  # pages without a gap up to here, of each window
-        for depth, node in enumerate(path, 1):
-            whole = True
+        depth, size = len(path), self.page_size
+        checked = [depth] * len(self._windows)  # pages from here to ``depth`` are there, of each window
+        while depth:
+            gap = depth
             for at, (group, window) in enumerate(self._windows):
-                runs[at] = runs[at] + 1 if self._pages[group][node] >= 0 else 0
-                whole &= runs[at] >= depth - first_page(window, depth * self.page_size, self.page_size)
-            usable = depth if whole else usable
-        return usable
+                pages, first = self._pages[group], first_page(window, depth * size, size)
+                index = min(checked[at], depth)
+                while index > first and pages[path[index - 1]] >= 0:
+                    index -= 1
+                checked[at] = index
+                if index > first:
+                    gap = min(gap, index - 1)
+            if gap == depth:
+                break
+            depth = gap
+        return depth
 
     def _pages_of(self, path: list[int]) -> list[int]:
         """The pages of all groups along ``path``, without those that no window needs after it."""
         if self._groups == 1 and not self._windows:
             return [self._pages[0][node] for node in path]
-        pages = [self._pages[group][node] for node in path for group in range(self._groups)]
+        groups, firsts = self._groups, dict.fromkeys(range(self._groups), 0)
         for group, window in self._windows:
-            for index in range(first_page(window, len(path) * self.page_size, self.page_size)):
-                pages[index * self._groups + group] = -1
+            firsts[group] = first_page(window, len(path) * self.page_size, self.page_size)
+        pages = [-1] * (len(path) * groups)
+        for group, first in firsts.items():
+            of_group = self._pages[group]
+            pages[first * groups + group :: groups] = [of_group[node] for node in path[first:]]
         return pages
 
     def _verified(self, seq: EngineSequence, limit: int) -> tuple[int, int]:

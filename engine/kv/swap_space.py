@@ -63,17 +63,17 @@ class SwapSpace:
         return self.pool.allocate()
 
     def make_room(self, device_pages: list[int]) -> bool:
-        """Drop sequences, longest swapped out first, until all of ``device_pages`` find a place; False if not.
+        """Drop sequences, longest swapped out first, until all of ``device_pages`` find a place.
 
-        A host copy that another sequence holds needs none.
+        A host copy that another sequence holds needs none. Returns False, with nothing dropped, where they never will.
         """
+        if len(device_pages) > self.pool.num_pages - self.pool.num_pins:
+            return False
         while True:
             copies = map(self._host_of.get, device_pages)
             needed = sum(copy is None or self.pool.ref_count[copy] == 0 for copy in copies)
             if needed <= self.pool.num_available:
                 return True
-            if not self._order:
-                return False
             self.remove(next(iter(self._order.values())))
 
     def enter(self, seq: Sequence) -> None:

@@ -69,7 +69,8 @@ class AttentionHost:
     tensors for ``kv_cache_dtype`` "auto", else ``QuantizedKV`` of that format. ``kv_scales`` (K, V per layer, see
     model.kv_scales): for fp8 and only for fp8, which raises ValueError without them. ``fused_layers``: whether
     modules that can do so write their KV themselves. ``groups``: the layers that have a page table together; the i-th
-    layers of all groups share memory. None: all layers are one group. ``page_sizes``: of each group.
+    layers of all groups share memory. None: all layers are one group. ``page_sizes``: of each group; ``columns``: see
+    ``KVCapacity``.
     """
 
     def __init__(
@@ -83,9 +84,11 @@ class AttentionHost:
         kv_scales: list[tuple[float, float]] | None = None,
         fused_layers: bool = False,
         groups: tuple[KVGroup, ...] | None = None,
+        columns: Sequence[int] = (),
     ):
         self.backend = backend
         self.page_sizes = page_sizes
+        self._columns = columns or [None] * len(page_sizes)
         self.fused_layers = fused_layers
         layers = range(len(shape.layers))
         kv_format = find_format(kv_cache_dtype)
@@ -132,8 +135,8 @@ class AttentionHost:
             )
         if step.prefill_seq_lens.numel():
             self._prefills = [
-                PrefillBatch(page_starts, step.query_starts, step.prefill_seq_lens, page_size)
-                for page_starts, page_size in zip(step.prefill_page_starts, self.page_sizes, strict=True)
+                PrefillBatch(starts[:, :columns], step.query_starts, step.prefill_seq_lens, size)
+                for starts, columns, size in zip(step.prefill_page_starts, self._columns, self.page_sizes, strict=True)
             ]
             bounds = {"max_queries": step.max_queries, "max_tokens": step.max_prefill_tokens}
             self._prefill_plans = [self.backend.plan_prefill(batch, **bounds) for batch in self._prefills]
@@ -177,7 +180,7 @@ class AttentionHost:
                 q[:split],
                 k_cache,
                 v_cache,
-                step.decode_page_starts[group],
+                step.decode_page_starts[group, :, : self._columns[group]],
                 step.decode_seq_lens,
                 self.page_sizes[group],
                 options,

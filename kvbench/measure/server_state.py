@@ -195,9 +195,15 @@ def hit_bounds(
         cache_state=load.cache_state,
         page_size=int(page_size or 1),
         caching=caching,
-        total_pages=before.gauges.get("kv_pages_total") if before and page_size else None,
+        total_pages=_pages_of_tokens(before, info) if before and page_size else None,
         template_tokens=notes.get("template_tokens") if notes.get("exact_texts") else None,
     )
+
+
+def _pages_of_tokens(sample: MetricsSample, info: ServerInfo) -> float | None:
+    """Returns the pages of tokens that a pool holds at least; each takes a page in every group of layers."""
+    total = sample.gauges.get("kv_pages_total")
+    return None if total is None else total // max(1, len(info.capacity.windows))
 
 
 def _change(before: MetricsSample | None, after: MetricsSample | None, counter: str) -> float | None:

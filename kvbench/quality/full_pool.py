@@ -20,7 +20,7 @@ from kvbench_engine.build import assemble_engine
 from kvbench_engine.config import EngineConfig
 from kvbench_engine.counters import EngineStats, StepRecord
 from kvbench_engine.engine import Engine
-from kvbench_engine.kv.budget import page_table_bytes
+from kvbench_engine.kv.budget import capacity_of
 from kvbench_engine.model.loader import LoadedModel
 from kvbench_engine.sequence import Request, SamplingParams, TokenOutput
 
@@ -38,8 +38,14 @@ def engine_with_small_pool(
 ) -> Engine:
     """An engine with a pool of ``slots``, its limits and policy replaced. Raises ValueError if none can be built."""
     longest = max(tokens_of(requests))
-    budget = slots * loaded.kv_shape.slot_bytes(config.kv_cache_dtype)
-    budget += page_table_bytes(dataclasses.replace(config, max_model_len=longest), loaded.kv_shape)
+    sized = dataclasses.replace(config, max_model_len=longest, preemption_mode="recompute", swap_space=None)
+    roomy = capacity_of(sized, loaded.kv_shape, 1 << 62)
+    if config.layout == "paged":  # of windows only what the longest sequence and others as long on average hold
+        least, shorter = roomy.pages_of(longest, roomy.step_tokens), max(0, slots - longest) // roomy.page_size
+        pages = least + shorter * roomy.pages_of(longest) // -(-longest // roomy.page_size)
+        budget = pages * roomy.page_size * roomy.bytes_per_slot + roomy.page_table_bytes
+    else:
+        budget = int(slots * roomy.slots_per_token) * roomy.bytes_per_slot + roomy.page_table_bytes
     changed: dict[str, Any] = {
         "max_model_len": longest,
         "kv_budget": budget,

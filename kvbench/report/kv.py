@@ -46,6 +46,16 @@ def kv_parts(comparisons: Comparisons, manifest: Manifest) -> Iterator[Part]:
 # --- Tables ---
 
 
+def _token_bytes(cell: MeasuredCell) -> float | None:
+    """The bytes of a token's KV: a slot's, or the mean over a sequence where windows let go of tokens."""
+    return cell.capacity.bytes_per_token if cell.capacity.has_windows else bytes_per_slot(cell)
+
+
+def _token_scale_bytes(cell: MeasuredCell) -> float | None:
+    """The part of ``_token_bytes`` that scales take."""
+    return cell.capacity.scale_bytes_per_token if cell.capacity.has_windows else scale_bytes_per_slot(cell)
+
+
 def ledger_table(cells: Sequence[MeasuredCell], ledgers: Ledgers) -> ReportTable:
     """Configuration, load, the uses that have any bytes, the budget, and what is no part of the budget."""
 
@@ -88,8 +98,8 @@ def memory_table(measured: Sequence[MeasuredCell], manifest: Manifest) -> Report
 
     columns = [
         tables.identity_columns()[0],
-        tables.number_column("kv_token", "a token", bytes_per_slot, _size),
-        tables.number_column("kv_token_scales", "of it scales", scale_bytes_per_slot, _size),
+        tables.number_column("kv_token", "a token", _token_bytes, _size),
+        tables.number_column("kv_token_scales", "of it scales", _token_scale_bytes, _size),
         tables.number_column("kv_capacity", "capacity, tokens", capacity, words.count),
         tables.column("kv_page_table", "page table", _page_table),
         tables.column("kv_outliers", "largest channel", outliers),

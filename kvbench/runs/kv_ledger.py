@@ -94,7 +94,7 @@ def observe(gauges: pd.DataFrame, means: Mapping[str, float], start: float, end:
 
 
 def bytes_per_slot(cell: MeasuredCell) -> float | None:
-    """The bytes of a token's KV with its scales: as the server says, else as the capacity was computed."""
+    """The bytes of a slot, a token's KV in a group of layers, with its scales: as the server says, else as computed."""
     sizes = (cell.observed_mean("kv_bytes_per_slot"), cell.capacity.bytes_per_slot, cell.capacity.bytes_per_token)
     return next((size for size in sizes if size is not None and size > 0), None)
 

@@ -192,6 +192,11 @@ class Capacity(Record):
     dtype: str | None = None
     window_note: str | None = None
 
+    @property
+    def has_windows(self) -> bool:
+        """Tests whether groups of layers keep a window of the tokens only."""
+        return any(window is not None for window in self.windows or ())
+
 
 class RepeatSummary(Record):
     """One repeat of a cell."""

@@ -123,6 +123,7 @@ class KVRoom(ServerAnswer):
 
     page_size: Size = None
     num_pages: Size = None
+    windows: Annotated[tuple[int | None, ...], _AS_TUPLE] = ()
     capacity_tokens: Number = None
     kv_bytes: Number = None
     budget_bytes: Number = None

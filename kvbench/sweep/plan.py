@@ -172,12 +172,14 @@ def at_once(configuration: Configuration, capacity: Capacity, lengths: Lengths) 
     windows, size = capacity.windows or (None,), capacity.page_size
     if configuration.settings.get("layout") != "contiguous":
         if effective(configuration.settings, "enable_prefix_caching"):
-            room, prompts = room - lengths.distinct * len(windows), prompts - lengths.prefixes
+            room, prompts = room - lengths.distinct * windows.count(None), prompts - lengths.prefixes
         sizes = np.zeros(len(prompts))
-        for window in windows:
-            pages = -(-(prompts + lengths.outputs) // size)
-            pages = pages if window is None else np.minimum(pages, -(-(window - 1) // size) + 1)
-            sizes += pages + (widths - 1) * np.maximum(0, pages - prompts // size)
+        for window in windows:  # of a shared prefix, each sequence is taken to have its own window
+            before = prompts if window is None else lengths.prompts
+            most = np.inf if window is None else -(-(window - 1) // size) + 1
+            pages = np.minimum(-(-(before + lengths.outputs) // size), most)
+            own = np.minimum(-(-(before + lengths.outputs) // size) - before // size, most)
+            sizes += pages + (widths - 1) * own
         room //= size
     elif (kind := _reserved_by_length(configuration)) is None:
         room, sizes = float(capacity.num_pages), widths * np.ones(len(prompts))

@@ -210,7 +210,7 @@ class FirstTokens:
         limits = {"max_num_batched_tokens": self.step_tokens, "max_num_seqs": 1}
         config, capacity = machine.settle({"kv_cache_dtype": kv_cache_dtype, **limits})
         timer = machine.step_timer(config)
-        self.page_bytes = page_size * capacity.bytes_per_slot
+        self.page_bytes = page_size * machine.kv_shape().slot_bytes(kv_cache_dtype)
         self._step_s = functools.cache(lambda prefills, drawn: timer(StepWork(prefills, 0, 0, 0, drawn)).total)
 
     def pages_of(self, tier: Tier) -> int:

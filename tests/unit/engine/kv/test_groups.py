@@ -186,6 +186,24 @@ def forget(places, allocated, pool) -> None:
         pool.release(page)
 
 
+@pytest.mark.parametrize("evicted", [0, 1])
+def test_a_hit_ends_where_the_first_page_of_its_window_is_gone(evicted):
+    """The token after 28 sees the 5 before it, which begin in the sixth page: the five before may be evicted."""
+    cache = PrefixCache(4, 14, (None, 6))
+    pool = PagePool(14, cache.evict)
+    seq = Sequence.of(Request("x", tuple(range(29))))
+    seq.pages = [pool.allocate() for _ in range(14)]
+    cache.insert(seq, 7, pool)
+    first = first_page(6, 28, 4)
+    assert first == 5
+    for index in range(first + evicted):
+        pool.release(seq.pages[2 * index + 1])
+        assert pool.allocate() == seq.pages[2 * index + 1], "the only one that is free"
+    hit = cache.match(Sequence.of(Request("y", tuple(range(29)))))
+    assert len(hit) == (0 if evicted else 14)
+    assert evicted or [page >= 0 for page in hit[1::2]] == [False] * first + [True] * (7 - first)
+
+
 @pytest.mark.parametrize("windows", [*SHAPES.values(), (None,)], ids=[*SHAPES, "none"])
 def test_the_same_prompt_again_hits_all_its_whole_pages(windows):
     engine = small_engine(4 * 64, shape=windowed(*windows), page_size=4, enable_prefix_caching=True, max_model_len=40)
@@ -232,3 +250,52 @@ def test_a_contiguous_reservation_has_rings_for_windows(reservation, monkeypatch
             engine.add_request(request(name, range(ord(name) - 90, ord(name) - 74), max_tokens=8, ignore_eos=True))
         drain(engine)
         assert max(running) == at_once
+
+
+@pytest.mark.parametrize("window", [None, 10])
+def test_an_idle_pool_is_free_in_every_layout(window):
+    """Reservations with rings too: the full pool's check of leaks counts on it."""
+    for layout in ("paged", "contiguous"):
+        shape, settings = windowed(None, window), {"layout": layout, "max_model_len": 96, "page_size": 4}
+        engine = small_engine(3 * least_slots(small_config(**settings), shape), shape=shape, **settings)
+        stats = engine.stats().kv
+        assert stats.pages_free == stats.pages_total > 0
+
+
+def test_what_others_share_of_a_window_is_promised_to_a_prompt_again():
+    """Pages of a prefix that another sequence still has do not become free when they leave the window."""
+    shape, settings = windowed(None, 48, 48, 48), {"max_model_len": 200, "page_size": 4}
+    settings |= {"enable_prefix_caching": True, "max_num_batched_tokens": 16, "max_num_seqs": 2}
+    prefix = tuple(i % 90 for i in range(64))
+    least = least_slots(small_config(**settings), shape)
+    admitted = 0
+    for slots in range(least, 2 * least, 8):
+        engine = small_engine(slots, shape=shape, **settings)
+        first = engine.add_request(request("a", prefix, max_tokens=60, ignore_eos=True))
+        while not first.num_output:
+            engine.step()
+        second = engine.add_request(request("b", (*prefix, *(91 + i % 5 for i in range(96))), max_tokens=2))
+        while second.status.value == "waiting" and engine.has_work():
+            engine.step()
+        beside = first.status.value == "running"
+        while second.num_computed < second.num_prompt and second.status.value == "running":
+            engine.step()
+        admitted += beside
+        assert not beside or not second.num_preemptions, f"{slots} slots: admitted, and preempted amid its prompt"
+        drain(engine)
+    assert admitted > 0
+
+
+def test_a_sequence_that_the_host_cannot_hold_drives_nobody_out():
+    shape, config = windowed(None, 8), {"max_model_len": 60, "page_size": 2, "max_num_seqs": 3}
+    engine = small_engine(
+        4 * least_slots(small_config(**config), shape), shape=shape, preemption_mode="swap", host_slots=2 * 22, **config
+    )
+    short, long = (engine.add_request(request(name, length, max_tokens=8)) for name, length in (("a", 10), ("b", 40)))
+    while not (short.num_output and long.num_output):
+        engine.step()
+    for seq in (short, long):
+        engine.scheduler.running.remove(seq)
+        engine.kv.swap_out(seq)
+    assert short.host_pages and not long.host_pages
+    engine.kv.check_integrity([short, long])
