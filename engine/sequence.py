@@ -107,8 +107,9 @@ class KVFacts(NamedTuple):
     """The place of a sequence's KV, to find out why its tokens are wrong. Steps are numbered from 1.
 
     ``pages``: physical pages in their order when it ended, empty if it had left the device by then, of layers with
-    windows those of the first group, -1 for what was freed; contiguous: the first slot of its reservation. ``page_size``: tokens; contiguous: of a reservation of max_model_len.
-    ``swapped_pages``: pages that were moved to the host or were there already. ``forked``: it has siblings.
+    windows those of the first group, -1 for what was freed; contiguous: the first slot of its reservation.
+    ``page_size``: tokens; contiguous: of a reservation of max_model_len. ``swapped_pages``: pages that were moved to
+    the host or were there already. ``forked``: it has siblings.
     """
 
     first_step: int

@@ -44,7 +44,8 @@ class ModelForward:
     ) -> bool:
         """Replay the steps that fit ``sizes`` from graphs from now on; False, with no change, if the model cannot.
 
-        ``page_starts [groups, rows, pages]``: the page tables that the steps of decodes come with. ``max_model_len``: tokens.
+        ``page_starts [groups, rows, pages]``: the page tables that the steps of decodes come with. ``max_model_len``:
+        tokens.
 
         Raises:
             ValueError: the model cannot, and graphs are ``required``.

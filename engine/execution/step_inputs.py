@@ -131,8 +131,8 @@ class InputBuffers:
     when the copy from it is done.
 
     ``page_table``: the KV manager's own, first slots, int64 ``[G, rows, pages]``. ``page_sizes``: tokens of a page of
-    each group. ``whole``: see ``PageTables``. Inputs on a CPU are views of the host buffer: valid until the next call but one; their page tables are
-    valid until the next.
+    each group. ``whole``: see ``PageTables``. Inputs on a CPU are views of the host buffer: valid until the next call
+    but one; their page tables are valid until the next.
     """
 
     def __init__(self, device: torch.device, page_sizes: List[int], page_table: np.ndarray, whole: bool = False):

@@ -122,7 +122,7 @@ class PagedKVManager(KVManager):
         return total
 
     def _slots_of(self, computed: int, trimmed_at: int | None = None) -> int:
-        """The slots that hold one of ``computed`` tokens, of which pages were freed at ``trimmed_at``; None: just now."""
+        """The slots that hold one of ``computed`` tokens, once pages were freed at ``trimmed_at``; None: just now."""
         trimmed_at = computed if trimmed_at is None else trimmed_at
         freed = sum(self._first(group, trimmed_at) for group, _ in self._windows)
         return computed * self.num_groups - freed * self.page_size

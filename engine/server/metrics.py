@@ -61,7 +61,7 @@ _GAUGES: tuple[_Row, ...] = (
     ("kv_waste_bytes", "Bytes of the slots reserved and not used.", lambda s: s.kv_waste_slots * s.bytes_per_slot),
     ("page_table_bytes", "Bytes of the page table.", lambda s: s.kv.page_table_bytes),
     ("kv_budget_bytes", "Bytes given to K, V and the page table.", lambda s: s.kv_budget_bytes),
-    ("kv_bytes_per_slot", "Bytes of a slot, scales too: a token's KV in a group of layers, mostly all.", lambda s: s.bytes_per_slot),
+    ("kv_bytes_per_slot", "Bytes of a slot: one token's KV in a group of layers.", lambda s: s.bytes_per_slot),
     ("kv_scale_bytes_per_slot", "Of these, scales of a quantised KV.", lambda s: s.scale_bytes_per_slot),
     ("swap_space_bytes", "Host memory for swapped-out KV.", lambda s: s.swap_space_bytes),
     ("swap_slots_total", "Token slots of the swap space.", lambda s: s.kv.host_slots_total),

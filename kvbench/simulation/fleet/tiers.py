@@ -208,7 +208,7 @@ class FirstTokens:
         self.machine, self.page_size, self.tiers = machine, page_size, tiers
         self.step_tokens = Settings().step_on(machine.gpu).tokens
         limits = {"max_num_batched_tokens": self.step_tokens, "max_num_seqs": 1}
-        config, capacity = machine.settle({"kv_cache_dtype": kv_cache_dtype, **limits})
+        config, _ = machine.settle({"kv_cache_dtype": kv_cache_dtype, **limits})
         timer = machine.step_timer(config)
         self.page_bytes = page_size * machine.kv_shape().slot_bytes(kv_cache_dtype)
         self._step_s = functools.cache(lambda prefills, drawn: timer(StepWork(prefills, 0, 0, 0, drawn)).total)
