@@ -21,6 +21,7 @@ from kvbench_engine.execution.graphs import GraphSizes
 from kvbench_engine.kv.budget import capacity_of
 from kvbench_engine.model.loader import load_model
 from kvbench_engine.sequence import Request, SamplingParams
+from kvbench_kernels.kv_formats import KV_FORMATS
 from tests.support.fake_capture import FakeCapture
 from tests.support.hf_parts import (
     FAMILIES,
@@ -240,6 +241,20 @@ def test_windows(root, expected, family, page_size, chunked, caching, preemption
         assert Run(engine, order).tokens() == expected(family)
     assert_preempted(engine, preemption)
     assert (engine.stats().prefix_cache_hits > 0) == caching
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", *KV_FORMATS])
+def test_what_is_freed_outside_windows_is_not_missed(root, kv_cache_dtype):
+    """Layers that share memory have scales of their own (fp8): the tokens are those of a cache that keeps everything."""
+    answers, groups = [], []
+    for free_outside_window in (False, True):
+        engine = engine_for(
+            root, "gemma3", slots=256, page_size=7, kv_cache_dtype=kv_cache_dtype, enable_prefix_caching=True,
+            free_outside_window=free_outside_window, **preempting("swap", 64),
+        )  # fmt: skip
+        answers.append([Run(engine, order).tokens() for order in (requests(), requests()[::-1])])
+        groups.append(engine.capacity.windows)
+    assert answers[0] == answers[1] and groups == [(None,), (None, 24, 24, 24, 24, 24)]
 
 
 @pytest.mark.parametrize("reservation", ["max", "oracle"])
