@@ -203,7 +203,7 @@ def hit_bounds(
 def _pages_of_tokens(sample: MetricsSample, info: ServerInfo) -> float | None:
     """Returns the pages of tokens that a pool holds at least; each takes a page in every group of layers."""
     total = sample.gauges.get("kv_pages_total")
-    return None if total is None else total // max(1, len(info.capacity.windows))
+    return None if total is None else total // len(info.capacity.windows or (None,))
 
 
 def _change(before: MetricsSample | None, after: MetricsSample | None, counter: str) -> float | None:

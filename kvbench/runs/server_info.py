@@ -123,7 +123,7 @@ class KVRoom(ServerAnswer):
 
     page_size: Size = None
     num_pages: Size = None
-    windows: Annotated[tuple[int | None, ...], _AS_TUPLE] = ()
+    windows: Annotated[tuple[int | None, ...] | None, _AS_TUPLE] = None
     capacity_tokens: Number = None
     kv_bytes: Number = None
     budget_bytes: Number = None
