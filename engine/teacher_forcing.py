@@ -88,7 +88,7 @@ def roomy_budget(config: EngineConfig, shape: KVShape, num_rows: int) -> int:
 
 
 def scattered_tables(capacity: KVCapacity, num_rows: int) -> np.ndarray:
-    """Page tables ``[groups, rows, pages]`` of sequences that keep all pages, in random order; contiguous: of slabs."""
+    """Make page tables ``[groups, rows, pages]`` of sequences that keep all their pages, which lie in random order."""
     groups, columns = len(capacity.windows), capacity.max_pages_per_seq
     if not capacity.group_page_sizes:
         pages = np.random.default_rng(0).permutation(num_rows * groups * columns)

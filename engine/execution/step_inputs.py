@@ -86,7 +86,7 @@ class PageTables:
         return np.divmod(positions, self._sizes)
 
     def flat(self, rows: np.ndarray, pages: np.ndarray | int) -> np.ndarray:
-        """Flat indices ``[G, N]`` of the entries of ``pages``, as of ``pages_at``, in ``rows [N]``."""
+        """Flat indices ``[G, N]`` of the entries of ``pages [N]`` or ``[G, N]`` in ``rows [N]``."""
         return self._first_of_group + rows * self._width + pages
 
     def unsent(self, items: List[Scheduled], rows: np.ndarray, first: np.ndarray, last: np.ndarray) -> np.ndarray:

@@ -110,6 +110,8 @@ class AttentionHost:
         self.k_caches = [_scaled(sides[owner_of[layer]][0], scales[layer][0]) for layer in layers]
         self.v_caches = [_scaled(sides[owner_of[layer]][1], scales[layer][1]) for layer in layers]
         self._step: StepTensors | None = None
+        self._slots: Sequence[torch.Tensor] = ()  # of each group
+        self._decode_tables: list[torch.Tensor] = []
         self._decode_plan: Any = None
         self._prefills: list[PrefillBatch] = []
         self._prefill_plans: list[Any] = []
@@ -129,17 +131,23 @@ class AttentionHost:
     def begin(self, step: StepTensors) -> None:
         """Prepare what all layers share."""
         self._step = step
+        self._slots = step.slots.unbind(0)
+        self._decode_tables = self._tables(step.decode_page_starts)
         if step.num_decodes:  # what is planned does not depend on where pages lie
             self._decode_plan = self.backend.plan_decode(
-                step.decode_page_starts[0], step.decode_seq_lens, self.page_sizes[0], max_tokens=step.max_decode_tokens
+                self._decode_tables[0], step.decode_seq_lens, self.page_sizes[0], max_tokens=step.max_decode_tokens
             )
         if step.prefill_seq_lens.numel():
             self._prefills = [
-                PrefillBatch(starts[:, :columns], step.query_starts, step.prefill_seq_lens, size)
-                for starts, columns, size in zip(step.prefill_page_starts, self._columns, self.page_sizes, strict=True)
+                PrefillBatch(table, step.query_starts, step.prefill_seq_lens, size)
+                for table, size in zip(self._tables(step.prefill_page_starts), self.page_sizes, strict=True)
             ]
             bounds = {"max_queries": step.max_queries, "max_tokens": step.max_prefill_tokens}
             self._prefill_plans = [self.backend.plan_prefill(batch, **bounds) for batch in self._prefills]
+
+    def _tables(self, page_starts: torch.Tensor) -> list[torch.Tensor]:
+        """The page table ``[B, pages]`` of each group."""
+        return [table[:, :columns] for table, columns in zip(page_starts.unbind(0), self._columns, strict=True)]
 
     def __call__(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions
@@ -151,7 +159,7 @@ class AttentionHost:
     def destination(self, layer: int) -> tuple[KVCache, KVCache, torch.Tensor]:
         """The places of the step's K and V of a layer: its caches, and the slot of each token."""
         assert self._step is not None, "begin() comes before the model's forward"
-        return self.k_caches[layer], self.v_caches[layer], self._step.slots[self._group_of[layer]]
+        return self.k_caches[layer], self.v_caches[layer], self._slots[self._group_of[layer]]
 
     def attend(
         self, layer: int, q: torch.Tensor, options: AttentionOptions, new_kv: KVPair | None = None
@@ -180,7 +188,7 @@ class AttentionHost:
                 q[:split],
                 k_cache,
                 v_cache,
-                step.decode_page_starts[group, :, : self._columns[group]],
+                self._decode_tables[group],
                 step.decode_seq_lens,
                 self.page_sizes[group],
                 options,

@@ -188,7 +188,8 @@ def _on_gpus(plan: MemoryPlan, memory: GpuMemory) -> str:
 def model_table(plan: MemoryPlan) -> Table:
     """Makes the table of what the model takes, whatever the GPU."""
     one = count(plan.model.token_bytes(plan.settings.kv_cache_dtype))
-    pages = say("model.pages", size=plan.settings.page_size)
+    number, layers = plan.model.page_groups
+    pages = say("model.pages", number > 1, size=plan.settings.page_size, number=number, layers=layers)
     rows = [
         ("KV of a token", say("model.token", size=one), _attention_words(plan)),
         (say("model.sequence", tokens=count(plan.load.context)), _size(plan.sequence_bytes), pages),
@@ -208,7 +209,7 @@ def _attention_words(plan: MemoryPlan) -> str:
     if windowed := [group for group in plan.model.layers if group.window is not None]:
         windows = listing([count(window) for window in sorted({group.window for group in windowed})])
         size = count(sum(plan.model.group_bytes(group, dtype) for group in windowed))
-        words += say("model.windows", size=size, windows=windows)
+        words += say("model.windows", len(windowed) == len(plan.model.layers), size=size, windows=windows)
     return words
 
 

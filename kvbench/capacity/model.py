@@ -191,7 +191,7 @@ class PlannedModel:
         return DTYPE_BYTES[self.spec.default_dtype]
 
     def sequence_bytes(self, tokens: int, kv_cache_dtype: str = "auto", *, gpus: int = 1, page_size: int = 1) -> int:
-        """Returns bytes of one decoding sequence's KV on each of ``gpus``, in whole pages; of windows no more."""
+        """Returns bytes of one decoding sequence's KV on each of ``gpus``, in whole pages."""
         kinds = self._groups(kv_cache_dtype, gpus)
         return sum(most_pages(window, tokens, 1, page_size) * page_size * size for window, size in kinds)
 
@@ -201,9 +201,15 @@ class PlannedModel:
         return sum(min(tokens, window) * size for window, size in sizes)
 
     def reservation_bytes(self, tokens: int, step_tokens: int, kv_cache_dtype: str = "auto", *, gpus: int = 1) -> int:
-        """Returns bytes of a contiguous reservation of ``tokens`` on each of ``gpus``, of windows as rings."""
+        """Returns bytes of a contiguous reservation of ``tokens`` on each of ``gpus``; windows have rings in it."""
         kinds = self._groups(kv_cache_dtype, gpus)
         return sum(ring_slots(window, tokens, step_tokens) * size for window, size in kinds)
+
+    @property
+    def page_groups(self) -> tuple[int, int]:
+        """The number of groups of layers that share a pool of pages, and the layers of a group, at most."""
+        groups = self.kv_shape().groups(None)
+        return len(groups), len(largest(groups).layers)
 
     def _groups(self, kv_cache_dtype: str, gpus: int) -> list[tuple[int | None, int]]:
         """Returns window and bytes a token of each group of layers that has pages of its own.

@@ -245,7 +245,7 @@ def test_windows(root, expected, family, page_size, chunked, caching, preemption
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", *KV_FORMATS])
 def test_what_is_freed_outside_windows_is_not_missed(root, kv_cache_dtype):
-    """Layers that share memory have scales of their own (fp8): the tokens are those of a cache that keeps everything."""
+    """Layers that share memory have scales of their own in fp8. The tokens are those of a cache that keeps all."""
     answers, groups = [], []
     for free_outside_window in (False, True):
         engine = engine_for(
