@@ -141,7 +141,8 @@ class PageOfAnother(TeacherForced):
 
 def test_a_page_of_another_sequence_is_seen_where_it_is_read_and_nowhere_else(folder, talks):
     broken = PageOfAnother(config(folder), loaded(folder), 3, 48)
-    broken._inputs.tables.host[[0, 2], 0] = sorted(broken._inputs.tables.host[[0, 2], 0].tolist(), reverse=True)
+    (table,) = broken._inputs.tables.host
+    table[[0, 2], 0] = sorted(table[[0, 2], 0].tolist(), reverse=True)
     found = compared(folder, talks, broken=answering.Arm(broken, 16))
     one, two, turns = (each.kld for each in found["broken"])
     first_answer = len(PROMPTS[2].turns[0])

@@ -30,8 +30,8 @@ def folder(request, tmp_path_factory):
 class CopiedTables(step_inputs.PageTables):
     """The page tables of a GPU, which has only the entries that a step has sent."""
 
-    def __init__(self, host: np.ndarray, device: torch.device, page_sizes: tuple[int, ...]) -> None:
-        super().__init__(host, device, page_sizes, copied=True)
+    def __init__(self, host: np.ndarray, device: torch.device, page_sizes: tuple[int, ...], whole: bool) -> None:
+        super().__init__(host, device, page_sizes, whole, copied=True)
 
     def use(self, host: np.ndarray) -> None:
         super().use(host)
