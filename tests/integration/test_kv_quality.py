@@ -135,14 +135,17 @@ class PageOfAnother(TeacherForced):
 
     def feed(self, tokens):
         if all(len(ids) == 1 for ids in tokens.values()):
-            self._inputs.tables.host[[0, 2], 0] = sorted(self._inputs.tables.host[[0, 2], 0].tolist())
+            self._swap(reverse=False)
         return super().feed(tokens)
+
+    def _swap(self, reverse: bool) -> None:
+        (table,) = self._inputs.tables.host
+        table[[0, 2], 0] = sorted(table[[0, 2], 0].tolist(), reverse=reverse)
 
 
 def test_a_page_of_another_sequence_is_seen_where_it_is_read_and_nowhere_else(folder, talks):
     broken = PageOfAnother(config(folder), loaded(folder), 3, 48)
-    (table,) = broken._inputs.tables.host
-    table[[0, 2], 0] = sorted(table[[0, 2], 0].tolist(), reverse=True)
+    broken._swap(reverse=True)
     found = compared(folder, talks, broken=answering.Arm(broken, 16))
     one, two, turns = (each.kld for each in found["broken"])
     first_answer = len(PROMPTS[2].turns[0])
