@@ -272,8 +272,7 @@ class StepGraphs:
         count, padded, static = len(ids), fit.size, self._step
         self._ids[:count].copy_(ids, non_blocking=True)
         self._positions[:count].copy_(positions, non_blocking=True)
-        static.slots[:, count:padded].fill_(-1)
-        static.slots[:, :count].copy_(step.slots, non_blocking=True)
+        _fill(static.slots[:, :padded], step.slots, -1)
         rows = min(padded, self.sizes.rows)
         _fill(static.decode_seq_lens[:rows], step.decode_seq_lens, 0)
         if step.decode_page_starts.data_ptr() != static.decode_page_starts.data_ptr():
@@ -297,10 +296,11 @@ class StepGraphs:
 
 
 def _fill(buffer: torch.Tensor, values: torch.Tensor, rest: int) -> None:
-    """Write ``values`` to the first elements of ``buffer``, and ``rest`` to the others."""
-    buffer[: len(values)].copy_(values, non_blocking=True)
-    if len(values) < len(buffer):
-        buffer[len(values) :].fill_(rest)
+    """Write ``values`` to the first elements of ``buffer`` in its last dimension, and ``rest`` to the others."""
+    count = values.shape[-1]
+    buffer[..., :count].copy_(values, non_blocking=True)
+    if count < buffer.shape[-1]:
+        buffer[..., count:].fill_(rest)
 
 
 def _copy_tables(buffer: torch.Tensor, page_starts: torch.Tensor) -> None:

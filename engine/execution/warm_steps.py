@@ -25,8 +25,8 @@ def padding_steps(page_starts: torch.Tensor, max_model_len: int) -> Iterator[Ste
     tables, device = page_starts.new_zeros(groups, 1, pages), page_starts.device
     none = torch.zeros(0, dtype=torch.int64, device=device)
     empty = torch.zeros(1, dtype=torch.int64, device=device)
+    nowhere = (empty - 1).expand(groups, 1)
     for max_tokens in (1, max_model_len):
-        nowhere = (empty - 1).expand(groups, 1)
         yield StepTensors(1, nowhere, tables, empty, tables[:, :0], none, empty, max_tokens, 0, 0)
         for queries in (1, SHORT_QUERIES + 1):
             slots = torch.full((groups, queries), -1, dtype=torch.int64, device=device)

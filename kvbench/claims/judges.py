@@ -129,7 +129,9 @@ _RESERVATIONS: dict[str, dict[str, str]] = {
 
 
 def useful_memory(measured: WorkloadFacts) -> ClaimVerdict:
-    """Holds if pages use 90 % or more, and each kind of reservation 45 % or less. Depends if only some kinds do.
+    """Holds if pages use at least 90 % of their slots and every kind of reservation at most 45 %.
+
+    Depends if only some kinds of reservation do.
 
     Counted are slots that are reserved, or free in holes too small to reserve. Other free slots are left out.
     """

@@ -94,7 +94,10 @@ def observe(gauges: pd.DataFrame, means: Mapping[str, float], start: float, end:
 
 
 def bytes_per_slot(cell: MeasuredCell) -> float | None:
-    """The bytes of a slot, a token's KV in a group of layers, with its scales: as the server says, else as computed."""
+    """The bytes of a slot with its scales, as the server says, else as computed before its launch.
+
+    A slot holds the KV of one token in one group of layers.
+    """
     sizes = (cell.observed_mean("kv_bytes_per_slot"), cell.capacity.bytes_per_slot, cell.capacity.bytes_per_token)
     return next((size for size in sizes if size is not None and size > 0), None)
 
