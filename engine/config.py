@@ -69,6 +69,7 @@ class EngineConfig:
     kv_cache_dtype: str = "auto"  # auto: the model's dtype; else one of kvbench_kernels.kv_formats
     enable_prefix_caching: bool = False
     free_outside_window: bool = True  # of layers with a sliding window, keep only what a later token sees
+    latent_kv: bool = True  # of latent attention (MLA), keep one row for all heads (engine/model/latent.py)
 
     max_model_len: int | None = None  # tokens of prompt + output; None: the model's limit
     max_num_seqs: int | None = None  # None: 64 on a CPU, 256 on a GPU
@@ -94,7 +95,7 @@ class EngineConfig:
                 raise ValueError(f"{name} cannot be {getattr(self, name)!r}: choose one of {', '.join(allowed)}")
         for name in _POSITIVE:
             _require_positive_int(name, getattr(self, name), optional=name in _OPTIONAL)
-        for name in ("enable_prefix_caching", "free_outside_window", "enable_chunked_prefill", "torch_compile"):
+        for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} cannot be {getattr(self, name)!r}: it is true or false")
         for name in ("async_scheduling", "cuda_graphs", "fused_layers"):
@@ -240,6 +241,7 @@ _OPTIONAL = (
     "kv_budget", "swap_space", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_num_waiting",
     "num_threads",
 )  # fmt: skip
+_SWITCHES = ("enable_prefix_caching", "free_outside_window", "latent_kv", "enable_chunked_prefill", "torch_compile")
 _POSITIVE = (*_OPTIONAL, "page_size", "max_num_partial_prefills")
 
 

@@ -54,6 +54,6 @@ def plan_engine(config: EngineConfig, *, on_cpu: bool, may_lower: bool = False) 
     budget = config.kv_budget or (DEFAULT_CPU_BUDGET if on_cpu else None)
     if budget is None:
         return Plan(config.check_against_model(spec.max_positions), spec, dtype, None)
-    shape = spec.kv_shape(dtype)
+    shape = spec.kv_shape(dtype, config.latent_kv)
     config = settle_length(config, spec.max_positions, shape, budget, may_lower=may_lower)
     return Plan(config, spec, dtype, capacity_of(config, shape, budget))

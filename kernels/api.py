@@ -51,6 +51,9 @@ class AttentionBackend(Protocol):
     Both caches of a layer are plain tensors, or both ``QuantizedKV`` of one format. **Attention always
     sees K and V through the cache's format**, the new tokens of a prefill chunk too: what a token attends
     to must not depend on how its prompt was chunked, cached or preempted.
+
+    V's cache may be a view of the first values of K's (``quantized.shares_rows``), as latent rows (MLA) are kept. Then
+    there is one KV head, K alone is written, and K and V of new tokens share memory too.
     """
 
     name: str

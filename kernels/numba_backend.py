@@ -16,10 +16,11 @@ from kvbench_kernels.numba_quantised import KIND_OF_DTYPE, store_rows
 from kvbench_kernels.numba_threads import thread_team
 from kvbench_kernels.numba_write import NUM_WRITE_ARGS, run_write
 from kvbench_kernels.prefill_cpu import CpuPrefill, PrefillPlan
-from kvbench_kernels.quantized import QuantizedKV
+from kvbench_kernels.quantized import QuantizedKV, shares_rows
 from kvbench_kernels.reference import TorchBackend
 
-MAX_HEAD_DIM = 512
+MAX_HEAD_DIM = 1024
+MOST_ROWS = 16  # query heads that share a pass over a latent row; a worker's code grows with them
 _DECODE_ARGS = struct.Struct(f"{NUM_ARGS}q")
 _WRITE_ARGS = struct.Struct(f"{NUM_WRITE_ARGS}q")
 _FLOATS = struct.Struct("3f")
@@ -106,9 +107,11 @@ class NumbaBackend(TorchBackend):
     ) -> None:
         if slots.dtype != torch.int64:
             slots = slots.to(torch.int64)
+        latent = shares_rows(k_cache, v_cache)
         if isinstance(k_cache, QuantizedKV):
-            for cache, new in ((k_cache, k), (v_cache, v)):
-                store_rows(cache, slots, new)
+            store_rows(k_cache, slots, k)
+            if not latent:
+                store_rows(v_cache, slots, v)
             return
         if k.dtype != k_cache.dtype or v.dtype != v_cache.dtype:
             k, v = k.to(k_cache.dtype), v.to(v_cache.dtype)
@@ -119,7 +122,7 @@ class NumbaBackend(TorchBackend):
         _WRITE_ARGS.pack_into(
             scratch.args_view, 8 * NUM_ARGS,
             k.data_ptr(), v.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), slots.data_ptr(),
-            k.shape[0], k.shape[1], k.shape[2] * size, v.shape[2] * size,
+            k.shape[0], k.shape[1], k.shape[2] * size, 0 if latent else v.shape[2] * size,
             k_token * size, v_token * size, k_head * size, v_head * size,
             k_cache.stride(0) * size, v_cache.stride(0) * size,
         )  # fmt: skip
@@ -151,8 +154,8 @@ class NumbaBackend(TorchBackend):
                 "the numba decode kernel computes with q, plain KV and out all in float32 or all in bfloat16, not with "
                 f"{', '.join(str(x.dtype) for x in (q, *plain, out))}: use default_backend(device, dtype)"
             )
-        rows = _decode_rows(k_cache, v_cache)
-        dense = rows.k.stride(1) == rows.k.shape[2] and rows.v.stride(1) == rows.v.shape[2]
+        rows, latent = _decode_rows(k_cache, v_cache), shares_rows(k_cache, v_cache)
+        dense = rows.k.stride(1) == rows.k.shape[2] and (latent or rows.v.stride(1) == rows.v.shape[2])
         if not dense or k_cache.shape[2] != dim or out.stride(1) != v_dim:
             raise ValueError(
                 f"rows of k_cache {tuple(k_cache.shape)} strides {rows.k.stride()}, v_cache "
@@ -167,6 +170,7 @@ class NumbaBackend(TorchBackend):
         threads, kind = torch.get_num_threads(), KIND_OF_DTYPE[q.dtype]
         scratch, team = self._scratch, self._team
         work_stride, _ = work_layout(heads, dim, v_dim)
+        group = max(n for n in range(1, MOST_ROWS + 1) if heads % n == 0) if latent else heads // kv_heads
         _FLOATS.pack_into(scratch.floats_view, 0, options.scale * rows.k_scale, options.softcap or 0.0, rows.v_scale)
         args, size, q_size = scratch.args.data_ptr(), rows.k.element_size(), q.element_size()
         _DECODE_ARGS.pack_into(
@@ -174,11 +178,11 @@ class NumbaBackend(TorchBackend):
             q.data_ptr(), rows.k.data_ptr(), rows.v.data_ptr(), page_starts.data_ptr(),
             seq_lens.data_ptr(), out.data_ptr(), scratch.work_address(threads * work_stride),
             0 if sinks is None else sinks.data_ptr(), scratch.floats.data_ptr(),
-            batch, heads, heads // kv_heads, v_dim, page_starts.stride(0) * 8, page_size,
+            batch, heads, group, v_dim, page_starts.stride(0) * 8, page_size,
             rows.k.stride(0) * size, rows.v.stride(0) * size,
             q.stride(0) * q_size, q.stride(1) * q_size, out.stride(0) * q_size,
             options.sliding_window or 0, 0, threads, 0, work_stride,
-            build_worker(heads // kv_heads, dim, v_dim, rows.kind, kind).address,
+            build_worker(group, dim, v_dim, rows.kind, kind, latent).address,
             team.parallel, team.thread_num, team.num_threads, rows.k_scales, rows.v_scales, 4 * kv_heads, kind,
         )  # fmt: skip
         self._run_decode(args)

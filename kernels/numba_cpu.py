@@ -250,15 +250,16 @@ def run_decode(args):
 
 
 @cache
-def build_worker(group: int, head_dim: int, v_head_dim: int, kind: int, q_kind: int):
+def build_worker(group: int, head_dim: int, v_head_dim: int, kind: int, q_kind: int, latent: bool = False):
     """Compile the worker for one kind of heads, KV rows and q, as a Numba cfunc.
 
-    ``group``: query heads per KV head. A scale per tensor (fp8) is not applied here: K's is part of the softmax scale,
-    V's of ``_finish``. The closure holds plain ints only, so that Numba's on-disk cache finds it again in another
-    process.
+    ``group``: query heads per KV head. ``latent``: all groups of query heads share one row, whose first values are V. A
+    scale per tensor (fp8) is not applied here: K's is part of the softmax scale, V's of ``_finish``. The closure holds
+    plain ints only, so that Numba's on-disk cache finds it again in another process.
     """
 
     k_bytes, v_bytes = row_code_bytes(kind, head_dim), row_code_bytes(kind, v_head_dim)
+    k_step, v_step, scale_step = (0, 0, 0) if latent else (k_bytes, v_bytes, 4)  # from one KV head to the next
     per_head = kind in PER_HEAD_KINDS
 
     def worker(args):
@@ -268,6 +269,7 @@ def build_worker(group: int, head_dim: int, v_head_dim: int, kind: int, q_kind: 
             store_i64(args + 8 * A_THREADS_RAN, threads)
         heads = load_i64(args + 8 * A_HEADS)
         kv_heads = heads // group
+        rows = 1 if latent else kv_heads
         q_head_stride = load_i64(args + 8 * A_Q_HEAD_STRIDE)
         set_bytes = 4 * heads * (v_head_dim + 2)
         sets = load_i64(args + 8 * A_WORK) + thread * load_i64(args + 8 * A_WORK_STRIDE)
@@ -304,22 +306,22 @@ def build_worker(group: int, head_dim: int, v_head_dim: int, kind: int, q_kind: 
                 v_offsets = offsets + 8 * BLOCK
                 for j in range(count):
                     row = k_base + load_i64(offsets + 8 * j)
-                    _prefetch_row(v_base + load_i64(v_offsets + 8 * j), kv_heads * v_bytes, 1)  # read after the scores
+                    _prefetch_row(v_base + load_i64(v_offsets + 8 * j), rows * v_bytes, 1)  # read after the scores
                     for i in range(j, count_ahead, count):  # rows of the next block, of which there may be more
-                        _prefetch_row(k_base + load_i64(ahead + 8 * i), kv_heads * k_bytes, 2)
-                        _prefetch_row(v_base + load_i64(ahead + 8 * (BLOCK + i)), kv_heads * v_bytes, 2)
+                        _prefetch_row(k_base + load_i64(ahead + 8 * i), rows * k_bytes, 2)
+                        _prefetch_row(v_base + load_i64(ahead + 8 * (BLOCK + i)), rows * v_bytes, 2)
                     for n in range(kv_heads):
-                        q_at, k_at = q_scaled + 4 * n * group * head_dim, row + n * k_bytes
+                        q_at, k_at = q_scaled + 4 * n * group * head_dim, row + n * k_step
                         s_at = scores + 4 * (n * group * BLOCK + j)
                         if per_head:
-                            k_scale = load_f32(k_scales + load_i64(offsets + 8 * (2 * BLOCK + j)) + 4 * n)
+                            k_scale = load_f32(k_scales + load_i64(offsets + 8 * (2 * BLOCK + j)) + scale_step * n)
                         score_token(q_at, k_at, s_at, k_scale, group, head_dim, BLOCK, kind)
                 _softmax_block(scores, acc, heads, v_head_dim, count, cap)
                 if per_head:
-                    _scale_weights(scores, v_scales, offsets + 16 * BLOCK, count, kv_heads, group)
+                    _scale_weights(scores, v_scales, offsets + 16 * BLOCK, count, rows, heads // rows)
                 for n in range(kv_heads):
                     acc_at, p_at = acc + 4 * n * group * v_head_dim, scores + 4 * n * group * BLOCK
-                    v_at = v_base + n * v_bytes
+                    v_at = v_base + n * v_step
                     add_weighted_rows(acc_at, p_at, v_at, v_offsets, count, group, v_head_dim, BLOCK, kind)
                 token += count
                 offsets, ahead = ahead, offsets

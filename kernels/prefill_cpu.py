@@ -33,7 +33,7 @@ from kvbench_kernels.numba_prefill import (
 from kvbench_kernels.numba_prefill_bf16 import build_workers
 from kvbench_kernels.numba_quantised import KIND_OF_DTYPE, load_rows
 from kvbench_kernels.numba_threads import thread_team
-from kvbench_kernels.quantized import QuantizedKV
+from kvbench_kernels.quantized import QuantizedKV, shares_rows
 from kvbench_kernels.reference import token_slots
 
 _ARGS = struct.Struct(f"{NUM_PREFILL_ARGS}q")
@@ -145,7 +145,9 @@ class CpuPrefill:
     ) -> torch.Tensor:
         """Attend in float32; a cache of any kind, one sequence's rows at a time turned into floats."""
         for row, slots in zip(chunks.table.clone(), chunks.slots, strict=True):
-            kv = self._floats_of("k", k_cache, slots), self._floats_of("v", v_cache, slots)
+            k = self._floats_of("k", k_cache, slots)
+            latent = shares_rows(k_cache, v_cache)
+            kv = k, k[..., : v_cache.shape[2]] if latent else self._floats_of("v", v_cache, slots)
             row[C_NEW] = row[C_SLOTS] = row[C_ROW] = 0
             self._run(q, kv, kv, row[None], len(slots), options, out)
         return out

@@ -141,6 +141,20 @@ def _unpack(packed: torch.Tensor, dim: int) -> torch.Tensor:
     return torch.cat([(signed << 4) >> 4, signed >> 4], -1)[..., :dim]
 
 
+def shares_rows(k: torch.Tensor | QuantizedKV, v: torch.Tensor | QuantizedKV) -> bool:
+    """Tests whether V is the first values of K's rows, as in the rows of latent attention (MLA)."""
+    return raw_tensors(k)[0].data_ptr() == raw_tensors(v)[0].data_ptr()
+
+
+def first_values(cache: torch.Tensor | QuantizedKV, count: int) -> torch.Tensor | QuantizedKV:
+    """The first ``count`` values of each row of ``cache``, in its memory; of int4, whose bytes mix them, all values."""
+    if isinstance(cache, torch.Tensor):
+        return cache[..., :count]
+    if cache.format == INT4:
+        return cache
+    return replace(cache, codes=cache.codes[..., : cache.format.code_bytes(count)], dim=count)
+
+
 def raw_tensors(cache: torch.Tensor | QuantizedKV) -> tuple[torch.Tensor, ...]:
     """The slot-major tensors (first dimension: slots) whose rows move together when a page is copied or swapped."""
     if isinstance(cache, torch.Tensor):

@@ -13,7 +13,7 @@ import torch
 
 from kvbench_kernels.api import AttentionOptions, KVCache, KVPair, PrefillBatch, check_heads
 from kvbench_kernels.kv_formats import find_format
-from kvbench_kernels.quantized import QuantizedKV
+from kvbench_kernels.quantized import QuantizedKV, shares_rows
 
 
 def token_slots(page_starts: torch.Tensor, start: int, stop: int, page_size: int) -> torch.Tensor:
@@ -106,7 +106,7 @@ class TorchBackend:
         if not bool(keep.all()):
             k, v, slots = k[keep], v[keep], slots[keep]
         slots = slots.to(torch.int64)
-        for cache, new in ((k_cache, k), (v_cache, v)):
+        for cache, new in ((k_cache, k),) if shares_rows(k_cache, v_cache) else ((k_cache, k), (v_cache, v)):
             if isinstance(cache, QuantizedKV):
                 cache.store(slots, new)
             else:

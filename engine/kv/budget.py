@@ -28,14 +28,20 @@ GPU_SHARE = 0.8  # of the memory that is free beside the weights, at most
 class LayerKV:
     """K and V of one layer: ``[slots, kv_heads, head_dim]`` and ``[slots, kv_heads, value_dim]``.
 
-    ``value_dim`` 0: no V of its own, as where an engine caches the latent row of MLA. ``window``: tokens that a token
-    sees, itself among them; None: all.
+    ``window``: tokens that a token sees, itself among them; None: all. ``latent``: V is the first ``value_dim`` numbers
+    of K, in the same memory, as in the rows of multi-head latent attention (MLA).
     """
 
     kv_heads: int
     head_dim: int
     value_dim: int
     window: int | None = None
+    latent: bool = False
+
+    @property
+    def stored_dims(self) -> tuple[int, ...]:
+        """Numbers of each row that is stored for a token and KV head: of K and of V."""
+        return (self.head_dim,) if self.latent else (self.head_dim, self.value_dim)
 
 
 @dataclass(frozen=True)
@@ -65,7 +71,7 @@ class KVShape:
     @property
     def bytes_per_slot(self) -> int:
         """Bytes of one token's K and V in all layers, in the model's own dtype."""
-        return sum(layer.kv_heads * (layer.head_dim + layer.value_dim) for layer in self.layers) * self.dtype_bytes
+        return sum(layer.kv_heads * sum(layer.stored_dims) for layer in self.layers) * self.dtype_bytes
 
     def slot_bytes(self, kv_cache_dtype: str) -> int:
         """Bytes of one token's KV as stored in ``kv_cache_dtype``, with its scales."""
@@ -73,13 +79,13 @@ class KVShape:
         if kv_format is None:
             return self.bytes_per_slot
         row = kv_format.row_bytes
-        rows = ((layer.kv_heads, dim) for layer in self.layers for dim in (layer.head_dim, layer.value_dim) if dim)
-        return sum(heads * row(dim) for heads, dim in rows)
+        return sum(layer.kv_heads * row(dim) for layer in self.layers for dim in layer.stored_dims)
 
     def slot_scale_bytes(self, kv_cache_dtype: str) -> int:
-        """Bytes of the scales among them: one for K and one for V per KV head."""
+        """Bytes of the scales among them: one for each stored row of a KV head."""
         kv_format = find_format(kv_cache_dtype)
-        return sum(2 * layer.kv_heads for layer in self.layers) * kv_format.scale_bytes if kv_format else 0
+        rows = sum(layer.kv_heads * len(layer.stored_dims) for layer in self.layers)
+        return rows * kv_format.scale_bytes if kv_format else 0
 
 
 @dataclass(frozen=True)

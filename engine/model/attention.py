@@ -9,7 +9,7 @@ kwargs): each attention module has a reference to its model's ``AttentionHost``.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,10 +18,11 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from kvbench_engine.kv.budget import KVShape, LayerKV
 from kvbench_engine.kv.groups import KVGroup, largest
+from kvbench_engine.model.latent import FOLDED
 from kvbench_kernels.api import AttentionBackend, AttentionOptions, KVCache, KVPair, PrefillBatch
 from kvbench_kernels.cpu_memory import cache_zeros
 from kvbench_kernels.kv_formats import find_format
-from kvbench_kernels.quantized import QuantizedKV, count_saturated, raw_tensors
+from kvbench_kernels.quantized import QuantizedKV, count_saturated, first_values, raw_tensors, shares_rows
 
 NAME = "kvbench"
 HOST = "_kvbench_host"
@@ -66,8 +67,9 @@ class AttentionHost:
     """Holds the KV cache of all layers and computes the attention of the model's modules.
 
     ``k_caches[l]`` is ``[slots, kv_heads, head_dim]``, ``v_caches[l]`` is ``[slots, kv_heads, value_dim]``: plain
-    tensors for ``kv_cache_dtype`` "auto", else ``QuantizedKV`` of that format. ``kv_scales`` (K, V per layer, see
-    model.kv_scales): for fp8 and only for fp8, which raises ValueError without them. ``fused_layers``: whether
+    tensors for ``kv_cache_dtype`` "auto", else ``QuantizedKV`` of that format; of latent layers V is a view of K.
+    ``kv_scales`` (K, V per layer, see model.kv_scales): for fp8 and only for fp8, which raises ValueError without them;
+    K's serves a latent row. ``fused_layers``: whether
     modules that can do so write their KV themselves. ``groups``: the layers that have a page table together; the i-th
     layers of all groups share memory. None: all layers are one group. ``page_sizes``: of each group; ``columns``: see
     ``KVCapacity``.
@@ -106,9 +108,14 @@ class AttentionHost:
         sides = {}
         for layer in self._owners:
             kv, (k_scale, v_scale) = shape.layers[layer], scales[layer]
-            sides[layer] = new_cache(kv.kv_heads, kv.head_dim, k_scale), new_cache(kv.kv_heads, kv.value_dim, v_scale)
+            k = new_cache(kv.kv_heads, kv.head_dim, k_scale)
+            v = first_values(k, kv.value_dim) if kv.latent else new_cache(kv.kv_heads, kv.value_dim, v_scale)
+            sides[layer] = k, v
         self.k_caches = [_scaled(sides[owner_of[layer]][0], scales[layer][0]) for layer in layers]
-        self.v_caches = [_scaled(sides[owner_of[layer]][1], scales[layer][1]) for layer in layers]
+        self.v_caches = [
+            _scaled(sides[owner_of[layer]][1], scales[layer][0 if shape.layers[layer].latent else 1])
+            for layer in layers
+        ]
         self._step: StepTensors | None = None
         self._slots: Sequence[torch.Tensor] = ()  # of each group
         self._decode_tables: list[torch.Tensor] = []
@@ -118,12 +125,17 @@ class AttentionHost:
 
     def raw_tensors(self) -> tuple[torch.Tensor, ...]:
         """Every tensor of the cache, ``[slots, ...]``, codes and scales: what copies and swaps move."""
-        sides = [side[layer] for side in (self.k_caches, self.v_caches) for layer in self._owners]
-        return tuple(t for cache in sides for t in raw_tensors(cache))
+        return tuple(t for _, cache in self._stored(self._owners) for t in raw_tensors(cache))
+
+    def _stored(self, layers: Iterable[int]) -> list[tuple[int, KVCache]]:
+        """The layer and the cache of every side of ``layers`` that has memory of its own."""
+        k, v = self.k_caches, self.v_caches
+        own = [layer for layer in layers if not shares_rows(k[layer], v[layer])]
+        return [(layer, k[layer]) for layer in layers] + [(layer, v[layer]) for layer in own]
 
     def count_saturated(self, slots: torch.Tensor) -> tuple[torch.Tensor, int]:
         """Count the values of an fp8 cache at ``slots [G, n]`` that have its largest code, and all of them."""
-        caches = [(layer, cache) for side in (self.k_caches, self.v_caches) for layer, cache in enumerate(side)]
+        caches = self._stored(range(len(self.k_caches)))
         counts = torch.stack([count_saturated(cache, slots[self._group_of[layer]]) for layer, cache in caches])
         values = slots.shape[1] * sum(cache.codes[0].numel() for _, cache in caches)
         return counts.sum().to("cpu", non_blocking=True), values
@@ -217,7 +229,7 @@ class ShapeRecorder:
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions
     ) -> torch.Tensor:
         self.calls[layer] += 1
-        self.layers[layer] = LayerKV(k.shape[1], k.shape[2], v.shape[2], options.sliding_window)
+        self.layers[layer] = LayerKV(k.shape[1], k.shape[2], v.shape[2], options.sliding_window, shares_rows(k, v))
         self.query_heads[layer] = q.shape[1]
         return q.new_zeros(q.shape[0], q.shape[1], v.shape[-1])
 
@@ -254,21 +266,20 @@ def forward(
 ) -> tuple[torch.Tensor, None]:
     """The attention function that transformers calls, after RoPE.
 
-    ``query [1, H, T, D]``, ``key`` and ``value [1, Hkv, T, D | Dv]``.
+    ``query [1, H, T, D]``, ``key`` and ``value [1, Hkv, T, D | Dv]``; of folded MLA they are as ``model.latent`` says.
 
     Raises:
         ForeignMaskError: the model made its own mask; without it the output would be wrong.
     """
     if attention_mask is not None:
         raise ForeignMaskError(f"{type(module).__name__} of layer {module.layer_idx} sends a mask of its own making")
-    host = getattr(module, HOST)
-    out = host(
-        module.layer_idx,
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
-        AttentionOptions(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux),
-    )
+    host, folded = getattr(module, HOST), getattr(module, FOLDED, None)
+    options = AttentionOptions(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux)
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    if folded is None:
+        out = host(module.layer_idx, q, k, v, options)
+    else:
+        out = folded.unfold(host(module.layer_idx, folded.absorb(q), k, v, options))
     return out.unsqueeze(0), None
 
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from kvbench_engine.kv.budget import KVShape
 from kvbench_engine.model.attention import PACKED
 from kvbench_engine.model.fused_layers import fuse_layers
+from kvbench_engine.model.latent import folded_modules
 from kvbench_engine.model.try_out import PROBE_SIZES, PROBE_TOKENS, named, same_numbers
 from kvbench_kernels import layers_cpu
 from kvbench_kernels.api import AttentionBackend
@@ -30,14 +31,16 @@ def use_cpu_layers(
 ) -> None:
     """Fuse what can be fused if ``fuse``, pack every other linear layer, and free the weights.
 
-    A head tied to the embedding stays as it is, because the embedding would be kept beside its packed weights.
+    A head tied to the embedding stays as it is, because the embedding would be kept beside its packed weights, and so
+    do the layers whose weights folded attention reads.
     """
     arena = HugeArena()
     if fuse and not hasattr(model, PACKED):  # packed layers can no longer be joined
         fuse_layers(model, CpuKernels(arena), backend, kv_shape, query_heads)
     setattr(model, PACKED, True)
     embedding = model.get_input_embeddings().weight
-    for name, linear in named(model, lambda module: can_pack(module) and module.weight is not embedding):
+    kept = {embedding, *(module.kv_b_proj.weight for module in folded_modules(model))}
+    for name, linear in named(model, lambda module: can_pack(module) and module.weight not in kept):
         ours = PackedLinear([linear], arena)
         x = torch.randn(1, PROBE_TOKENS, linear.in_features, generator=torch.Generator().manual_seed(0)).to(model.dtype)
         if all(same_numbers(linear(x * size), ours(x * size)) for size in PROBE_SIZES[model.dtype]):

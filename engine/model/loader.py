@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -16,13 +17,16 @@ from transformers.utils import logging as hf_logging
 
 from kvbench_engine.config import EngineConfig
 from kvbench_engine.kv.budget import KVShape, LayerKV
-from kvbench_engine.model.attention import FUSION, PACKED
+from kvbench_engine.model.attention import FUSION, NAME, PACKED
 from kvbench_engine.model.compiler import check_compiler, first_sentence
+from kvbench_engine.model.latent import can_fold, fold_latent, unfold_latent
 from kvbench_engine.model.spec import DTYPE_BYTES, NEEDS_CODE, ModelInfo, ModelSpec, find_model, uses_random_weights
 from kvbench_engine.model.support_check import check_family, check_logits, measure_kv
 from kvbench_engine.sizes import format_bytes
 from kvbench_kernels import default_backend, get_backend
 from kvbench_kernels.api import AttentionBackend
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,11 @@ class LoadedModel:
     device: torch.device
     dtype: torch.dtype
     query_heads: tuple[int, ...]
+
+    @property
+    def is_latent(self) -> bool:
+        """Tests whether latent rows are kept instead of K and V of every head."""
+        return any(layer.latent for layer in self.kv_shape.layers)
 
     def fingerprints(self) -> tuple[str, ...]:
         """The weights' fingerprints, in each dtype in which a server may load them.
@@ -56,7 +65,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
     chosen = config.kernel_backend
     backend = get_backend(default_backend(device, dtype, config.kv_cache_dtype) if chosen == "auto" else chosen)
     support = Support(spec.name, backend, dtype, device, config.kv_cache_dtype)
-    planned = spec.attention_shape()
+    planned = spec.attention_shape(config.latent_kv)
     if planned is not None:  # before minutes of loading; what is measured afterwards has the last word
         support.check(*planned)
     if config.torch_compile:
@@ -66,10 +75,15 @@ def load_model(config: EngineConfig) -> LoadedModel:
     hf_logging.disable_progress_bar()
     model = _make_model(config, spec, device, dtype)
     check_family(model)
-    kv_shape, query_heads = measure_kv(model, DTYPE_BYTES[str(dtype).removeprefix("torch.")])
-    for layer, heads in zip(kv_shape.layers, query_heads, strict=True):
-        support.check(heads, layer)
-    check_logits(model, backend, kv_shape)
+    folded = config.latent_kv and fold_latent(model, NAME)
+    try:
+        kv_shape, query_heads = _check_attention(model, support)
+    except ValueError as error:
+        if not folded:
+            raise
+        unfold_latent(model)
+        kv_shape, query_heads = _check_attention(model, support)
+        _log.warning("K and V of every head are kept, because the latent rows cannot be: %s", error)
     loaded = LoadedModel(model, _describe(model, spec), kv_shape, backend, device, dtype, query_heads)
     # Now, since it moves weights, whose addresses an engine's CUDA graphs would keep; on a CPU build.py does it.
     if backend.name == "triton" and wants_fusion(config, backend):
@@ -78,6 +92,15 @@ def load_model(config: EngineConfig) -> LoadedModel:
 
         fuse_layers(model, CudaKernels(), backend, kv_shape, query_heads)
     return loaded
+
+
+def _check_attention(model: PreTrainedModel, support: Support) -> tuple[KVShape, tuple[int, ...]]:
+    """Measure the KV shape and the query heads of ``model``. Raises ValueError if our attention cannot serve it."""
+    kv_shape, query_heads = measure_kv(model, DTYPE_BYTES[str(support.dtype).removeprefix("torch.")])
+    for layer, heads in zip(kv_shape.layers, query_heads, strict=True):
+        support.check(heads, layer)
+    check_logits(model, support.backend, kv_shape)
+    return kv_shape, query_heads
 
 
 def wants_fusion(config: EngineConfig, backend: AttentionBackend) -> bool:
@@ -92,7 +115,7 @@ def serve_another(loaded: LoadedModel, config: EngineConfig) -> LoadedModel | No
     """
     name = config.kernel_backend
     name = default_backend(loaded.device, loaded.dtype, config.kv_cache_dtype) if name == "auto" else name
-    if name != loaded.backend.name:
+    if name != loaded.backend.name or (can_fold(loaded.model) and loaded.is_latent != config.latent_kv):
         return None
     too_late = name == "triton" or hasattr(loaded.model, PACKED)  # to fuse its layers
     if too_late and wants_fusion(config, loaded.backend) and not hasattr(loaded.model, FUSION):

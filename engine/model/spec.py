@@ -60,10 +60,11 @@ class ModelSpec:
         name = next((dtype for dtype in stated if dtype), "float32")
         return name if isinstance(name, str) and name in DTYPE_BYTES else "float32"
 
-    def kv_shape(self, dtype: str) -> KVShape:
+    def kv_shape(self, dtype: str, latent_kv: bool = True) -> KVShape:
         """KV of one token as the config's common keys give it, ``dtype`` one of float32, bfloat16, float16.
 
-        For planning before anything is loaded; a loaded model's KV is measured.
+        ``latent_kv``: whether latent attention (MLA) keeps its rows, or K and V of every head. For planning before
+        anything is loaded; a loaded model's KV is measured.
         """
         text = self.text_config
         try:
@@ -78,12 +79,16 @@ class ModelSpec:
         kv_heads = text.get("num_key_value_heads") or heads
         try:
             head_dim = value_dim = text.get("head_dim") or hidden // heads
-            if text.get("qk_nope_head_dim"):  # multi-head latent attention: unfolded when it reaches our cache
-                head_dim = text["qk_nope_head_dim"] + text.get("qk_rope_head_dim", 0)
+            rope, rank = text.get("qk_rope_head_dim", 0), text.get("kv_lora_rank") if latent_kv else None
+            if rank:
+                kv_heads, head_dim, value_dim = 1, rank + rope, rank
+            elif text.get("qk_nope_head_dim"):
+                head_dim = text["qk_nope_head_dim"] + rope
                 value_dim = text.get("v_head_dim") or head_dim
             if any(type(size) is not int or size < 1 for size in (layers, kv_heads, head_dim, value_dim)):
                 raise TypeError
-            windowed = [LayerKV(kv_heads, head_dim, value_dim, window) for window in self._windows(layers)]
+            latent = bool(rank)
+            windowed = [LayerKV(kv_heads, head_dim, value_dim, window, latent) for window in self._windows(layers)]
             if wide := text.get("global_head_dim"):  # Gemma 4: of layers that see everything
                 others = LayerKV(text.get("num_global_key_value_heads") or kv_heads, wide, wide)
                 windowed = [kv if kv.window else others for kv in windowed]
@@ -111,12 +116,12 @@ class ModelSpec:
         first = (text.get("max_window_layers") or 0) if text.get("use_sliding_window") else 0
         return [window if layer >= first else None for layer in range(layers)]
 
-    def attention_shape(self) -> tuple[int, LayerKV] | None:
+    def attention_shape(self, latent_kv: bool = True) -> tuple[int, LayerKV] | None:
         """Query heads and KV of a layer as the config's common keys give them; None where they do not."""
         text = self.text_config
         heads = text.get("num_attention_heads") or text.get("n_head")
         try:
-            layer = self.kv_shape("float32").layers[0]
+            layer = self.kv_shape("float32", latent_kv).layers[0]
         except ValueError:  # some families have a list, one entry a layer
             return None
         return (heads, layer) if isinstance(heads, int) else None

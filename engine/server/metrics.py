@@ -254,6 +254,7 @@ def cache_config_info(config: EngineConfig, capacity: KVCapacity) -> dict[str, s
         "kv_cache_dtype": config.kv_cache_dtype,
         "enable_prefix_caching": str(config.enable_prefix_caching).lower(),
         "free_outside_window": str(config.free_outside_window).lower(),
+        "latent_kv": str(config.latent_kv).lower(),
         "kv_budget": capacity.budget_bytes,
         "bytes_per_slot": capacity.bytes_per_slot,
         "scale_bytes_per_slot": capacity.scale_bytes_per_slot,

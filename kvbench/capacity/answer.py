@@ -205,7 +205,7 @@ def model_table(plan: MemoryPlan) -> Table:
 def _attention_words(plan: MemoryPlan) -> str:
     dtype = plan.settings.kv_cache_dtype
     stored = plan.model.spec.default_dtype if dtype == "auto" else dtype
-    words = say("model.attention", plan.model.layers[0].latent, dtype=stored)
+    words = say("model.attention", plan.model.layers[0].kv.latent, dtype=stored)
     if windowed := [group for group in plan.model.layers if group.window is not None]:
         windows = listing([count(window) for window in sorted({group.window for group in windowed})])
         size = count(sum(plan.model.group_bytes(group, dtype) for group in windowed))

@@ -152,13 +152,11 @@ class CachedLayers:
     """Layers that cache alike.
 
     count: layers
-    kv: K and V of one token in one of them; latent attention (MLA) has one row, which is K and V at once
-    latent: MLA; its row is one KV head, which every GPU needs as a whole
+    kv: K and V of one token in one of them; latent attention (MLA) has one KV head, which every GPU needs as a whole
     """
 
     count: int
     kv: LayerKV
-    latent: bool = False
 
     @property
     def window(self) -> int | None:
@@ -319,18 +317,13 @@ def _planned(spec: ModelSpec, other_parameters: int = 0) -> PlannedModel:
     except ValidationError as error:
         reason = explain(error, "")[0].removesuffix(".")
         raise UsageError(f"the config of model {spec.name!r} cannot be planned with: {reason}") from None
-    cached = spec.kv_shape("float32").layers
-    if config.kv_lora_rank:
-        row = LayerKV(1, config.kv_lora_rank + config.qk_rope_head_dim, 0)
-        layers = (CachedLayers(len(cached), row, latent=True),)
-    else:
-        others = set(config.layer_types or ()) - _CACHED
-        if others or any(key.startswith(_OTHER_STATES) for key in spec.text_config):
-            raise UsageError(
-                f"model {spec.name!r} has layers ({', '.join(sorted(others)) or config.model_type}) that cache "
-                "something else than K and V of its tokens: kvbench cannot plan their memory"
-            )
-        layers = tuple(CachedLayers(count, kv) for kv, count in Counter(cached).items())
+    others = set(config.layer_types or ()) - _CACHED
+    if not config.kv_lora_rank and (others or any(key.startswith(_OTHER_STATES) for key in spec.text_config)):
+        raise UsageError(
+            f"model {spec.name!r} has layers ({', '.join(sorted(others)) or config.model_type}) that cache "
+            "something else than K and V of its tokens: kvbench cannot plan their memory"
+        )
+    layers = tuple(CachedLayers(count, kv) for kv, count in Counter(spec.kv_shape("float32").layers).items())
     tied = outer.tie_word_embeddings if config.tie_word_embeddings is None else config.tie_word_embeddings
     quantization = outer.quantization_config or config.quantization_config
     return PlannedModel(spec, config, layers, quantization, tied, other_parameters)

@@ -141,6 +141,7 @@ MODEL_SETTINGS: Mapping[str, Setting] = dict.fromkeys(("model", "load_format", "
 COMMON: Mapping[str, Setting] = {
     "layout": always("paged", "its KV cache is always paged"),
     "free_outside_window": always(True, "what it keeps of layers with a window is its own"),
+    "latent_kv": always(True, "how it keeps latent attention is its own"),
     "enable_chunked_prefill": always(True, "prompts are always cut to its batch"),
     "max_num_partial_prefills": absent("it has no such setting"),
     "watermark": absent("how much it leaves free at an admission is its own"),

@@ -199,7 +199,7 @@ def _engine(settings: Mapping[str, Any]) -> tuple[EngineConfig, KVCapacity]:
     config = config.check_against_model(spec.max_positions)
     if config.kv_budget is None:
         raise ValueError("kv_budget is missing: without a tight one nothing is ever preempted")
-    return config, capacity_of(config, spec.kv_shape(spec.default_dtype), config.kv_budget)
+    return config, capacity_of(config, spec.kv_shape(spec.default_dtype, config.latent_kv), config.kv_budget)
 
 
 def _arrivals(file: CounterFile, waves: list[Wave]) -> tuple[Arrival, ...]:

@@ -258,7 +258,7 @@ class Roofline(CostModel):
         self._groups = []  # window, seconds to read a token's KV, seconds of a query token with one token that it sees
         for group in model.layers:
             key, value = group.kv.head_dim, group.kv.value_dim
-            if group.latent:
+            if group.kv.latent:
                 key, value = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
             work = 2 * share.heads * (key + value) * group.count / (performance.prefill * performance.bf16_flops)
             read = model.group_bytes(group, kv_cache_dtype, gpus=gpus) / (performance.decode * gpu.bytes_per_s)

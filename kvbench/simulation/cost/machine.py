@@ -97,6 +97,8 @@ class Machine:
             if config.async_scheduling is None or not self.overlaps:
                 config = replace(config, async_scheduling=self.overlaps)
             budget, shape = self._kv_budget(config), self.kv_shape()
+            if not config.latent_kv and any(kv.latent for kv in shape.layers):
+                raise UsageError(sentence("machine.unfolded", model=self.model.name))
             config = settle_length(
                 replace(config, kv_budget=budget), self.model.spec.max_positions, shape, budget, may_lower=True
             )
