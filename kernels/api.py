@@ -68,11 +68,12 @@ class AttentionBackend(Protocol):
         dtype: torch.dtype,
         device: torch.device | str,
         kv_cache_dtype: str = "auto",
+        latent: bool = False,
     ) -> None:
         """Raise ValueError (one sentence with value, limit, next step) for a shape or dtype that it cannot serve.
 
         ``dtype``: what the model computes in; ``kv_cache_dtype``: "auto" (a cache in ``dtype``) or a name of
-        ``kvbench_kernels.kv_formats.KV_FORMATS``.
+        ``kvbench_kernels.kv_formats.KV_FORMATS``. ``latent``: V is the first ``v_head_dim`` values of K.
         """
         ...
 
@@ -142,14 +143,20 @@ class AttentionBackend(Protocol):
         ...
 
 
-def check_heads(num_heads: int, num_kv_heads: int, head_dim: int, v_head_dim: int, max_head_dim: int) -> None:
-    """Check what all backends need; ValueError names the value, the limit and what to do."""
+def check_heads(
+    num_heads: int, num_kv_heads: int, head_dim: int, v_head_dim: int, max_head_dim: int, latent: bool = False
+) -> None:
+    """Check what all backends need; ValueError names the value, the limit and what to do.
+
+    The values of a latent row that are not V have a limit of their own, for they are multiplied apart.
+    """
     if num_kv_heads < 1 or num_heads % num_kv_heads:
         raise ValueError(
             f"{num_heads} query heads cannot share {num_kv_heads} KV heads evenly: "
             "the number of query heads must be a multiple of the number of KV heads"
         )
-    for label, dim in (("head dim", head_dim), ("value head dim", v_head_dim)):
+    k_dim = ("latent row's other values", head_dim - v_head_dim) if latent else ("head dim", head_dim)
+    for label, dim in (k_dim, ("value head dim", v_head_dim)):
         if not 1 <= dim <= max_head_dim:
             raise ValueError(
                 f"{label} {dim} is outside 1..{max_head_dim}, what this kernel backend serves: "

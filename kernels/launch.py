@@ -18,6 +18,7 @@ WARPS_PER_SM = 8  # warps that attention keeps busy; on an H200, programs of 2 w
 PROGRAM_TOKENS = 64  # cost of a decode program beside its own tokens: its start and its part in adding up
 EXTRA_WAVES = 4  # waves of programs that cutting long sequences may add to a decode step
 GOOD_FILL = 0.85  # share of the best fill of the last wave; more splits only cost time
+LATENT_ROWS = 32  # query rows over a latent row: twice as many spill, half as many read the rows twice as often
 SHORT_QUERIES = 8  # chunks up to here (speculation, the tail of a prompt) take tiles of their own
 FP8_HARDWARE_ARCH = 89  # the first architecture that converts e4m3
 ONE_PAGE = 1 << 30  # stands for any page size where a sequence has one page
@@ -49,7 +50,8 @@ class KernelShape:
     """The shape that an attention kernel is compiled for, apart from its tiles.
 
     ``itemsize``: bytes of a value of q; ``page_size``: see ``kernel_page_size``; ``kind``: "auto" or the name of a
-    KV format; ``arch``: 10 x major + minor compute capability; ``tiles``: these, whatever would be chosen.
+    KV format; ``arch``: 10 x major + minor compute capability; ``tiles``: these, whatever would be chosen. ``latent``:
+    one row of ``head_dim`` values serves all query heads, and V is its first ``v_head_dim``.
     """
 
     num_heads: int
@@ -64,11 +66,19 @@ class KernelShape:
     softcap: bool = False
     sinks: bool = False
     tiles: Tiles | None = None
+    latent: bool = False
 
     @property
     def group(self) -> int:
-        """Query heads of a KV head."""
+        """Query heads that a program serves: all of a KV head, or some of those of a latent row."""
+        if self.latent:
+            return min(MIN_DOT if self.itemsize > 2 else LATENT_ROWS, next_power_of_two(self.num_heads))
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def num_groups(self) -> int:
+        """The number of such groups: KV heads, unless the rows are latent."""
+        return cdiv(self.num_heads, self.group)
 
     @property
     def tuning_key(self) -> tuple[int, str, int, int, int, int, int]:
@@ -110,9 +120,12 @@ def fp8_hardware(kind: str, arch: int) -> bool:
 
 def shape_constants(shape: KernelShape, tiles: Tiles) -> dict[str, Any]:
     """The compile-time arguments that both attention kernels have, with num_warps and num_stages."""
+    rope = shape.head_dim - shape.v_head_dim if shape.latent else 0
     return {
         "PAGE_SIZE": shape.page_size, "WINDOW": shape.window or 0, "HEADS": shape.num_heads, "GROUP": shape.group,
-        "D": shape.head_dim, "DV": shape.v_head_dim, "D_PAD": tiles.d_pad, "DV_PAD": tiles.v_pad,
+        "D": shape.v_head_dim if shape.latent else shape.head_dim, "DV": shape.v_head_dim,
+        "D_PAD": tiles.d_pad, "DV_PAD": tiles.v_pad,
+        "ROPE": rope, "ROPE_PAD": padded_dim(rope, shape.kind) if rope else 0,
         "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n,
         "HAS_SOFTCAP": shape.softcap, "HAS_SINKS": shape.sinks,
         "KIND": shape.kind, "FP8_HARDWARE": fp8_hardware(shape.kind, shape.arch),
@@ -197,6 +210,18 @@ def short_tiles(group: int, head_dim: int, v_head_dim: int, itemsize: int, kind:
     """Tiles of the prefill kernel for sequences of up to SHORT_QUERIES queries: decode's, with more rows."""
     block_m = max(MIN_DOT, min(64, next_power_of_two(group * SHORT_QUERIES)), next_power_of_two(group))
     return _few_rows(block_m, padded_dim(head_dim, kind), padded_dim(v_head_dim, kind), itemsize, kind)
+
+
+def latent_tiles(shape: KernelShape, prefill: bool) -> Tiles:
+    """Tiles of decode and prefill over latent rows, whose first values are loaded once as K and V."""
+    pad = padded_dim(shape.v_head_dim, shape.kind)
+    if shape.itemsize > 2:
+        return Tiles(MIN_DOT, MIN_DOT, pad, pad, 1, 8)
+    block_m = LATENT_ROWS if prefill else max(MIN_DOT, shape.group)
+    if block_m == MIN_DOT:
+        return Tiles(block_m, 32, pad, pad, 2, 4)
+    block_n = 32 if shape.kind != "auto" or shared_bytes_limit(shape.arch) >= 128 * 1024 else 16
+    return Tiles(block_m, block_n, pad, pad, 2, 8)
 
 
 def prefill_blocks(queries: int, batch: int, max_queries: int, block_q: int) -> int:

@@ -19,7 +19,7 @@ from kvbench_kernels.prefill_cpu import CpuPrefill, PrefillPlan
 from kvbench_kernels.quantized import QuantizedKV, shares_rows
 from kvbench_kernels.reference import TorchBackend
 
-MAX_HEAD_DIM = 1024
+MAX_HEAD_DIM = 512
 MOST_ROWS = 16  # query heads that share a pass over a latent row; a worker's code grows with them
 _DECODE_ARGS = struct.Struct(f"{NUM_ARGS}q")
 _WRITE_ARGS = struct.Struct(f"{NUM_WRITE_ARGS}q")
@@ -88,9 +88,10 @@ class NumbaBackend(TorchBackend):
         dtype: torch.dtype,
         device: torch.device | str,
         kv_cache_dtype: str = "auto",
+        latent: bool = False,
     ) -> None:
         find_format(kv_cache_dtype)
-        check_heads(num_heads, num_kv_heads, head_dim, v_head_dim or head_dim, MAX_HEAD_DIM)
+        check_heads(num_heads, num_kv_heads, head_dim, v_head_dim or head_dim, MAX_HEAD_DIM, latent)
         if dtype not in KIND_OF_DTYPE or torch.device(device).type != "cpu":
             raise ValueError(
                 f"the numba kernel backend serves float32 and bfloat16 models on cpu, not {dtype} on {device}: "

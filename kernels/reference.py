@@ -86,9 +86,10 @@ class TorchBackend:
         dtype: torch.dtype,
         device: torch.device | str,
         kv_cache_dtype: str = "auto",
+        latent: bool = False,
     ) -> None:
         find_format(kv_cache_dtype)
-        check_heads(num_heads, num_kv_heads, head_dim, v_head_dim or head_dim, max_head_dim=1 << 16)
+        check_heads(num_heads, num_kv_heads, head_dim, v_head_dim or head_dim, 1 << 16, latent)
         if not dtype.is_floating_point or dtype.itemsize < 2:
             raise ValueError(
                 f"the torch kernel backend cannot compute in {dtype}: use float64, float32, bfloat16 or float16"

@@ -13,12 +13,13 @@ import torch
 from triton import knobs
 
 from kvbench_kernels.api import AttentionOptions, KVCache, KVPair, PrefillBatch, check_heads, dense_rows
-from kvbench_kernels.kv_formats import find_format
+from kvbench_kernels.kv_formats import INT4, find_format
 from kvbench_kernels.reference import TorchBackend
 from kvbench_kernels.triton_launch import Attention, Chip, Splits, launch_write
 from kvbench_kernels.triton_plan import DecodePlan, PrefillPieces
 
 MAX_HEAD_DIM = 256  # larger tiles leave too little shared memory for a pipeline
+MAX_LATENT_DIM = 512  # values of a latent row that are V
 MAX_GROUP = 64
 OLDEST_ARCH = 80  # the first with bfloat16, and the oldest that the kernels are compiled and checked for
 INTERPRETED = Chip(arch=80, num_sms=4)
@@ -62,11 +63,18 @@ class TritonBackend(TorchBackend):
         dtype: torch.dtype,
         device: torch.device | str,
         kv_cache_dtype: str = "auto",
+        latent: bool = False,
     ) -> None:
         find_format(kv_cache_dtype)
         device = torch.device(device)
-        check_heads(num_heads, num_kv_heads, head_dim, v_head_dim or head_dim, MAX_HEAD_DIM)
-        if num_heads // num_kv_heads > MAX_GROUP:
+        most = MAX_LATENT_DIM if latent else MAX_HEAD_DIM
+        check_heads(num_heads, num_kv_heads, head_dim, v_head_dim or head_dim, most, latent)
+        if latent and kv_cache_dtype == INT4.name:
+            raise ValueError(
+                "the triton kernel backend cannot read V from latent rows in int4: use kv_cache_dtype "
+                "int8_per_token_head or fp8_e4m3, or latent_kv false"
+            )
+        if not latent and num_heads // num_kv_heads > MAX_GROUP:
             raise ValueError(
                 f"{num_heads} query heads on {num_kv_heads} KV heads are more than the {MAX_GROUP} per KV head that "
                 "the triton kernel backend serves: use the torch backend for this model"

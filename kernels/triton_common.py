@@ -175,16 +175,25 @@ def softmax_tile(acc, top, total, s, v, v_scales, model: tl.constexpr, KIND: tl.
 
 
 @triton.jit
+def load_rope(q_at, row_ok, D: tl.constexpr, ROPE: tl.constexpr, ROPE_PAD: tl.constexpr, KIND: tl.constexpr):
+    """Loads the last ROPE values [M, ROPE_PAD] of queries of D + ROPE values, for a latent cache; see ``attend``."""
+    value, value_ok = columns(ROPE, ROPE_PAD, KIND)
+    return tl.load(q_at[:, None] + D + value[None, :], mask=row_ok[:, None] & value_ok[None, :], other=0.0)
+
+
+@triton.jit
 def attend_tiles(
-    state, q, position, tokens_of, tiles, cache, score_scale, softcap,
+    state, queries, position, tokens_of, tiles, cache, score_scale, softcap,
     MASKED: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, KV_HEADS: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr,
+    ROPE: tl.constexpr, ROPE_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, KIND: tl.constexpr, FP8_HARDWARE: tl.constexpr, model: tl.constexpr,
 ):  # fmt: skip
     """Fold the tiles from tiles[0] to before tiles[1] into ``state`` = (acc, top, total).
 
     The page table is read one tile ahead. Only MASKED tiles ask which tokens exist and which of them each row sees.
     """
+    q, q_rope = queries
     acc, top, total = state
     begin, end = tokens_of
     page_row, k_base, v_base, k_scales, v_scales, k_stride, v_stride = cache
@@ -196,13 +205,19 @@ def attend_tiles(
         in_range = (tokens >= begin) & (tokens < end)
         slots = place + offsets if PAGE_SIZE % BLOCK_N == 0 else place
         k = load_tile(k_base, k_stride, slots, in_range, MASKED, D, D_PAD, KIND)
-        v = load_tile(v_base, v_stride, slots, in_range, MASKED, DV, DV_PAD, KIND)
+        if ROPE > 0:
+            v = k
+            k_rope = load_tile(k_base + row_bytes(D, KIND), k_stride, slots, in_range, MASKED, ROPE, ROPE_PAD, KIND)
+        else:
+            v = load_tile(v_base, v_stride, slots, in_range, MASKED, DV, DV_PAD, KIND)
         k_scale, v_scale = in_range, in_range  # not used
         if is_integer(KIND):
             scale_at = slots.to(tl.int64) * KV_HEADS
             k_scale = tl.load(k_scales + scale_at, mask=in_range if MASKED else None)
-            v_scale = tl.load(v_scales + scale_at, mask=in_range if MASKED else None)
-        s = score_tile(q, k, k_scale, score_scale, softcap, HAS_SOFTCAP, KIND, FP8_HARDWARE)
+            v_scale = k_scale if ROPE > 0 else tl.load(v_scales + scale_at, mask=in_range if MASKED else None)
+        s = score_tile(q, k, k_scale, score_scale[0], softcap, HAS_SOFTCAP, KIND, FP8_HARDWARE)
+        if ROPE > 0:
+            s += score_tile(q_rope, k_rope, k_scale, score_scale[1], softcap, False, KIND, FP8_HARDWARE)
         if MASKED:
             visible = in_range[None, :] & (tokens[None, :] <= position[:, None])
             if WINDOW > 0:
@@ -215,16 +230,18 @@ def attend_tiles(
 
 @triton.jit
 def attend(
-    q, position, tokens_of, unmasked, split, num_splits, cache, score_scale, softcap,
+    q, q_rope, position, tokens_of, unmasked, split, num_splits, cache, score_scale, softcap,
     PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, KV_HEADS: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr,
+    ROPE: tl.constexpr, ROPE_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, KIND: tl.constexpr, FP8_HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """Returns (acc [M, DV_PAD], top [M], total [M]) of one split's share of the tiles of tokens begin..end-1.
 
     Every row sees all of the tokens unmasked[0] to before unmasked[1]; other tiles are masked. A split may have no
-    tile: then top is -inf and the rest 0.
+    tile: then top is -inf and the rest 0. ROPE > 0: the cache has latent rows of D + ROPE values, of which the first D
+    are V too, and are loaded once; ``q_rope`` meets the rest.
     """
     begin, end = tokens_of
     first_tile = begin // BLOCK_N
@@ -239,18 +256,27 @@ def attend(
     total = tl.zeros([BLOCK_M, BLOCK_N] if BLOCK_M == 16 else [BLOCK_M], tl.float32)
     state = (split_columns(tl.zeros([BLOCK_M, DV_PAD], tl.float32), KIND), top, total)
     parts, a, b = query_parts(q, score_scale, KIND)
+    scales = ((a, b), (a, b))
+    queries = (parts, parts)
+    if ROPE > 0:
+        rope_parts, a_rope, b_rope = query_parts(q_rope, score_scale, KIND)
+        scales = ((a, b), (a_rope, b_rope))
+        queries = (parts, rope_parts)
     if WINDOW > 0:
         state = attend_tiles(
-            state, parts, position, tokens_of, (first, free), cache, (a, b), softcap,
-            True, PAGE_SIZE, WINDOW, KV_HEADS, D, DV, D_PAD, DV_PAD, BLOCK_N, HAS_SOFTCAP, KIND, FP8_HARDWARE, q.dtype,
+            state, queries, position, tokens_of, (first, free), cache, scales, softcap,
+            True, PAGE_SIZE, WINDOW, KV_HEADS, D, DV, D_PAD, DV_PAD, ROPE, ROPE_PAD, BLOCK_N, HAS_SOFTCAP, KIND,
+            FP8_HARDWARE, q.dtype,
         )  # fmt: skip
     state = attend_tiles(
-        state, parts, position, tokens_of, (free, bound), cache, (a, b), softcap,
-        False, PAGE_SIZE, WINDOW, KV_HEADS, D, DV, D_PAD, DV_PAD, BLOCK_N, HAS_SOFTCAP, KIND, FP8_HARDWARE, q.dtype,
+        state, queries, position, tokens_of, (free, bound), cache, scales, softcap,
+        False, PAGE_SIZE, WINDOW, KV_HEADS, D, DV, D_PAD, DV_PAD, ROPE, ROPE_PAD, BLOCK_N, HAS_SOFTCAP, KIND,
+        FP8_HARDWARE, q.dtype,
     )  # fmt: skip
     state = attend_tiles(
-        state, parts, position, tokens_of, (bound, last), cache, (a, b), softcap,
-        True, PAGE_SIZE, WINDOW, KV_HEADS, D, DV, D_PAD, DV_PAD, BLOCK_N, HAS_SOFTCAP, KIND, FP8_HARDWARE, q.dtype,
+        state, queries, position, tokens_of, (bound, last), cache, scales, softcap,
+        True, PAGE_SIZE, WINDOW, KV_HEADS, D, DV, D_PAD, DV_PAD, ROPE, ROPE_PAD, BLOCK_N, HAS_SOFTCAP, KIND,
+        FP8_HARDWARE, q.dtype,
     )  # fmt: skip
     total = tl.sum(state[2], 1) if BLOCK_M == 16 else state[2]
     return value_parts(state[0], KIND), state[1], total * weight_unit(KIND)

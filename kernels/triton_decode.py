@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 
 from kvbench_kernels.dependent_launch import wait_for_earlier
-from kvbench_kernels.launch import KernelShape, Tiles, next_power_of_two, shape_constants
+from kvbench_kernels.launch import KernelShape, Tiles, latent_tiles, next_power_of_two, shape_constants
 from kvbench_kernels.triton_codes import row_bytes
-from kvbench_kernels.triton_common import add_parts, arrive, attend, columns, finish
+from kvbench_kernels.triton_common import add_parts, arrive, attend, columns, finish, load_rope
 from kvbench_kernels.tuning import choose_decode
 
 PARTS_VALUES = 4096  # of parts that a program loads at a time; more would take registers that attention has not
@@ -42,12 +42,14 @@ def decode_kernel(
     q_stride, q_head_stride, k_stride, v_stride, pages_stride,
     PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr,
+    ROPE: tl.constexpr, ROPE_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_PAD: tl.constexpr, BLOCK_P: tl.constexpr,
     SPLIT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
     KIND: tl.constexpr, FP8_HARDWARE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_earlier(PDL)
-    KV_HEADS: tl.constexpr = HEADS // GROUP
+    KV_HEADS: tl.constexpr = (HEADS + GROUP - 1) // GROUP
+    ROWS: tl.constexpr = 1 if ROPE > 0 else KV_HEADS  # a token has in the cache
     kv_head = tl.program_id(0) % KV_HEADS
     item = tl.program_id(0) // KV_HEADS
     if SPLIT:
@@ -63,20 +65,26 @@ def decode_kernel(
     rows = tl.arange(0, BLOCK_M)
     heads = kv_head * GROUP + rows
     row_ok = rows < GROUP
+    if ROPE > 0:
+        row_ok = row_ok & (heads < HEADS)
     begin = tl.maximum(seq_len - WINDOW, 0) if WINDOW > 0 else 0
 
     value, value_ok = columns(D, D_PAD, KIND)
     # int64: heads may lie as far apart as all tokens of a batch
     q_at = q_ptr + b * q_stride + heads[:, None].to(tl.int64) * q_head_stride + value[None, :]
     q = tl.load(q_at, mask=row_ok[:, None] & value_ok[None, :], other=0.0)
+    q_rope = q  # not used
+    if ROPE > 0:
+        q_rope = load_rope(q_ptr + b * q_stride + heads.to(tl.int64) * q_head_stride, row_ok, D, ROPE, ROPE_PAD, KIND)
     position = tl.zeros([BLOCK_M], tl.int32) + seq_len - 1
+    row = 0 if ROPE > 0 else kv_head
     cache = (
-        pages_ptr + b * pages_stride, k_ptr + kv_head * row_bytes(D, KIND), v_ptr + kv_head * row_bytes(DV, KIND),
-        k_scales_ptr + kv_head, v_scales_ptr + kv_head, k_stride, v_stride,
+        pages_ptr + b * pages_stride, k_ptr + row * row_bytes(D, KIND), v_ptr + row * row_bytes(DV, KIND),
+        k_scales_ptr + row, v_scales_ptr + row, k_stride, v_stride,
     )  # fmt: skip
     acc, top, total = attend(
-        q, position, (begin, seq_len), (begin, seq_len), piece, pieces, cache,
-        score_scale, softcap, PAGE_SIZE, WINDOW, KV_HEADS, D, DV, D_PAD, DV_PAD, BLOCK_M, BLOCK_N,
+        q, q_rope, position, (begin, seq_len), (begin, seq_len), piece, pieces, cache,
+        score_scale, softcap, PAGE_SIZE, WINDOW, ROWS, D, DV, D_PAD, DV_PAD, ROPE, ROPE_PAD, BLOCK_M, BLOCK_N,
         HAS_SOFTCAP, KIND, FP8_HARDWARE,
     )  # fmt: skip
     finish(
@@ -88,9 +96,12 @@ def decode_kernel(
         if last:
             group_rows = tl.arange(0, GROUP_PAD)
             group = kv_head * GROUP + group_rows
+            group_ok = group_rows < GROUP
+            if ROPE > 0:
+                group_ok = group_ok & (group < HEADS)
             first = (item - piece).to(tl.int64) * HEADS + group
             add_parts(
-                pieces, b * HEADS + group, first, group_rows < GROUP, group, sinks_ptr, out_ptr, parts_ptr, lse_ptr,
+                pieces, b * HEADS + group, first, group_ok, group, sinks_ptr, out_ptr, parts_ptr, lse_ptr,
                 GROUP_PAD, BLOCK_P, HEADS, DV, DV_PAD, HAS_SINKS,
             )  # fmt: skip
 
@@ -98,6 +109,8 @@ def decode_kernel(
 @lru_cache(maxsize=1024)
 def tiles_of_decode(shape: KernelShape) -> Tiles:
     """The tiles that the shape asks for, else the chosen ones."""
+    if shape.latent:
+        return shape.tiles or latent_tiles(shape, prefill=False)
     return shape.tiles or choose_decode(*shape.tuning_key)
 
 

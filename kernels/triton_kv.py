@@ -140,6 +140,8 @@ def write_kv_kernel(
         k_ptr + t * k_token_stride, k_head_stride, k_cache_ptr, slot, k_cache_stride, k_scales_ptr, k_scale,
         head, head_ok, KV_HEADS, D, K_PAD, KIND,
     )  # fmt: skip
+    if DV == 0:  # V is a part of K
+        return
     write_side(
         v_ptr + t * v_token_stride, v_head_stride, v_cache_ptr, slot, v_cache_stride, v_scales_ptr, v_scale,
         head, head_ok, KV_HEADS, DV, V_PAD, KIND,
@@ -148,7 +150,8 @@ def write_kv_kernel(
 
 def write_constants(kv_heads: int, dim: int, v_dim: int, kind: str) -> dict[str, Any]:
     """The compile-time arguments of ``write_kv_kernel`` with num_warps."""
-    k_pad, v_pad = (next_power_of_two(cdiv(d, 2) if kind == "int4_per_token_head" else d) for d in (dim, v_dim))
+    values = (cdiv(d, 2) if kind == "int4_per_token_head" else d for d in (dim, v_dim))
+    k_pad, v_pad = (next_power_of_two(max(1, d)) for d in values)
     heads = next_power_of_two(kv_heads)
     while heads > 1 and heads * max(k_pad, v_pad) > MAX_TILE:
         heads //= 2

@@ -21,7 +21,7 @@ from kvbench_kernels.launch import (
     prefill_blocks,
     programs_at_a_time,
 )
-from kvbench_kernels.quantized import QuantizedKV
+from kvbench_kernels.quantized import QuantizedKV, shares_rows
 from kvbench_kernels.triton_codes import FP8_UNIT
 from kvbench_kernels.triton_common import LOG2E
 from kvbench_kernels.triton_decode import decode_constants, decode_kernel, tiles_of_decode
@@ -88,7 +88,7 @@ def side_of(cache: KVCache) -> Side:
         rows, scales, scale = cache.codes, cache.scales, cache.scale
     else:
         rows, scales, scale = cache, None, 1.0
-    gaps = rows.stride(2) != 1 or rows.stride(1) != rows.shape[2]
+    gaps = rows.stride(2) != 1 or (rows.stride(1) != rows.shape[2] and rows.shape[1] > 1)
     if gaps or (scales is not None and not scales.is_contiguous()):
         raise ValueError(
             f"rows of a cache {tuple(rows.shape)} with strides {rows.stride()} must be dense for the triton kernels: "
@@ -106,7 +106,8 @@ def launch_write(k: torch.Tensor, v: torch.Tensor, k_cache: KVCache, v_cache: KV
     """Store ``k [T, Hkv, D]``, ``v [T, Hkv, Dv]`` at ``slots [T]``, skipping slots < 0."""
     tokens, kv_heads, dim = k.shape
     k_side, v_side = side_of(k_cache), side_of(v_cache)
-    constants = write_constants(kv_heads, dim, v.shape[2], kind_of(k_cache))
+    v_dim = 0 if shares_rows(k_cache, v_cache) else v.shape[2]
+    constants = write_constants(kv_heads, dim, v_dim, kind_of(k_cache))
     write_kv_kernel[(tokens, cdiv(kv_heads, constants["HEADS_PAD"]))](
         k, v, k_side.rows, v_side.rows, k_side.scales, v_side.scales, slots, k_side.scale, v_side.scale,
         k.stride(0), k.stride(1), v.stride(0), v.stride(1), k_side.rows.stride(0), v_side.rows.stride(0),
@@ -134,13 +135,13 @@ class Attention:
     ) -> None:
         self.q, self.out, self.page_starts, self.options, self.chip = q, out, page_starts, options, chip
         self.k, self.v = side_of(k_cache), side_of(v_cache)
-        kind = kind_of(k_cache)
+        kind, latent = kind_of(k_cache), shares_rows(k_cache, v_cache)
         if not out.is_contiguous():
             raise ValueError(f"out {tuple(out.shape)} with strides {out.stride()} must be contiguous")
         self.shape = KernelShape(
             q.shape[1], k_cache.shape[1], q.shape[2], v_cache.shape[2], q.element_size(),
             kernel_page_size(page_size, page_starts.shape[1]), kind, chip.arch,
-            options.sliding_window, options.softcap is not None, options.sinks is not None, tiles,
+            options.sliding_window, options.softcap is not None, options.sinks is not None, tiles, latent,
         )  # fmt: skip
         # What fp8_value() leaves out of the values of e4m3 goes into the scales.
         unit = FP8_UNIT if kind == "fp8_e4m3" and not fp8_hardware(kind, chip.arch) else 1.0
@@ -156,14 +157,14 @@ class Attention:
         """Launch decode: ``q [B, H, D]`` -> ``out [B, H, Dv]``. ``plan``: of these lengths."""
         shape = self.shape
         places = programs_at_a_time(tiles_of_decode(shape).num_warps, self.chip.num_sms)
-        work = plan.work(shape.window, shape.num_kv_heads, places)
+        work = plan.work(shape.window, shape.num_groups, places)
         constants = decode_constants(shape, work is not None) | dependent_launch(self.q.device)
         if work is None:
-            out, grid = self.out, (self.q.shape[0] * shape.num_kv_heads,)
+            out, grid = self.out, (self.q.shape[0] * shape.num_groups,)
             decode_kernel[grid](*self._inputs(seq_lens), out, out, out, out, out, *self._numbers(), **constants)
             return
         parts, lse, _ = buffers.take(work.most_items * shape.num_heads, shape.v_head_dim, self.q.device)
-        decode_kernel[(work.most_items * shape.num_kv_heads,)](
+        decode_kernel[(work.most_items * shape.num_groups,)](
             *self._inputs(seq_lens), self.out, work.table, parts, lse, work.arrived, *self._numbers(), **constants
         )
 
@@ -175,15 +176,15 @@ class Attention:
         block_q = prefill_constants(shape, 1, short)["BLOCK_M"] // shape.group
         useful = prefill_blocks(tokens, batch, plan.max_queries, block_q)
         longest = plan.max_tokens if window is None else min(plan.max_tokens, window + block_q - 1)
-        splits = num_kv_splits(useful * shape.num_kv_heads, longest, self.chip.num_sms)
+        splits = num_kv_splits(useful * shape.num_groups, longest, self.chip.num_sms)
         parts = lse = pieces = piece = self.out
         if splits > 1:
             rows, places = tokens * splits * shape.num_heads, PROGRAMS_PER_SM * self.chip.num_sms
             parts, lse, pieces = buffers.take(rows, shape.v_head_dim, self.q.device, tokens)
-            piece = plan.piece(longest, block_q, shape.num_kv_heads, places, splits)
+            piece = plan.piece(longest, block_q, shape.num_groups, places, splits)
         blocks, early = tokens // block_q + batch, dependent_launch(self.q.device)
         inputs = self._inputs(plan.query_starts, plan.seq_lens)
-        prefill_kernel[(blocks * shape.num_kv_heads, splits)](
+        prefill_kernel[(blocks * shape.num_groups, splits)](
             *inputs, self.out, parts, lse, pieces, piece, *self._numbers(),
             batch, **prefill_constants(shape, splits, short), **early,
         )  # fmt: skip

@@ -17,9 +17,9 @@ import triton
 import triton.language as tl
 
 from kvbench_kernels.dependent_launch import wait_for_earlier
-from kvbench_kernels.launch import KernelShape, next_power_of_two, shape_constants, short_tiles
+from kvbench_kernels.launch import KernelShape, latent_tiles, next_power_of_two, shape_constants, short_tiles
 from kvbench_kernels.triton_codes import row_bytes
-from kvbench_kernels.triton_common import add_parts, attend, columns, finish
+from kvbench_kernels.triton_common import add_parts, attend, columns, finish, load_rope
 from kvbench_kernels.tuning import choose_prefill
 
 
@@ -63,13 +63,15 @@ def prefill_kernel(
     q_stride, q_head_stride, k_stride, v_stride, pages_stride, batch,
     PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr,
+    ROPE: tl.constexpr, ROPE_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
     KIND: tl.constexpr, FP8_HARDWARE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_earlier(PDL)
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
-    KV_HEADS: tl.constexpr = HEADS // GROUP
+    KV_HEADS: tl.constexpr = (HEADS + GROUP - 1) // GROUP
+    ROWS: tl.constexpr = 1 if ROPE > 0 else KV_HEADS  # a token has in the cache
     kv_head = tl.program_id(0) % KV_HEADS
     # The last block of a sequence has the most keys: it starts first, so that the short ones fill the end.
     block = (tl.num_programs(0) - 1 - tl.program_id(0)) // KV_HEADS
@@ -85,6 +87,8 @@ def prefill_kernel(
     query = first_query + rows // GROUP
     heads = kv_head * GROUP + rows % GROUP
     row_ok = (rows < BLOCK_Q * GROUP) & (query < num_queries)
+    if ROPE > 0:
+        row_ok = row_ok & (heads < HEADS)
     token = (q_begin + query).to(tl.int64)
     context = seq_len - num_queries  # tokens before the first query
     lowest = context + first_query
@@ -101,16 +105,21 @@ def prefill_kernel(
     # int64: heads may lie as far apart as all tokens of a batch
     q_at = q_ptr + (token * q_stride + heads.to(tl.int64) * q_head_stride)[:, None] + value[None, :]
     q = tl.load(q_at, mask=row_ok[:, None] & value_ok[None, :], other=0.0)
+    q_rope = q  # not used
+    if ROPE > 0:
+        at = q_ptr + token * q_stride + heads.to(tl.int64) * q_head_stride
+        q_rope = load_rope(at, row_ok, D, ROPE, ROPE_PAD, KIND)
 
     # Every row sees the tokens up to the lowest row's own, and from the last row's window on.
     unmasked = (tl.maximum(end - WINDOW, 0) if WINDOW > 0 else 0, tl.maximum(lowest + 1, 0))
+    row = 0 if ROPE > 0 else kv_head
     cache = (
-        pages_ptr + b.to(tl.int64) * pages_stride, k_ptr + kv_head * row_bytes(D, KIND),
-        v_ptr + kv_head * row_bytes(DV, KIND), k_scales_ptr + kv_head, v_scales_ptr + kv_head, k_stride, v_stride,
+        pages_ptr + b.to(tl.int64) * pages_stride, k_ptr + row * row_bytes(D, KIND),
+        v_ptr + row * row_bytes(DV, KIND), k_scales_ptr + row, v_scales_ptr + row, k_stride, v_stride,
     )  # fmt: skip
     acc, top, total = attend(
-        q, context + query, (begin, end), unmasked, tl.program_id(1), pieces, cache,
-        score_scale, softcap, PAGE_SIZE, WINDOW, KV_HEADS, D, DV, D_PAD, DV_PAD, BLOCK_M, BLOCK_N,
+        q, q_rope, context + query, (begin, end), unmasked, tl.program_id(1), pieces, cache,
+        score_scale, softcap, PAGE_SIZE, WINDOW, ROWS, D, DV, D_PAD, DV_PAD, ROPE, ROPE_PAD, BLOCK_M, BLOCK_N,
         HAS_SOFTCAP, KIND, FP8_HARDWARE,
     )  # fmt: skip
     part = (token * tl.num_programs(1) + tl.program_id(1)) * HEADS + heads
@@ -163,6 +172,8 @@ def prefill_constants(shape: KernelShape, splits: int, short: bool) -> dict[str,
     """
     if shape.tiles is not None:
         tiles = shape.tiles
+    elif shape.latent:
+        tiles = latent_tiles(shape, prefill=True)
     elif short:
         tiles = short_tiles(shape.group, shape.head_dim, shape.v_head_dim, shape.itemsize, shape.kind)
     else:

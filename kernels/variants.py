@@ -41,6 +41,7 @@ KINDS = (*ITEMSIZE, *KV_FORMATS)  # a cache in the model's dtype, or in a format
 COMMON = (4, 128, 128)  # query heads a KV head, head dim of K, of V
 LARGEST = (8, 256, 256)
 EXTREME = (64, 256, 256)  # the largest that the backend admits
+LATENT = (128, 576, 512)  # DeepSeek V3's rows, which all query heads share
 SHAPES = [(1, 64, 64), (8, 80, 80), (16, 96, 96), (16, 192, 128)]
 # Of split attention: where the parts of pieces are written, and what says which pieces there are.
 _PARTS = dict.fromkeys(("work_ptr", "arrived_ptr", "pieces_ptr", "piece_ptr"), "i32")
@@ -67,7 +68,10 @@ class Variant:
 
 @dataclass(frozen=True)
 class VariantOptions:
-    """The attention options of a variant. ``split``: sequences may be cut; ``short``: prefill of few queries."""
+    """The attention options of a variant.
+
+    ``split``: sequences may be cut; ``short``: prefill of few queries; ``latent``: V is a part of K's rows.
+    """
 
     page_size: int = 16
     split: bool = False
@@ -75,11 +79,12 @@ class VariantOptions:
     window: int | None = None
     softcap: bool = False
     sinks: bool = False
+    latent: bool = False
 
     def __str__(self) -> str:
         words = [] if self.page_size == 16 else ["one page" if self.page_size == ONE_PAGE else f"page {self.page_size}"]
         words += ["window"] if self.window else []
-        words += [word for word in ("split", "short", "softcap", "sinks") if getattr(self, word)]
+        words += [word for word in ("latent", "split", "short", "softcap", "sinks") if getattr(self, word)]
         return "".join(f", {word}" for word in words)
 
 
@@ -122,10 +127,10 @@ def _attention(
 
 
 def _kernel_shape(arch: int, kind: str, shape: tuple[int, int, int], options: VariantOptions) -> KernelShape:
-    group, dim, v_dim = shape
+    (group, dim, v_dim), kv_heads = shape, 1 if options.latent else KV_HEADS
     return KernelShape(
-        group * KV_HEADS, KV_HEADS, dim, v_dim, ITEMSIZE[_model_dtype(kind)], options.page_size, _format_name(kind),
-        arch, options.window, options.softcap, options.sinks,
+        group * kv_heads, kv_heads, dim, v_dim, ITEMSIZE[_model_dtype(kind)], options.page_size, _format_name(kind),
+        arch, options.window, options.softcap, options.sinks, latent=options.latent,
     )  # fmt: skip
 
 
@@ -158,9 +163,9 @@ def piece() -> Variant:
     return Variant("piece", piece_kernel, PIECE_CONSTANTS, _INDICES | {"piece_ptr": "i32"})
 
 
-def write(kind: str, dim: int, v_dim: int) -> Variant:
-    """The KV write."""
-    constants = write_constants(KV_HEADS, dim, v_dim, _format_name(kind))
+def write(kind: str, dim: int, v_dim: int, kv_heads: int = KV_HEADS) -> Variant:
+    """The KV write; of latent rows, ``v_dim`` 0 and one KV head."""
+    constants = write_constants(kv_heads, dim, v_dim, _format_name(kind))
     name = f"write, {kind}, {_shape_name((1, dim, v_dim))}"
     return Variant(name, write_kv_kernel, constants, _INDICES | _cache_types(kind) | _inputs(kind), _model_dtype(kind))
 
@@ -232,6 +237,12 @@ def core(arch: int) -> list[Variant]:
         ]
         chosen += [prefill(arch, kind, EXTREME, VariantOptions(split=True, short=True))]
     chosen += [prefill(arch, kind, LARGEST, VariantOptions(split=True, short=True)) for kind in ("fp32", "bf16")]
+    for kind in ("bf16", "fp32", "int8_per_token_head", "fp8_e4m3"):
+        chosen += [
+            decode(arch, kind, LATENT, VariantOptions(split=True, latent=True)),
+            prefill(arch, kind, LATENT, VariantOptions(latent=True)),
+        ]
+    chosen += [prefill(arch, "bf16", LATENT, VariantOptions(split=True, short=True, latent=True))]
     chosen += [rotate(kind, 128) for kind in KINDS if kind not in ("fp16", "fp32")]
     chosen += [add_norm("bf16", 4096), act_mul("bf16", "silu")]
     return [*chosen, reduce(256, False), plan(), piece(), move(32768, 16), *sample("bf16")]
@@ -253,7 +264,9 @@ def _rest(arch: int) -> list[Variant]:
     chosen += [decode(arch, "int4_per_token_head", LARGEST, VariantOptions(split=True))]
     chosen += [prefill(arch, "bf16", COMMON, VariantOptions(split=True, short=True))]
     chosen += [write("bf16", 192, 128), write("int4_per_token_head", 80, 80)]
-    chosen += [reduce(64, False), reduce(128, True)]
+    chosen += [decode(arch, "bf16", (16, *LATENT[1:]), VariantOptions(split=True, latent=True))]
+    chosen += [write(kind, LATENT[1], 0, kv_heads=1) for kind in ("bf16", "fp8_e4m3")]
+    chosen += [reduce(64, False), reduce(128, True), reduce(512, False)]
     chosen += [rotate("fp32", 128), rotate("bf16", 256), rotate("int4_per_token_head", 256)]
     chosen += [add_norm("bf16", MAX_NORM), add_norm("fp32", MAX_NORM), add_norm("bf16", 1024)]
     chosen += [act_mul("fp32", "gelu"), act_mul("bf16", "gelu_tanh")]

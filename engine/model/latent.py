@@ -57,12 +57,10 @@ class FoldedAttention:
         return torch.bmm(mixed[..., : self._rank].transpose(0, 1), self._values.transpose(1, 2)).transpose(0, 1)
 
 
-def fold_latent(model: PreTrainedModel, own_name: str) -> bool:
-    """Folds every attention module that can be; False if the model has none. ``own_name``: of our attention."""
-    modules = [module for module in model.modules() if _can_fold(module)]
-    for module in modules:
+def fold_latent(model: PreTrainedModel, own_name: str) -> None:
+    """Folds every attention module that can be. ``own_name``: the name of our attention."""
+    for module in filter(_can_fold, model.modules()):
         setattr(module, FOLDED, FoldedAttention(module, own_name))
-    return bool(modules)
 
 
 def unfold_latent(model: PreTrainedModel) -> None:
@@ -73,7 +71,7 @@ def unfold_latent(model: PreTrainedModel) -> None:
 
 
 def can_fold(model: PreTrainedModel) -> bool:
-    """Tests whether ``model`` has attention modules that can be folded, or are."""
+    """Tests whether ``model`` has attention modules that can be folded, or are. Packed weights cannot."""
     return any(map(_can_fold, model.modules()))
 
 

@@ -38,6 +38,7 @@ class LoadedModel:
     device: torch.device
     dtype: torch.dtype
     query_heads: tuple[int, ...]
+    has_latent: bool = False  # rows that can be kept instead of K and V of every head
 
     @property
     def is_latent(self) -> bool:
@@ -75,16 +76,19 @@ def load_model(config: EngineConfig) -> LoadedModel:
     hf_logging.disable_progress_bar()
     model = _make_model(config, spec, device, dtype)
     check_family(model)
-    folded = config.latent_kv and fold_latent(model, NAME)
+    has_latent = can_fold(model)
+    if config.latent_kv:
+        fold_latent(model, NAME)
     try:
         kv_shape, query_heads = _check_attention(model, support)
     except ValueError as error:
-        if not folded:
+        if not (has_latent and config.latent_kv):
             raise
+        has_latent = False
         unfold_latent(model)
         kv_shape, query_heads = _check_attention(model, support)
         _log.warning("K and V of every head are kept, because the latent rows cannot be: %s", error)
-    loaded = LoadedModel(model, _describe(model, spec), kv_shape, backend, device, dtype, query_heads)
+    loaded = LoadedModel(model, _describe(model, spec), kv_shape, backend, device, dtype, query_heads, has_latent)
     # Now, since it moves weights, whose addresses an engine's CUDA graphs would keep; on a CPU build.py does it.
     if backend.name == "triton" and wants_fusion(config, backend):
         from kvbench_engine.model.cuda_layers import CudaKernels  # imports Triton, which not every machine has
@@ -115,7 +119,7 @@ def serve_another(loaded: LoadedModel, config: EngineConfig) -> LoadedModel | No
     """
     name = config.kernel_backend
     name = default_backend(loaded.device, loaded.dtype, config.kv_cache_dtype) if name == "auto" else name
-    if name != loaded.backend.name or (can_fold(loaded.model) and loaded.is_latent != config.latent_kv):
+    if name != loaded.backend.name or (loaded.has_latent and loaded.is_latent != config.latent_kv):
         return None
     too_late = name == "triton" or hasattr(loaded.model, PACKED)  # to fuse its layers
     if too_late and wants_fusion(config, loaded.backend) and not hasattr(loaded.model, FUSION):
@@ -147,6 +151,7 @@ class Support:
                 dtype=self.dtype,
                 device=self.device,
                 kv_cache_dtype=self.kv_cache_dtype,
+                latent=layer.latent,
             )
         except ValueError as error:
             raise ValueError(f"model {self.model!r} cannot be served: {error}") from error

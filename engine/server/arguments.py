@@ -38,7 +38,7 @@ HELP = {
     "with less precision; their scales count in the budget.",
     "enable_prefix_caching": "keep the KV of finished requests, and use it for prompts that begin alike (paged only).",
     "free_outside_window": "of layers with a sliding window, free the pages that no later token sees. Off: keep all.",
-    "latent_kv": "of latent attention (MLA), keep the row that makes K and V of all heads. Off: keep those of every head.",
+    "latent_kv": "of latent attention (MLA), keep the row that makes K and V of all heads. Off: keep K and V of each.",
     "max_model_len": "most tokens of prompt and output together. Left out: the model's own limit, or what the KV "
     "budget holds of one sequence if that is less.",
     "max_num_seqs": "most sequences computed in one step. A request cannot ask for more with n, best_of or beams. Left "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -108,11 +109,12 @@ def batched(*requests):
     return {"useful-memory": Known(counters=counters)}
 
 
-def in_windows(freed, kept):
-    known = Known(counters={"max": freed, False: kept})
+def two_ways(workload, batched, batched_otherwise):
+    """Makes the counts of a workload whose second configuration has one setting off."""
+    known = Known(counters={"max": batched, False: batched_otherwise})
     known.find = lambda **settings: SimpleNamespace(config_id=tuple(settings.values()))
     known.capacity = {(): Capacity(max_concurrency_at_max_len=15), (False,): Capacity(max_concurrency_at_max_len=4)}
-    return {"windows": known}
+    return {workload: known}
 
 
 def rates(oracle, longest):
@@ -266,7 +268,8 @@ CASES = [
     *rows("sharing-beam", counted([f"sharing-beam-{width}" for width in BEAMS]),
           (0.37, 0.5, 0.6, HELD), (0.29, 0.5, 0.6, DID_NOT_HOLD), (0.37, 0.5, 0.7, DID_NOT_HOLD)),
     *rows("reservation", reserved, (97.0, HELD), (90.0, DID_NOT_HOLD)),
-    *rows("windows", in_windows, (12.0, 4.0, HELD), (11.9, 4.0, DID_NOT_HOLD)),
+    *rows("windows", partial(two_ways, "windows"), (12.0, 4.0, HELD), (11.9, 4.0, DID_NOT_HOLD)),
+    *rows("latent-kv", partial(two_ways, "latent-kv"), (21.0, 3.0, HELD), (20.9, 3.0, DID_NOT_HOLD)),
     *rows("useful-memory", useful, (20.0, 27.0, 38.0, 96.0, HELD), (20.0, 40.0, 60.0, 96.0, DEPENDS),
           (50.0, 60.0, 70.0, 96.0, DID_NOT_HOLD), (20.0, 27.0, 38.0, 80.0, DID_NOT_HOLD)),
     *rows("abandoned", left, (0.02, True, DID_NOT_HOLD), (None, True, HELD), (0.02, False, HELD)),

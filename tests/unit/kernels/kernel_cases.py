@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from hypothesis import strategies as st
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvbench_kernels import get_backend
 from kvbench_kernels.api import AttentionBackend, AttentionOptions, KVCache, PrefillBatch
 from kvbench_kernels.kv_formats import KV_FORMATS
-from kvbench_kernels.quantized import FP8_MAX, QuantizedKV
+from kvbench_kernels.quantized import FP8_MAX, QuantizedKV, first_values
 from kvbench_kernels.tune.problems import HostileKV, as_float64, hostile_kv, wide
 
 KINDS = ["auto", *KV_FORMATS]
@@ -38,6 +38,7 @@ class Problem:
     device: str = "cpu"
     index_dtype: torch.dtype = torch.int64
     loudness: float = 1.0
+    latent: bool = False  # V is the first values of K, in its memory
     generator: torch.Generator = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -73,7 +74,8 @@ def problems(draw, shapes, sequences=6, new=(1, 40, 150), dtypes=(torch.float32,
 def build_cache(p: Problem, kind: str = "auto") -> HostileKV:
     """The problem's tokens in caches of the format called ``kind``; other slots are NaN (0 * NaN, vllm#30887)."""
     page_size = None if p.contiguous else p.page_size
-    return hostile_kv(p.lens, kind, p.kv_heads, p.shape[1:], page_size, p.random, dtype=p.dtype, device=p.device)
+    cache = hostile_kv(p.lens, kind, p.kv_heads, p.shape[1:], page_size, p.random, dtype=p.dtype, device=p.device)
+    return replace(cache, v=first_values(cache.k, p.shape[2])) if p.latent else cache
 
 
 def draw_options(p: Problem) -> AttentionOptions:
@@ -93,17 +95,20 @@ class Comparison:
         self.problem, self.tolerance, self.every_form, self.kind = p, tolerance, every_form, kind
         self.cache, self.options = build_cache(p, kind), draw_options(p)
         self.lens = torch.tensor(p.lens, device=p.device, dtype=p.index_dtype)
-        self.exact = as_float64(self.cache.k), as_float64(self.cache.v)
+        k = as_float64(self.cache.k)
+        self.exact = k, k[..., : p.shape[2]] if p.latent else as_float64(self.cache.v)
 
     def check(self, attend, expect, q: torch.Tensor, *where, plan, **more) -> None:
         """``attend`` of the backend against ``expect`` of the reference, outputs poisoned beforehand."""
         p, cache = self.problem, self.cache
         expected = expect(q.double(), *self.exact, *where, wide(self.options))
-        poisoned = torch.full(expected.shape, math.nan, dtype=p.dtype, device=p.device)
+        shape = (*expected.shape[:2], cache.v.shape[2])  # latent rows of int4 give more than V
+        poisoned = torch.full(shape, math.nan, dtype=p.dtype, device=p.device)
         for out in (poisoned, None) if self.every_form else (poisoned,):
             got = attend(q, cache.k, cache.v, *where, self.options, out=out, plan=plan, **more)
             assert out is None or got is out
-            torch.testing.assert_close(got.double(), expected, atol=self.tolerance, rtol=self.tolerance)
+            got = got[..., : p.shape[2]].double()
+            torch.testing.assert_close(got, expected, atol=self.tolerance, rtol=self.tolerance)
 
 
 def check_attention(

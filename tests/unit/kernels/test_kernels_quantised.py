@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kvbench_kernels import get_backend
 from kvbench_kernels.kv_formats import FP8_E4M3, FP8_E5M2, INT4, INT8, KV_FORMATS
-from kvbench_kernels.quantized import FP8_MAX, QuantizedKV, count_saturated, raw_tensors
+from kvbench_kernels.quantized import FP8_MAX, QuantizedKV, count_saturated, first_values, raw_tensors
 
 FORMATS = list(KV_FORMATS.values())
 PER_HEAD = (INT8, INT4)
@@ -181,6 +181,25 @@ def test_numba_writes_the_very_bits_of_the_reference(format, tokens, heads, dim,
         assert all((t[untouched] == 77).all() for t in raw_tensors(cache))
     for expected, got in zip(*map(raw_tensors, caches), strict=True):
         assert torch.equal(expected, got)
+
+
+@by_backend
+@pytest.mark.parametrize("kind", ["auto", *KV_FORMATS])
+def test_a_latent_row_is_written_once_and_nothing_beside_it(backend, kind):
+    """The row's last values are the largest: a scale of V alone would be another one."""
+    x = sample("random", 3, 1, 39)
+    x[..., 33:] *= 9
+    format = KV_FORMATS.get(kind)
+    caches = [new_cache(format, 9, x) if format else torch.empty(9, 1, 39) for _ in range(2)]
+    for tensor in (t for cache in caches for t in raw_tensors(cache)):
+        tensor.fill_(77)
+    expected, cache = caches
+    for at, row in ((4, 0), (6, 2)):
+        slot = torch.tensor([at])
+        expected.store(slot, x[row : row + 1]) if format else expected.index_copy_(0, slot, x[row : row + 1])
+    rows = torch.cat([x, x], -1)[..., :39]  # a step's rows need not be dense
+    get_backend(backend).write_kv(rows, rows[..., :33], cache, first_values(cache, 33), torch.tensor([4, -1, 6]))
+    assert all(map(torch.equal, raw_tensors(expected), raw_tensors(cache)))
 
 
 @pytest.mark.full

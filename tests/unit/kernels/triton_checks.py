@@ -53,6 +53,8 @@ HALF = {"lens": (70, 33), "new": (3, 33), "shape": (2, 16, 16), "dtype": torch.b
 WINDOW = {"lens": (170,), "new": (40,), "shape": (1, 16, 16), "kv_heads": 1, "page_size": 9}
 # Damage that depends on prompt length mod page size (vllm#50749): around a page's and a tile's end.
 ENDS = {"lens": (1, 3, 4, 61, 63, 64, 65, 67), "new": (1, 3, 4, 6, 6, 6, 6, 6), "shape": (2, 16, 16), "kv_heads": 1}
+LATENT = {"latent": True, "kv_heads": 1, "shape": (20, 48, 32)}  # of 20 query heads 16 or 32 share a program
+LATENT_KINDS = [kind for kind in KINDS if kind != "int4_per_token_head"]
 CASES = [
     *(case("odd dims", kind, **ODD) for kind in KINDS),
     *(case("wide heads", kind, full=True, **WIDE, shape=(1, 192, 128)) for kind in KINDS),
@@ -63,6 +65,11 @@ CASES = [
     case("splits", "int4_per_token_head", 60, **SPLIT, with_sinks=True),
     case("a few queries after a long context", sms=60, lens=(400, 9), new=(8, 1), page_size=7, shape=(4, 32, 32)),
     *(case(f"window {n}", full=n not in (31, 128), **WINDOW, window=n) for n in (1, 31, 32, 40, 95, 128, 159, 170)),
+    *(case("latent rows", kind, **LATENT) for kind in LATENT_KINDS),
+    *(case("latent rows, half precision", kind, full="fp8" in kind, **HALF | LATENT) for kind in LATENT_KINDS),
+    case("latent rows, splits", sms=60, **SPLIT | LATENT, window=300, with_sinks=True),
+    case("latent rows, splits", "int8_per_token_head", 60, **SPLIT | LATENT | {"shape": (33, 21, 13)}),
+    case("latent rows of DeepSeek", full=True, **WIDE | LATENT | {"shape": (16, 576, 512)}),
     case("ends of pages of 4", **ENDS, page_size=4),
     case("ends of pages of 64", "int8_per_token_head", **ENDS, page_size=64),
     # A padding row's queries get zeros though its length is 0; so does a sequence without tokens in decode.

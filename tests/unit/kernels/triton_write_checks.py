@@ -10,7 +10,7 @@ from triton_cases import DEVICE, backend_on, full
 
 from kvbench_kernels.api import KVCache
 from kvbench_kernels.kv_formats import FP8_E4M3, FP8_E5M2, KV_FORMATS, KVFormat
-from kvbench_kernels.quantized import FP8_DTYPE, FP8_MAX, QuantizedKV, raw_tensors
+from kvbench_kernels.quantized import FP8_DTYPE, FP8_MAX, QuantizedKV, first_values, raw_tensors
 from kvbench_kernels.tune.problems import put
 
 FORMATS = list(KV_FORMATS.values())
@@ -81,6 +81,19 @@ def test_every_tie_of_fp8_is_rounded_like_the_reference(format):
         ours, theirs = both(format, rows * scale, scale)
         assert_same_bits(ours, theirs)
     assert len(ours.codes.unique()) > 240  # all finite codes were there
+
+
+@pytest.mark.parametrize("kind", ["auto", *KV_FORMATS])
+def test_a_latent_row_is_written_once(kind):
+    row = torch.randn(3, 1, 21, device=DEVICE)
+    slots, scale = torch.tensor([4, -1, 0], device=DEVICE), 0.01 if kind.startswith("fp8") else None
+    if kind == "auto":
+        cache, expected = (torch.full((6, 1, 21), 9.0, device=DEVICE) for _ in range(2))
+    else:
+        cache, expected = (QuantizedKV.zeros(KV_FORMATS[kind], 6, 1, 21, DEVICE, scale) for _ in range(2))
+    backend_on(4).write_kv(row, row[..., :13] * math.nan, cache, first_values(cache, 13), slots)
+    put(expected, slots[[0, 2]], row[[0, 2]])
+    assert_same_bits(cache, expected)
 
 
 @pytest.mark.parametrize("kind", ["auto", *KV_FORMATS])

@@ -59,7 +59,7 @@ def test_the_sentence_says_whether_memory_limits_the_load() -> None:
         ({"concurrency": "9" * 40}, "concurrency '999"),
         ({"concurrency": "200000"}, "100,000"),
         ({"output_len": "9000"}, "more than max_model_len 8192"),
-        ({"model": "/etc/passwd"}, "model '/etc/passwd' is not one of gemma3-22m"),
+        ({"model": "/etc/passwd"}, "model '/etc/passwd' is not one of deepseek-17m"),
         ({"dtype": "int2"}, "'int2'"),
         ({"kv_cache_dtype": "<b>"}, "'<b>'"),
     ],
