@@ -19,7 +19,7 @@ from ci.gpu import kernel_problems as problems
 from ci.gpu.kernel_problems import CONTIGUOUS, TOLERANCE, KernelProblem
 from ci.gpu.part import Planned, Report
 from kernels import get_backend
-from kernels.kv_formats import KV_FORMATS
+from kernels.kv_formats import INT4, KV_FORMATS
 
 KINDS = ("auto", *KV_FORMATS)
 MAX_WORKERS = 8
@@ -28,9 +28,11 @@ QUICK_CASES = 48
 
 def all_cases() -> list[KernelProblem]:
     """Lists the cases once each, the most important first: a run that is out of time has done what matters."""
-    base = KernelProblem()
+    base, latent = KernelProblem(), KernelProblem(dim=576, v_dim=512, kv_heads=1, latent=True, group=128)
     wanted: Iterator[KernelProblem] = itertools.chain(
         (replace(base, kv=kv, page_size=page) for page in (16, CONTIGUOUS, 1) for kv in KINDS),
+        (replace(latent, kv=kv) for kv in KINDS if kv != INT4.name),
+        (replace(latent, group=group) for group in (16, 20, 40)),
         (replace(base, dtype=dtype) for dtype in (torch.float16, torch.float32)),
         (replace(base, dim=d, v_dim=v) for d, v in ((64, 64), (256, 256), (192, 128), (80, 96), (112, 112))),
         (replace(base, group=group) for group in (1, 2, 3, 7, 8, 16)),
@@ -48,7 +50,9 @@ def all_cases() -> list[KernelProblem]:
 def tiny_cases() -> list[KernelProblem]:
     """The cases for a CPU, whose backend computes in float32."""
     small = KernelProblem(dtype=torch.float32, dim=32, v_dim=32, group=2, tiny=True)
-    return [replace(small, kv=kv, page_size=page) for kv in KINDS for page in (16, CONTIGUOUS)]
+    latent = replace(small, dim=24, v_dim=16, kv_heads=1, group=20, latent=True)
+    pages = [replace(small, kv=kv, page_size=page) for kv in KINDS for page in (16, CONTIGUOUS)]
+    return [*pages, *(replace(latent, kv=kv) for kv in KINDS if kv != INT4.name)]
 
 
 def run_case(case: KernelProblem, device: str) -> dict[str, Any]:

@@ -37,12 +37,17 @@ WINDOWED = {
     **MODEL, "model_type": "gemma3_text", "num_hidden_layers": 3, "sliding_window": 40, "pad_token_id": 0,
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
 }  # fmt: skip
+LATENT = {
+    **MODEL, "model_type": "deepseek_v3", "num_key_value_heads": 4, "kv_lora_rank": 64, "q_lora_rank": 48,
+    "qk_nope_head_dim": 24, "qk_rope_head_dim": 16, "v_head_dim": 20, "first_k_dense_replace": 2, "head_dim": 16,
+}  # fmt: skip
 LENGTHS = (300, 70, 65, 64, 17, 16, 33, 1, 5, 48)  # tokens of the prompts; prompts of 48 and more begin alike
 COMMON_TOKENS = 48
 OUTPUT_TOKENS = 32
 MAX_MODEL_LEN, PAGE_SIZE, MAX_NUM_SEQS = 384, 16, 6
 POOL_SLOTS = 416  # of whole tokens; holds the long prompt and its output, but not six of the others beside it
 WINDOWED_SLOTS = 224  # likewise, where windows free what they no longer see
+MODELS = {"plain": (MODEL, POOL_SLOTS), "windows": (WINDOWED, WINDOWED_SLOTS), "latent": (LATENT, POOL_SLOTS)}
 CLEAR_GAP = 1e-3  # least gap of the two largest logits: summing float32 in another order changes less
 TRIES = 20  # draws of a prompt until rounding does not decide its answer
 
@@ -182,15 +187,15 @@ class TokenChecks:
     def __init__(self, args: Any):
         torch.set_num_threads(1)  # the model is so small that handing out the work takes longer than doing it
         own = argparse.ArgumentParser()
-        own.add_argument("--windows", action="store_true", help="a model whose layers have sliding windows, but one")
-        self._windows = own.parse_args(args.own).windows
-        self.device, self._folder = args.device, args.scratch / f"tokens-model{'-windows' if self._windows else ''}"
+        own.add_argument("--model", choices=MODELS, default="plain")
+        self._config, self._pool = MODELS[own.parse_args(args.own).model]
+        self.device, self._folder = args.device, args.scratch / f"tokens-{self._config['model_type']}"
         self._ways = {way.name: way for way in ways(self.device)}
         self._loaded: LoadedModel | None = None
 
     def plan(self) -> list[Planned]:
         """Makes the problem and lists all ways."""
-        answers = make_problem(save_model(self._folder, WINDOWED if self._windows else MODEL))
+        answers = make_problem(save_model(self._folder, self._config))
         pairs = [[list(prompt), tokens] for prompt, tokens in answers.items()]
         (self._folder / "answers.json").write_text(json.dumps(pairs), encoding="utf-8")
         return [Planned(name, None) for name in self._ways]
@@ -202,8 +207,7 @@ class TokenChecks:
         folder, way = str(self._folder), self._ways[name]
         if self._loaded is None:
             self._loaded = load_model(EngineConfig(model=folder, dtype="float32", device=self.device))
-        pool = WINDOWED_SLOTS if self._windows else POOL_SLOTS
-        check_way(report, make_engine(self._loaded, folder, way, pool), way, answers)
+        check_way(report, make_engine(self._loaded, folder, way, self._pool), way, answers)
 
 
 CASES = TokenChecks

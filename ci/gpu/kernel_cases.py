@@ -12,7 +12,7 @@ import torch
 from ci.gpu.kernel_problems import CONTIGUOUS
 from kernels.api import KVCache
 from kernels.kv_formats import KV_FORMATS, find_format
-from kernels.quantized import FP8_MAX, QuantizedKV
+from kernels.quantized import FP8_MAX, QuantizedKV, first_values
 from tests.benchmarks import bench_bars
 
 FILL_ROWS = 1 << 16  # slots filled at once: a large cache is quantised through float32 copies of its parts
@@ -20,11 +20,12 @@ FILL_ROWS = 1 << 16  # slots filled at once: a large cache is quantised through 
 
 @dataclass(frozen=True)
 class AttentionHeads:
-    """Heads of one layer, and their dim."""
+    """Heads of one layer, and their dim. ``latent_v``: V is the first so many values of K's rows."""
 
     query: int
     kv: int
     dim: int
+    latent_v: int | None = None
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,14 @@ def decode_cases(quick: bool) -> list[Decode]:
     return cases
 
 
+def latent_cases(tiny: bool) -> list[tuple[AttentionHeads, Decode]]:
+    """Decodes over the latent rows of DeepSeek V3 (128 query heads) and V2-Lite (16)."""
+    if tiny:
+        return [(AttentionHeads(4, 1, 24, 16), Decode(2, 64))]
+    decodes = [Decode(64, 4096), Decode(8, 32768), Decode(64, 4096, kv="fp8_e4m3"), Decode(1, 32768)]
+    return [(AttentionHeads(query, 1, 576, 512), case) for query in (128, 16) for case in decodes]
+
+
 def tiny_decode_cases() -> list[Decode]:
     """The cases for a CPU."""
     return [
@@ -118,7 +127,7 @@ def row_bytes(kv: str, heads: AttentionHeads, dtype: torch.dtype) -> int:
     """Bytes of one token's K and V of one layer."""
     kv_format = find_format(kv)
     one = heads.dim * dtype.itemsize if kv_format is None else kv_format.row_bytes(heads.dim)
-    return 2 * heads.kv * one
+    return (1 if heads.latent_v else 2) * heads.kv * one
 
 
 def make_decode(case: Decode, heads: AttentionHeads, dtype: torch.dtype, device: str) -> DecodeTensors:
@@ -129,7 +138,10 @@ def make_decode(case: Decode, heads: AttentionHeads, dtype: torch.dtype, device:
     order = torch.randperm(int(pages.sum())) * page_size
     used = torch.arange(int(pages.max())) < pages[:, None]
     starts = torch.zeros(used.shape, dtype=torch.int32).masked_scatter(used, order.int())
-    k, v = (filled_cache(case.kv, len(order) * page_size, heads, dtype, device) for _ in "kv")
+    slots = len(order) * page_size
+    k = filled_cache(case.kv, slots, heads, dtype, device)
+    latent = heads.latent_v
+    v = first_values(k, latent) if latent else filled_cache(case.kv, slots, heads, dtype, device)
     return DecodeTensors(
         q=torch.randn(case.batch, heads.query, heads.dim, dtype=dtype, device=device),
         k=k,

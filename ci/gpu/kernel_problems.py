@@ -12,7 +12,7 @@ import torch
 
 from kernels import get_backend
 from kernels.api import AttentionBackend, AttentionOptions, KVCache, PrefillBatch
-from kernels.quantized import QuantizedKV, raw_tensors
+from kernels.quantized import QuantizedKV, first_values, raw_tensors
 from kernels.tune.problems import HostileKV, as_float64, distance, hostile_kv, wide
 
 CONTIGUOUS = 0  # as a page size: one unaligned run of slots per sequence
@@ -35,6 +35,7 @@ class KernelProblem:
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
+    latent: bool = False  # V is the first values of K's rows
     tiny: bool = False
 
     @property
@@ -47,6 +48,7 @@ class KernelProblem:
                 (f"window {self.window}", self.window),
                 (f"softcap {self.softcap}", self.softcap),
                 ("sinks", self.sinks),
+                ("latent", self.latent),
             )
             if on
         ]
@@ -57,7 +59,7 @@ def check_support(backend: AttentionBackend, case: KernelProblem, device: str) -
     """Raises ValueError where ``backend`` does not serve the case on ``device``."""
     backend.check_support(
         num_heads=case.group * case.kv_heads, num_kv_heads=case.kv_heads, head_dim=case.dim,
-        v_head_dim=case.v_dim, dtype=case.dtype, device=device, kv_cache_dtype=case.kv,
+        v_head_dim=case.v_dim, dtype=case.dtype, device=device, kv_cache_dtype=case.kv, latent=case.latent,
     )  # fmt: skip
 
 
@@ -82,6 +84,8 @@ def draw(case: KernelProblem, device: str, seed: int = 0) -> DrawnKV:
     kv = hostile_kv(
         lengths, case.kv, case.kv_heads, (case.dim, case.v_dim), page_size, random, dtype=case.dtype, device=device
     )
+    if case.latent:
+        kv = replace(kv, v=first_values(kv.k, case.v_dim))
     sinks = random(case.group * case.kv_heads).to(case.dtype) if case.sinks else None
     options = AttentionOptions(case.dim**-0.5, case.window, case.softcap, sinks)
     return DrawnKV(**vars(kv), lengths=lengths, new=new, options=options)

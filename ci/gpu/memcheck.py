@@ -22,6 +22,7 @@ SIX = (
     KernelProblem(tiny=True, kv="fp8_e4m3"),
     KernelProblem(tiny=True, kv="int4_per_token_head", page_size=7),
     KernelProblem(tiny=True, kv="int8_per_token_head", page_size=CONTIGUOUS),
+    KernelProblem(tiny=True, dim=576, v_dim=512, kv_heads=1, group=40, latent=True),
     KernelProblem(tiny=True, dim=80, v_dim=96, page_size=1),
     KernelProblem(tiny=True, group=7, window=9, softcap=20.0, sinks=True),
 )

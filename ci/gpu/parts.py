@@ -75,7 +75,14 @@ PARTS = (
     ),
     Part(
         "windows-tokens", "check_tokens", "the same of a model with sliding windows", needs=MODEL,
-        arguments=("--windows",), result="engine.json",
+        arguments=("--model", "windows"), result="engine.json",
+    ),
+    Part(
+        "latent-tokens", "check_tokens", "the same of a model with latent attention", needs=MODEL,
+        arguments=("--model", "latent"), result="engine.json",
+    ),
+    Part(
+        "latent-decode", "time_kernels", "decode over latent rows", arguments=("--latent",), result="kernels.json",
     ),
     Part("kernels", "time_kernels", "kernel times against the ceilings", 35.0, 400.0, result="kernels.json"),
     _engine("qwen3-0.6b", 40.0),
@@ -138,6 +145,10 @@ PARTS = (
         arguments=("claims", "--claim", "windows"), result="engine.json", isolated=False,
     ),
     Part(
+        "latent-claim", "commands", "how many more sequences latent rows hold: the claim's verdict", needs=HARNESS,
+        arguments=("claims", "--claim", "latent-kv"), result="engine.json", isolated=False,
+    ),
+    Part(
         "tune", "tune", "kernel configurations for this architecture", 0.0, 900.0,
         needs=(*TORCH, "click", "rich", "psutil"), result="tuned.json", isolated=False,
     ),
@@ -185,6 +196,7 @@ ENTRIES = {
             {"facts": 20.0, "engine-qwen3-14b": 180.0, "long-decode": 40.0, "paging-cost": 45.0, "quality": 230.0},
         ),
         QueueEntry("windows", {"facts": 20.0, "windows-tokens": 90.0, "windows-claim": 120.0}),
+        QueueEntry("latent", {"facts": 20.0, "latent-tokens": 90.0, "latent-decode": 60.0, "latent-claim": 120.0}),
     )
 }
 

@@ -2,7 +2,7 @@
 # Runs an entry of docs/gpu.md's queue with what ci/gpu/bring.sh has put into .bring; with --tiny stand-ins of the peers.
 #
 #   ci/gpu/queue.sh NAME OUTDIR [options of ci/gpu.sh]
-# NAME: peers, vllm-pairs, settings, before-after, sharpness, long or windows
+# NAME: peers, vllm-pairs, settings, before-after, sharpness, long, windows or latent
 # Exit codes: as of ci/gpu.sh, 0 passed, 1 a part failed or none ran, 2 usage or no GPU.
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"

@@ -46,13 +46,24 @@ class KernelTimes:
         self.report = Report(0.0)
         own = argparse.ArgumentParser()
         own.add_argument("--decode-from", type=int, help="only decodes with a sequence of at least so many tokens")
-        least = own.parse_args(args.own).decode_from
-        self._main, self._extreme = self._todo(args.quick) if least is None else (self._long(least), {})
+        own.add_argument("--latent", action="store_true", help="only decodes over latent rows (MLA)")
+        options = own.parse_args(args.own)
+        if options.latent:
+            self._main, self._extreme = self._latent(), {}
+        elif options.decode_from:
+            self._main, self._extreme = self._long(options.decode_from), {}
+        else:
+            self._main, self._extreme = self._todo(args.quick)
 
     def _long(self, least: int) -> dict[str, Callable[[], None]]:
         """Selects the decodes that have a sequence of ``least`` tokens or more, by name; all tiny ones."""
         decodes = cases.tiny_decode_cases() if self.tiny else cases.decode_cases(False)
         return {c.name: partial(self.decode, c) for c in decodes if self.tiny or max(c.lengths) >= least}
+
+    def _latent(self) -> dict[str, Callable[[], None]]:
+        """Makes the decodes over latent rows, by name."""
+        drawn = cases.latent_cases(self.tiny)
+        return {f"{case.name}, {heads.query} heads": partial(self.decode, case, heads) for heads, case in drawn}
 
     def _todo(self, quick: bool) -> tuple[dict[str, Callable[[], None]], dict[str, Callable[[], None]]]:
         """Makes what is timed, by name: for a quick run, and what goes beyond."""
@@ -79,12 +90,14 @@ class KernelTimes:
         self.report = report
         (self._main.get(name) or self._extreme[name])()
 
-    def supports(self, name: str, kv: str) -> bool:
+    def supports(self, name: str, kv: str, heads: AttentionHeads | None = None) -> bool:
         """Tests whether the backend takes such a cache; if not, the case is skipped with the reason."""
+        heads = heads or self.heads
         try:
             self.backend.check_support(
-                num_heads=self.heads.query, num_kv_heads=self.heads.kv, head_dim=self.heads.dim,
-                v_head_dim=self.heads.dim, dtype=self.dtype, device=self.device, kv_cache_dtype=kv,
+                num_heads=heads.query, num_kv_heads=heads.kv, head_dim=heads.dim,
+                v_head_dim=heads.latent_v or heads.dim, dtype=self.dtype, device=self.device, kv_cache_dtype=kv,
+                latent=heads.latent_v is not None,
             )  # fmt: skip
         except ValueError as error:
             self.report.skip(name, str(error))
@@ -106,17 +119,19 @@ class KernelTimes:
         values |= {"gb_per_s": speed, "ceiling_gb_per_s": top, "ratio": speed / top if top else None}
         self.row(name, timing, bytes=moved, ceiling=ceiling, **values)
 
-    def decode(self, case: Decode) -> None:
+    def decode(self, case: Decode, other_heads: AttentionHeads | None = None) -> None:
         """Times one layer's decode step."""
-        if not self.supports(case.name, case.kv):
+        heads = other_heads or self.heads
+        name = case.name if other_heads is None else f"{case.name}, {heads.query} heads"
+        if not self.supports(name, case.kv, heads):
             return
-        t = cases.make_decode(case, self.heads, self.dtype, self.device)
-        args = (t.q, t.k, t.v, t.page_starts, t.seq_lens, t.page_size, AttentionOptions(self.heads.dim**-0.5))
+        t = cases.make_decode(case, heads, self.dtype, self.device)
+        args = (t.q, t.k, t.v, t.page_starts, t.seq_lens, t.page_size, AttentionOptions(heads.dim**-0.5))
         plan = self.backend.plan_decode(t.page_starts, t.seq_lens, t.page_size, max_tokens=max(case.lengths))
-        out = torch.empty_like(t.q)
+        out = t.q.new_empty(*t.q.shape[:2], t.v.shape[2])
         timing = self.timed(lambda: self.backend.decode_attention(*args, out=out, plan=plan))
         self.bandwidth(
-            case.name, timing, t.kv_bytes, "read_gb_per_s", bar=case.bar, against=case.against, bar_time=case.bar_time
+            name, timing, t.kv_bytes, "read_gb_per_s", bar=case.bar, against=case.against, bar_time=case.bar_time
         )
 
     def decode_by_sdpa(self, batch: int, context: int) -> None:
