@@ -86,12 +86,12 @@ def test_a_gpu_is_asked_for_all_ways_and_a_cpu_for_those_without_graphs():
 def test_each_way_has_a_process_of_its_own_and_reads_the_answers_that_the_plan_wrote(problem, tmp_path, monkeypatch):
     answers = problem[1]
     monkeypatch.setattr(check_tokens, "make_problem", lambda folder: answers)
-    monkeypatch.setattr(check_tokens, "POOL_SLOTS", POOL)
+    monkeypatch.setitem(check_tokens.MODELS, "plain", (check_tokens.MODEL, POOL))
     part, other = (TokenChecks(Namespace(device="cpu", scratch=tmp_path, own=[])) for _ in range(2))
     plan = part.plan()
     assert [case.name for case in plan] == [way.name for way in ways("cpu")]
     assert {case.group for case in plan} == {None}
-    told = json.loads((tmp_path / "tokens-model" / "answers.json").read_text())
+    told = json.loads((tmp_path / "tokens-llama" / "answers.json").read_text())
     assert {tuple(prompt): tokens for prompt, tokens in told} == answers
     good = PartReport(tmp_path / "part.json", 600.0)
     other.run(plan[0].name, good)
@@ -100,7 +100,7 @@ def test_each_way_has_a_process_of_its_own_and_reads_the_answers_that_the_plan_w
     assert good.data["headline"].startswith("1 of 4 ways") and not good.data["failures"]
     assert good.data["tables"][0]["rows"][0][:2] == [plan[0].name, "passed"]
     told[0][1][-1] += 1
-    (tmp_path / "tokens-model" / "answers.json").write_text(json.dumps(told))
+    (tmp_path / "tokens-llama" / "answers.json").write_text(json.dumps(told))
     report = Report(600.0)
     other.run(plan[0].name, report)
     assert "differs from generate" in report.data["failures"][0]["reason"]
