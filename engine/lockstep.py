@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 PROTOCOL = 2
 OPTIONS = ("n", "best_of", "beam_width")
 """Of a request: those of ``SamplingParams`` that say how many sequences it draws and returns."""
-_OF_THE_WEIGHTS = ("model", "load_format", "seed", "dtype", "device", "kernel_backend", "torch_compile")
+_OF_THE_WEIGHTS = ("model", "load_format", "seed", "dtype", "device", "latent_kv", "kernel_backend", "torch_compile")
 
 
 @dataclass

@@ -72,7 +72,7 @@ class TritonBackend(TorchBackend):
         if latent and kv_cache_dtype == INT4.name:
             raise ValueError(
                 "the triton kernel backend cannot read V from latent rows in int4: use kv_cache_dtype "
-                "int8_per_token_head or fp8_e4m3, or latent_kv false"
+                "int8_per_token_head or fp8_e4m3"
             )
         if not latent and num_heads // num_kv_heads > MAX_GROUP:
             raise ValueError(

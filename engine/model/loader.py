@@ -154,7 +154,8 @@ class Support:
                 latent=layer.latent,
             )
         except ValueError as error:
-            raise ValueError(f"model {self.model!r} cannot be served: {error}") from error
+            otherwise = ", or latent_kv false" if layer.latent else ""
+            raise ValueError(f"model {self.model!r} cannot be served: {error}{otherwise}") from error
 
 
 def _pick_device(config: EngineConfig) -> torch.device:

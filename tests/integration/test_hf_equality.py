@@ -81,10 +81,10 @@ def expected(root):
 
 
 def engine_for(root: str, family: str = "llama", backend: str = "auto", chunked: bool = True, **settings) -> Engine:
-    folder = model_folder(root, family)
+    folder, latent_kv = model_folder(root, family), settings.get("latent_kv", True)
     batch = {"max_num_batched_tokens": 24 if chunked else MAX_LEN, "enable_chunked_prefill": chunked}
     sizes = {"max_model_len": MAX_LEN, "max_num_seqs": len(PROMPTS)}
-    return make_engine(loaded(folder, backend), folder, **sizes, **batch, **settings)
+    return make_engine(loaded(folder, backend, latent_kv), folder, **sizes, **batch, **settings)
 
 
 def requests(priority: int = 0, names=tuple(PROMPTS)) -> list[Request]:
@@ -267,6 +267,35 @@ def test_rings_of_contiguous_windows(root, expected, family, reservation):
     )
     assert 64 in engine.capacity.page_sizes
     assert Run(engine, requests()).tokens() == expected(family)
+
+
+CONTIGUOUS = {"layout": "contiguous", "reservation": "oracle", "scheduling_policy": "priority"}
+
+
+@pytest.mark.parametrize(
+    ("family", "latent_kv", "layout", "chunked", "caching", "preemption", "overlap"),
+    [
+        ("deepseek_v3", True, 1, True, True, "recompute", False), ("deepseek_v3", True, 7, True, False, "swap", True),
+        ("deepseek_v3", True, 16, True, True, "swap-small", False), ("deepseek_v2", True, 7, False, True, "swap", True),
+        ("deepseek_v3", True, "slab", False, True, "swap", False), ("deepseek_v3", False, 7, True, True, "swap", False),
+        *(full(*one) for one in itertools.product(
+            ("deepseek_v2", "deepseek_v3"), (True, False), (1, 7, 16, "slab"), (True, False), (True,),
+            ("recompute", "swap"), (True, False))),
+    ],
+)  # fmt: skip
+def test_latent_rows(root, expected, family, latent_kv, layout, chunked, caching, preemption, overlap):
+    """A row for all heads or K and V of every head, twice, so that parts come from the cache."""
+    paged = layout != "slab"
+    where = {"page_size": layout, "enable_prefix_caching": caching} if paged else CONTIGUOUS
+    settings = {"latent_kv": latent_kv, "async_scheduling": overlap, **where, **preempting(preemption, 32)}
+    engine = engine_for(root, family, chunked=chunked, slots=128 if paged else 2 * MAX_LEN, **settings)
+    assert engine.capacity.bytes_per_slot == 2 * 4 * ((32 + 16) if latent_kv else 4 * (12 + 16 + 20))
+    later = {} if paged else {9: requests(priority=0, names=tuple(PROMPTS)[5:])}
+    first = requests(priority=1, names=tuple(PROMPTS)[: None if paged else 5])
+    for order in (first, first[::-1]):
+        assert Run(engine, order, later).tokens() == expected(family)
+    assert_preempted(engine, preemption)
+    assert (engine.stats().prefix_cache_hits > 0) == (caching and paged)
 
 
 @pytest.mark.parametrize("family", ["gemma2", *map(full, sorted(set(FAMILIES) - {"gemma2"}))])

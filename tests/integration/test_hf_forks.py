@@ -45,7 +45,8 @@ PROMPTS = _prompts()
 
 def engine_for(folder: str, slots: int, **settings) -> Engine:
     sizes = {"max_model_len": MAX_LEN, "max_num_seqs": 16, "max_num_batched_tokens": 24}
-    return make_engine(loaded(folder), folder, slots=slots, **{**sizes, **settings})
+    model = loaded(folder, latent_kv=settings.get("latent_kv", True))
+    return make_engine(model, folder, slots=slots, **{**sizes, **settings})
 
 
 def requests(params: SamplingParams, names=tuple(PROMPTS), **rest) -> list[Request]:
@@ -246,3 +247,22 @@ def test_beams_of_layers_with_windows(tmp_path_factory, family, settings):
     assert_beams(Run(engine, requests(params)), folder, params)
     assert engine.stats().forks > 0 < engine.stats().num_preemptions
     assert (engine.stats().counters.copied_pages > 0) == (settings.get("page_size") in (7, 16))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"page_size": 7, "enable_prefix_caching": True, "async_scheduling": True}, {"layout": "contiguous"},
+     {"page_size": 16, "preemption_mode": "swap", "swap_slots": 64},
+     full({"page_size": 7, "latent_kv": False})],
+)  # fmt: skip
+def test_forks_and_beams_of_latent_rows(tmp_path_factory, settings):
+    """A copy on write moves one row a token, which is K and V of all heads."""
+    folder = model_folder(str(tmp_path_factory.mktemp("latent")), "deepseek_v3")
+    engine = engine_for(folder, 3 * MAX_LEN if settings.get("layout") else TIGHT, **settings)
+    params = beam_params(4, 4, ())
+    assert_beams(Run(engine, requests(params)), folder, params)
+    assert engine.stats().forks > 0 < engine.stats().num_preemptions
+    sampled = replace(SAMPLED, seed=40)
+    run = Run(engine, requests(replace(sampled, n=3)))
+    assert {name: run.family(name) for name in PROMPTS} == separate(folder, sampled, 3)
+    assert engine.stats().counters.copied_slots > 0

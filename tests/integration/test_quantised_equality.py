@@ -19,7 +19,10 @@ import torch
 
 from kvbench_engine.config import EngineConfig
 from kvbench_engine.engine import Engine
+from kvbench_engine.model.attention import NAME
+from kvbench_engine.model.latent import fold_latent
 from kvbench_engine.model.loader import LoadedModel, load_model
+from kvbench_engine.model.support_check import measure_kv
 from kvbench_engine.sequence import Request, SamplingParams
 from kvbench_kernels.kv_formats import KV_FORMATS
 from kvbench_kernels.quantized import QuantizedKV
@@ -60,11 +63,19 @@ def folder(tmp_path_factory) -> Iterator[str]:
         yield model_folder(str(tmp_path_factory.mktemp("models")))
 
 
+@pytest.fixture(scope="module")
+def latent_folder(tmp_path_factory) -> Iterator[str]:
+    with one_thread():
+        yield model_folder(str(tmp_path_factory.mktemp("latent")), "deepseek_v3")
+
+
 @cache
 def in_float64(folder: str) -> LoadedModel:
-    model = load_model(EngineConfig(model=folder, kernel_backend="torch", device="cpu"))
-    shape = replace(model.kv_shape, dtype_bytes=8)
-    return replace(model, model=model.model.double(), dtype=torch.float64, kv_shape=shape)
+    loaded = load_model(EngineConfig(model=folder, kernel_backend="torch", device="cpu", latent_kv=False))
+    model = loaded.model.double()
+    fold_latent(model, NAME)  # now, because it reads the weights where they lie
+    shape, _ = measure_kv(model, 8)
+    return replace(loaded, model=model, dtype=torch.float64, kv_shape=shape)
 
 
 def engine_for(model: LoadedModel, folder: str, kv_format: str, **settings) -> Engine:
@@ -131,6 +142,26 @@ def test_quantised_cached_preempted_on_a_full_pool(folder, kv_format, page_size,
     assert_everything_met(engine, preemption)
 
 
+@pytest.mark.parametrize(
+    ("kv_format", "page_size", "preemption"),
+    [("int8_per_token_head", 7, "swap-small"), ("fp8_e4m3", 1, "recompute"), ("int4_per_token_head", 16, "swap"),
+     *(full(name, 7, how) for name in KV_FORMATS for how in PREEMPTION)],
+)  # fmt: skip
+def test_quantised_latent_rows_cached_preempted_on_a_full_pool(latent_folder, kv_format, page_size, preemption):
+    """One row a token with at most one scale: as in the tests of K and V, and forks that copy it."""
+    expected = undisturbed(latent_folder, kv_format)
+    engine = tight_engine(latent_folder, kv_format, page_size, preemption)
+    assert engine.executor.host.raw_tensors()[0].shape[1] == 1
+    for order in (requests(), requests()[::-1]):
+        assert Run(engine, order).tokens() == expected
+    assert_everything_met(engine, preemption)
+    run = Run(engine, requests(replace(SAMPLED, n=2)))
+    for index in range(2):
+        params = replace(SAMPLED, seed=SAMPLED.seed + index)
+        assert run.tokens(index) == undisturbed(latent_folder, kv_format, params)
+    assert sum(undisturbed(latent_folder, "auto")[name] != expected[name] for name in PROMPTS) >= 3
+
+
 @pytest.mark.parametrize(("kv_format", "preemption"), ring(zip(KV_FORMATS, ["recompute", "swap"] * 2, strict=True)))
 def test_quantised_forks_on_a_full_pool(folder, kv_format, preemption):
     """A copy on write copies codes and scales: each sibling is what a request of its own with seed + i is."""
@@ -190,6 +221,15 @@ def undisturbed_float32(folder: str, kv_format: str) -> dict[str, list[int]]:
 )
 def test_the_float32_kernels_under_the_same_pressure(folder, kv_format, page_size, preemption):
     """vllm#50702 and vllm#50749 once more, through the CPU kernels and float32 models that are really served."""
+    check_float32_kernels(folder, kv_format, page_size, preemption)
+
+
+@pytest.mark.parametrize(("kv_format", "preemption"), ring(zip(KV_FORMATS, ["recompute", "swap"] * 2, strict=True)))
+def test_the_float32_kernels_on_latent_rows(latent_folder, kv_format, preemption):
+    check_float32_kernels(latent_folder, kv_format, 7, preemption)
+
+
+def check_float32_kernels(folder: str, kv_format: str, page_size: int, preemption: str) -> None:
     decided = undisturbed_float32(folder, kv_format)
     settings = {"slots": TIGHT, "page_size": page_size, "enable_prefix_caching": True, **preempting(preemption, 32)}
     engine = engine_for(loaded(folder), folder, kv_format, **settings)

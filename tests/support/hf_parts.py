@@ -40,6 +40,10 @@ COMMON = {
     "eos_token_id": EOS,
     "pad_token_id": 0,
 }
+LATENT = {  # attention of latent rows (MLA), every size different; experts, which rounding may switch, are elsewhere
+    "num_key_value_heads": 4, "head_dim": 16, "q_lora_rank": None, "kv_lora_rank": 32, "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 12, "v_head_dim": 20, "first_k_dense_replace": 2,
+}  # fmt: skip
 FAMILIES = {
     "llama": {"model_type": "llama"},
     "llama-wide": {"model_type": "llama", "head_dim": 32},  # of 32 values and more are the heads that a CPU rotates
@@ -48,6 +52,8 @@ FAMILIES = {
     "gemma2": {"model_type": "gemma2", "sliding_window": 24, "query_pre_attn_scalar": 24, "num_hidden_layers": 4},
     "gemma3": {"model_type": "gemma3_text", "head_dim": 32, "sliding_window": 24, "num_hidden_layers": 6},
     "mistral": {"model_type": "mistral", "sliding_window": 24},  # a window in every layer
+    "deepseek_v2": {"model_type": "deepseek_v2", **LATENT},
+    "deepseek_v3": {"model_type": "deepseek_v3", **LATENT, "q_lora_rank": 24, "rope_interleave": False},
 }
 PREEMPTION = ("recompute", "swap", "swap-small")  # small: part of what is swapped out is lost and recomputed
 CLEAR_GAP = 1e-3  # between the two largest logits; float32 sums in another order differ by about 1e-5 here
@@ -79,8 +85,8 @@ def oracle(folder: str) -> PreTrainedModel:
 
 
 @cache
-def loaded(folder: str, backend: str = "auto") -> LoadedModel:
-    return load_model(EngineConfig(model=folder, kernel_backend=backend, device="cpu"))
+def loaded(folder: str, backend: str = "auto", latent_kv: bool = True) -> LoadedModel:
+    return load_model(EngineConfig(model=folder, kernel_backend=backend, device="cpu", latent_kv=latent_kv))
 
 
 def greedy_outputs(

@@ -20,6 +20,9 @@ CPU = FITS | {"dtype": torch.float32, "device": "cpu"}
 CUDA = FITS | {"dtype": torch.bfloat16, "device": "cuda:0"}
 
 
+LATENT = {"num_heads": 128, "num_kv_heads": 1, "head_dim": 576, "v_head_dim": 512, "latent": True}
+
+
 def backend_called(name: str | int) -> AttentionBackend:
     """A CPU's by name, Triton's by compute capability."""
     return get_backend(name) if isinstance(name, str) else TritonBackend(lambda device: Chip(name, 100))
@@ -42,6 +45,8 @@ def test_every_kv_format_is_served(backend, kind):
         backend.check_support(**(CPU if cpu else CUDA) | {"dtype": dtype}, kv_cache_dtype=kind)
     if not cpu:
         backend.check_support(**CUDA | {"head_dim": 256, "num_heads": 512}, v_head_dim=16, kv_cache_dtype=kind)
+    if cpu or kind != "int4_per_token_head":
+        backend.check_support(**(CPU if cpu else CUDA) | LATENT, kv_cache_dtype=kind)
 
 
 @pytest.mark.parametrize(
@@ -56,6 +61,10 @@ def test_every_kv_format_is_served(backend, kind):
         ("triton", {"head_dim": 320, "device": "cuda"}, r"head dim 320 is outside 1\.\.256"),
         (90, {"head_dim": 320}, r"^head dim 320 is outside 1\.\.256, what this kernel backend serves: use the torch"),
         (90, {"v_head_dim": 512}, r"^value head dim 512 is outside 1\.\.256"),
+        (90, LATENT | {"v_head_dim": 513, "head_dim": 577}, r"^value head dim 513 is outside 1\.\.512"),
+        ("numba", LATENT | {"v_head_dim": 513, "head_dim": 577}, r"^value head dim 513 is outside 1\.\.512"),
+        (90, LATENT | {"head_dim": 512}, r"^latent row's other values 0 is outside 1\.\.512"),
+        (90, LATENT | {"kv_cache_dtype": "int4_per_token_head"}, r"latent rows in int4: use .* int8_per_token_head"),
         (90, {"num_heads": 71, "num_kv_heads": 1}, r"^71 query heads on 1 KV heads are more than the 64 per KV head"),
         (90, {"num_heads": 30}, r"^30 query heads cannot share 8 KV heads evenly"),
         (75, {}, r"needs compute capability 8\.0 or newer for bfloat16, and cannot serve cuda:0, .* 7\.5: use"),

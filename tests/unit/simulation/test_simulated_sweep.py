@@ -159,6 +159,18 @@ def test_what_cannot_be_is_one_sentence_before_anything_is_written(
     assert len(capsys.readouterr().err.strip().splitlines()) == 1 and not (tmp_path / "out").exists()
 
 
+def test_a_simulated_machine_has_no_other_kv_of_latent_attention(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A model without latent attention is simulated all the same."""
+    workload = write(tmp_path / "tiny.yaml", engine={"latent_kv": False, "max_model_len": 1024}, sweep={})
+    options = ("--simulate", "--device", "H200", "--no-report", "--only", "*c2", "--output-dir", tmp_path / "out")
+    assert kvbench("sweep", workload, *options, "--model", "DeepSeek-V2-Lite") == 2
+    (said,) = capsys.readouterr().err.strip().splitlines()
+    assert "latent_kv" in said and "DeepSeek-V2-Lite" in said and not (tmp_path / "out").exists()
+    assert kvbench("sweep", workload, *options) == 0
+
+
 @pytest.mark.parametrize(
     ("given", "kept"),
     [((), True), (("--device", "H200"), False), (("--device", "H200", "-o", "engine.kv_budget=1GiB"), True)],

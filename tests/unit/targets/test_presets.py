@@ -122,6 +122,14 @@ def test_what_a_server_cannot_do_has_a_reason_that_names_setting_and_value(prese
     assert reason.startswith(f"{PRESETS[preset].title} cannot have {name} {shown}: ") and why in reason
 
 
+@pytest.mark.parametrize("preset", PRESETS)
+def test_how_another_server_keeps_latent_attention_is_its_own(preset):
+    own = "how it keeps latent attention is its own"
+    title = PRESETS[preset].title
+    assert f"{title} cannot have latent_kv false: {own}" in "".join(reasons(preset, latent_kv=False))
+    assert "latent_kv" not in "".join(reasons(preset, latent_kv=True))
+
+
 def test_a_device_that_is_left_open_is_the_cpu_where_there_is_no_gpu(monkeypatch):
     for profile, refused in (("cpu", True), ("gpu", False)):
         monkeypatch.setattr("kvbench.workload.file.default_profile", lambda profile=profile: profile)
