@@ -183,7 +183,7 @@ def test_a_graph_of_a_padded_batch_writes_nobody_s_kv():
         model = make_model("llama")
         fuse(model)
     plain, graphed = (ModelForward(model, host_of(model, True)) for _ in range(2))
-    sizes, tables = GraphSizes((4,), (8,)), torch.zeros(4, 1, dtype=torch.int64)
+    sizes, tables = GraphSizes((4,), (8,)), torch.zeros(1, 4, 1, dtype=torch.int64)
     assert graphed.capture_graphs(sizes, tables, 3, FakeCapture(graphed.host, None, False))
     clean = [t.clone() for t in graphed.host.raw_tensors()]
     step = decodes(3, 2)
