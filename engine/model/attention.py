@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,15 +18,16 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from kvbench_engine.kv.budget import KVShape, LayerKV
 from kvbench_engine.kv.groups import KVGroup, largest
-from kvbench_engine.model.latent import FOLDED
 from kvbench_kernels.api import AttentionBackend, AttentionOptions, KVCache, KVPair, PrefillBatch
 from kvbench_kernels.cpu_memory import cache_zeros
 from kvbench_kernels.kv_formats import find_format
 from kvbench_kernels.quantized import QuantizedKV, count_saturated, first_values, raw_tensors, shares_rows
+from kvbench_kernels.reference import token_slots
 
 NAME = "kvbench"
 HOST = "_kvbench_host"
 FUSION = "_kvbench_fusion"  # on a model whose modules have forwards of fewer kernels, see model.fused_layers
+FOLDED = "_kvbench_folded"  # on an attention module whose latent rows are kept, see model.latent
 PACKED = "_kvbench_packed"  # on a model whose linear layers are packed, see kvbench_engine.model.cpu_layers
 
 
@@ -61,6 +62,22 @@ class StepTensors:
         count, none = len(slots), slots[:0]
         ends = slots.new_tensor([0, count])
         return cls(0, slots[None], page_starts[None, :0], none, page_starts[None], ends[1:], ends, 0, count, count)
+
+
+@dataclass(frozen=True)
+class PromptRuns:
+    """The prompts of a step in one run, sequence after sequence, in place of pages.
+
+    ``num_decodes``: tokens of the step before them. ``slots [S]``: of their tokens in the cache. ``queries``, ``keys``:
+    tokens to compute and tokens in all, by sequence.
+    """
+
+    num_decodes: int
+    slots: torch.Tensor
+    batch: PrefillBatch
+    plan: Any
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
 
 
 class AttentionHost:
@@ -102,6 +119,7 @@ class AttentionHost:
 
         scales = kv_scales or [(None, None)] * len(layers)
         groups = groups or (KVGroup(None, tuple(layers)),)
+        self._keeps_all = all(group.window is None for group in groups)
         self._group_of = {layer: index for index, group in enumerate(groups) for layer in group.layers}
         self._owners = largest(groups).layers  # whose memory the layers at the same place of other groups share
         owner_of = {layer: self._owners[place] for group in groups for place, layer in enumerate(group.layers)}
@@ -122,6 +140,7 @@ class AttentionHost:
         self._decode_plan: Any = None
         self._prefills: list[PrefillBatch] = []
         self._prefill_plans: list[Any] = []
+        self._runs: PromptRuns | None = None
 
     def raw_tensors(self) -> tuple[torch.Tensor, ...]:
         """Every tensor of the cache, ``[slots, ...]``, codes and scales: what copies and swaps move."""
@@ -142,7 +161,7 @@ class AttentionHost:
 
     def begin(self, step: StepTensors) -> None:
         """Prepare what all layers share."""
-        self._step = step
+        self._step, self._runs = step, None
         self._slots = step.slots.unbind(0)
         self._decode_tables = self._tables(step.decode_page_starts)
         if step.num_decodes:  # what is planned does not depend on where pages lie
@@ -196,20 +215,43 @@ class AttentionHost:
             )
         if split:
             overlap = first < split
-            decoded = self.backend.decode_attention(
-                q[:split],
-                k_cache,
-                v_cache,
-                self._decode_tables[group],
-                step.decode_seq_lens,
-                self.page_sizes[group],
-                options,
-                out=None if overlap else out[:split],
-                plan=self._decode_plan,
-            )
+            decoded = self.decode(layer, q[:split], options, None if overlap else out[:split])
             if overlap:  # each part is 0 where the other one computes
                 out[first:split].add_(decoded[first:])
         return out
+
+    def decode(
+        self, layer: int, q: torch.Tensor, options: AttentionOptions, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Attention of the step's single tokens alone, ``q [num_decodes, H, D]``."""
+        step, group = self._step, self._group_of[layer]
+        assert step is not None
+        k_cache, v_cache, table = self.k_caches[layer], self.v_caches[layer], self._decode_tables[group]
+        where = table, step.decode_seq_lens, self.page_sizes[group]
+        return self.backend.decode_attention(q, k_cache, v_cache, *where, options, out=out, plan=self._decode_plan)
+
+    def prompt_runs(self) -> PromptRuns | None:
+        """The step's prompts, to be read into one run.
+
+        None without any, where only the device knows their lengths, or where pages outside a window are freed.
+        """
+        step = self._step
+        assert step is not None
+        known = step.slots.device.type == "cpu" and step.prefills_from is None
+        if not (known and self._keeps_all and step.prefill_seq_lens.numel()):
+            return None
+        if self._runs is None:
+            prefills, lens = self._prefills[0], step.prefill_seq_lens.tolist()
+            slots = [
+                token_slots(table, 0, count, prefills.page_size)
+                for table, count in zip(prefills.page_starts, lens, strict=True)
+            ]
+            starts = step.prefill_seq_lens.cumsum(0) - step.prefill_seq_lens
+            batch = replace(prefills, page_starts=starts[:, None], page_size=max(lens))
+            plan = self.backend.plan_prefill(batch, max_queries=step.max_queries, max_tokens=step.max_prefill_tokens)
+            new = step.query_starts.diff().tolist()
+            self._runs = PromptRuns(step.num_decodes, torch.cat(slots), batch, plan, tuple(new), tuple(lens))
+        return self._runs
 
 
 def _scaled(cache: KVCache, scale: float | None) -> KVCache:
@@ -279,7 +321,7 @@ def forward(
     if folded is None:
         out = host(module.layer_idx, q, k, v, options)
     else:
-        out = folded.unfold(host(module.layer_idx, folded.absorb(q), k, v, options))
+        out = folded.attend(host, module.layer_idx, q, k, v, options)
     return out.unsqueeze(0), None
 
 

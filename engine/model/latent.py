@@ -15,7 +15,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-FOLDED = "_kvbench_folded"  # on an attention module: its FoldedAttention
+from kvbench_engine.model.attention import FOLDED, NAME, AttentionHost, PromptRuns, ShapeRecorder
+from kvbench_kernels.api import AttentionOptions
+from kvbench_kernels.reference import load_rows
+
 _SIZES = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
 
 
@@ -25,42 +28,75 @@ class FoldedAttention:
     ``kv_b_proj.weight`` is read as W_K ``[H, nope, rank]`` and W_V ``[H, v, rank]``, which are views of it.
     """
 
-    def __init__(self, module: nn.Module, own_name: str):
-        self._own_name, self._config, self._expand = own_name, module.config, module.expand_kv
-        self._nope, self._rank = module.qk_nope_head_dim, module.kv_lora_rank
+    def __init__(self, module: nn.Module):
+        self._config, self._expand = module.config, module.expand_kv
+        self._nope, self._rank, self._rope = module.qk_nope_head_dim, module.kv_lora_rank, module.qk_rope_head_dim
+        self._v = module.v_head_dim
         weight = module.kv_b_proj.weight.view(-1, self._nope + module.v_head_dim, self._rank)
         self._keys, self._values = weight.split([self._nope, module.v_head_dim], dim=1)
         module.expand_kv = self.expand_kv
-
-    @property
-    def active(self) -> bool:
-        """Tests whether our attention serves the model, rather than one of transformers' own."""
-        return self._config._attn_implementation == self._own_name
 
     def expand_kv(self, latent: torch.Tensor, k_rope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Joins ``latent [1, 1, T, rank]`` and ``k_rope [1, 1, T, rope]`` to K ``[1, 1, T, rank + rope]``.
 
         V is the first ``rank`` numbers of K, in the same memory.
         """
-        if not self.active:
+        if self._config._attn_implementation != NAME:
             return self._expand(latent, k_rope)
         row = torch.cat((latent, k_rope), dim=-1)
         return row, row[..., : self._rank]
 
-    def absorb(self, q: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self,
+        host: AttentionHost | ShapeRecorder,
+        layer: int,
+        q: torch.Tensor,
+        row: torch.Tensor,
+        v: torch.Tensor,
+        options: AttentionOptions,
+    ) -> torch.Tensor:
+        """Attention of ``q [T, H, nope + rope]``, with ``row [T, 1, rank + rope]`` stored first -> ``[T, H, v]``.
+
+        Prompts get K and V of every head for the time of the call, where that is less arithmetic and the host knows the
+        lengths (on a CPU: 2,048 tokens in chunks of 512 then take 1.2 times as long as without latent rows, not 1.6).
+        """
+        runs = host.prompt_runs() if isinstance(host, AttentionHost) else None
+        if runs is None or not self._should_unfold(runs):
+            return self._unfold(host(layer, self._absorb(q), row, v, options))
+        host.backend.write_kv(row, v, *host.destination(layer))
+        split, out = runs.num_decodes, q.new_empty(*q.shape[:2], self._v)
+        if split:
+            out[:split] = self._unfold(host.decode(layer, self._absorb(q[:split]), options))
+        rows = load_rows(host.k_caches[layer], runs.slots).to(q.dtype)
+        k, v = self._expand(*rows[None].transpose(1, 2).split([self._rank, self._rope], dim=-1))
+        cache = k[0].transpose(0, 1), v[0].transpose(0, 1)
+        host.backend.prefill_attention(q[split:], *cache, runs.batch, options, out=out[split:], plan=runs.plan)
+        return out
+
+    def _should_unfold(self, runs: PromptRuns) -> bool:
+        """Tests whether K and V of every head take less arithmetic than the rows.
+
+        A product with W_K and W_V is taken of each key then, else of each query; but a pair of a query and a key costs
+        about three times as much with the rows.
+        """
+        product, saved = self._rank * (self._nope + self._v), 2 * self._rank - self._nope - self._v
+        pairs = sum(new * (count - new / 2) for new, count in zip(runs.queries, runs.keys, strict=True))
+        return product * (sum(runs.keys) - sum(runs.queries)) < saved * pairs
+
+    def _absorb(self, q: torch.Tensor) -> torch.Tensor:
         """Multiplies the queries ``[T, H, nope + rope]`` by W_K: ``[T, H, rank + rope]``."""
         absorbed = torch.bmm(q[..., : self._nope].transpose(0, 1), self._keys)
         return torch.cat((absorbed.transpose(0, 1), q[..., self._nope :]), dim=-1)
 
-    def unfold(self, mixed: torch.Tensor) -> torch.Tensor:
+    def _unfold(self, mixed: torch.Tensor) -> torch.Tensor:
         """Multiplies attention's result ``[T, H, rank]`` by W_V: ``[T, H, v]``."""
         return torch.bmm(mixed[..., : self._rank].transpose(0, 1), self._values.transpose(1, 2)).transpose(0, 1)
 
 
-def fold_latent(model: PreTrainedModel, own_name: str) -> None:
-    """Folds every attention module that can be. ``own_name``: the name of our attention."""
+def fold_latent(model: PreTrainedModel) -> None:
+    """Folds every attention module that can be."""
     for module in filter(_can_fold, model.modules()):
-        setattr(module, FOLDED, FoldedAttention(module, own_name))
+        setattr(module, FOLDED, FoldedAttention(module))
 
 
 def unfold_latent(model: PreTrainedModel) -> None:

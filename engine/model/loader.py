@@ -17,7 +17,7 @@ from transformers.utils import logging as hf_logging
 
 from kvbench_engine.config import EngineConfig
 from kvbench_engine.kv.budget import KVShape, LayerKV
-from kvbench_engine.model.attention import FUSION, NAME, PACKED
+from kvbench_engine.model.attention import FUSION, PACKED
 from kvbench_engine.model.compiler import check_compiler, first_sentence
 from kvbench_engine.model.latent import can_fold, fold_latent, unfold_latent
 from kvbench_engine.model.spec import DTYPE_BYTES, NEEDS_CODE, ModelInfo, ModelSpec, find_model, uses_random_weights
@@ -78,7 +78,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
     check_family(model)
     has_latent = can_fold(model)
     if config.latent_kv:
-        fold_latent(model, NAME)
+        fold_latent(model)
     try:
         kv_shape, query_heads = _check_attention(model, support)
     except ValueError as error:

@@ -19,7 +19,6 @@ import torch
 
 from kvbench_engine.config import EngineConfig
 from kvbench_engine.engine import Engine
-from kvbench_engine.model.attention import NAME
 from kvbench_engine.model.latent import fold_latent
 from kvbench_engine.model.loader import LoadedModel, load_model
 from kvbench_engine.model.support_check import measure_kv
@@ -73,7 +72,7 @@ def latent_folder(tmp_path_factory) -> Iterator[str]:
 def in_float64(folder: str) -> LoadedModel:
     loaded = load_model(EngineConfig(model=folder, kernel_backend="torch", device="cpu", latent_kv=False))
     model = loaded.model.double()
-    fold_latent(model, NAME)  # now, because it reads the weights where they lie
+    fold_latent(model)  # now, because it reads the weights where they lie
     shape, _ = measure_kv(model, 8)
     return replace(loaded, model=model, dtype=torch.float64, kv_shape=shape)
 
