@@ -237,8 +237,8 @@ class AttentionHost:
         """
         step = self._step
         assert step is not None
-        known = step.slots.device.type == "cpu" and step.prefills_from is None
-        if not (known and self._keeps_all and step.prefill_seq_lens.numel()):
+        lengths_known = step.slots.device.type == "cpu" and step.prefills_from is None
+        if not (lengths_known and self._keeps_all and step.prefill_seq_lens.numel()):
             return None
         if self._runs is None:
             prefills, lens = self._prefills[0], step.prefill_seq_lens.tolist()
