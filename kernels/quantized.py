@@ -142,8 +142,8 @@ def _unpack(packed: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def shares_rows(k: torch.Tensor | QuantizedKV, v: torch.Tensor | QuantizedKV) -> bool:
-    """Tests whether V is the first values of K's rows, as in the rows of latent attention (MLA)."""
-    return raw_tensors(k)[0].data_ptr() == raw_tensors(v)[0].data_ptr()
+    """Tests whether V is the first values of K's one head, in its memory, as in rows of latent attention (MLA)."""
+    return k.shape[1] == 1 and raw_tensors(k)[0].data_ptr() == raw_tensors(v)[0].data_ptr()
 
 
 def first_values(cache: torch.Tensor | QuantizedKV, count: int) -> torch.Tensor | QuantizedKV:
