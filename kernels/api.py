@@ -10,6 +10,7 @@ import torch
 from kvbench_kernels.quantized import QuantizedKV
 
 KVCache = torch.Tensor | QuantizedKV  # one side of one layer
+MAX_ROPE_DIM = 128  # values of a latent row beside those that are V
 KVPair = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -155,12 +156,14 @@ def check_heads(
             f"{num_heads} query heads cannot share {num_kv_heads} KV heads evenly: "
             "the number of query heads must be a multiple of the number of KV heads"
         )
-    k_dim = ("latent row's other values", head_dim - v_head_dim) if latent else ("head dim", head_dim)
-    for label, dim in (k_dim, ("value head dim", v_head_dim)):
-        if not 1 <= dim <= max_head_dim:
+    rest = ("latent row's other values", head_dim - v_head_dim, MAX_ROPE_DIM)
+    of_k = rest if latent else ("head dim", head_dim, max_head_dim)
+    for label, dim, limit in (of_k, ("value head dim", v_head_dim, max_head_dim)):
+        if not 1 <= dim <= limit:
+            otherwise = ", or latent_kv false" if latent else ""
             raise ValueError(
-                f"{label} {dim} is outside 1..{max_head_dim}, what this kernel backend serves: "
-                "use the torch backend for this model"
+                f"{label} {dim} is outside 1..{limit}, what this kernel backend serves: use the torch backend for this "
+                f"model{otherwise}"
             )
 
 

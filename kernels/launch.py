@@ -77,7 +77,7 @@ class KernelShape:
 
     @property
     def num_groups(self) -> int:
-        """The number of such groups: KV heads, unless the rows are latent."""
+        """The number of programs that share a token's place: one a KV head, or one a group of a latent row's heads."""
         return cdiv(self.num_heads, self.group)
 
     @property

@@ -142,12 +142,19 @@ def _unpack(packed: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def shares_rows(k: torch.Tensor | QuantizedKV, v: torch.Tensor | QuantizedKV) -> bool:
-    """Tests whether V is the first values of K's one head, in its memory, as in rows of latent attention (MLA)."""
-    return k.shape[1] == 1 and raw_tensors(k)[0].data_ptr() == raw_tensors(v)[0].data_ptr()
+    """Tests whether V is the first values of K, in its memory, as in latent rows (MLA). Those have one head.
+
+    In int4 V is all values, see ``first_values``.
+    """
+    shorter = v.shape[2] < k.shape[2] or (isinstance(k, QuantizedKV) and k.format == INT4)
+    return k.shape[1] == 1 and shorter and raw_tensors(k)[0].data_ptr() == raw_tensors(v)[0].data_ptr()
 
 
 def first_values(cache: torch.Tensor | QuantizedKV, count: int) -> torch.Tensor | QuantizedKV:
-    """The first ``count`` values of each row of ``cache``, in its memory; of int4, whose bytes mix them, all values."""
+    """Returns the first ``count`` values of each row of ``cache``, in its memory.
+
+    int4 packs the values i and i + dim / 2 into a byte: there it is the whole row.
+    """
     if isinstance(cache, torch.Tensor):
         return cache[..., :count]
     if cache.format == INT4:

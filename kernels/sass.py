@@ -59,7 +59,7 @@ class Loop:
     conversions at a quarter of the rate; ``cp_async_16``: copies of 16 bytes into shared memory; ``mma``: "HMMA",
     "HGMMA" or "none"; ``warps``: of a multiprocessor at a time; ``memory_cycles``, ``issue_cycles``: of a tile and
     multiprocessor, if only the memory or only issuing took time; ``bandwidth_share``: of the data sheet's peak that a
-    decode draws then, None for prefill, where every tile serves many queries."""
+    decode draws then. None for prefill and latent rows, where every tile serves many queries."""
 
     instructions: int
     lds_u8: int
@@ -140,7 +140,7 @@ def describe(variant: Variant, listing: str, taken: Resources) -> Loop:
         warps=blocks * num_warps,
         memory_cycles=round(memory),
         issue_cycles=round(issue),
-        bandwidth_share=round(share, 3) if variant.name.startswith("decode") else None,
+        bandwidth_share=round(share, 3) if variant.name.startswith("decode") and "latent" not in variant.name else None,
     )
 
 

@@ -69,11 +69,6 @@ class TritonBackend(TorchBackend):
         device = torch.device(device)
         most = MAX_LATENT_DIM if latent else MAX_HEAD_DIM
         check_heads(num_heads, num_kv_heads, head_dim, v_head_dim or head_dim, most, latent)
-        if latent and kv_cache_dtype == INT4.name:
-            raise ValueError(
-                "the triton kernel backend cannot read V from latent rows in int4: use kv_cache_dtype "
-                "int8_per_token_head or fp8_e4m3"
-            )
         if not latent and num_heads // num_kv_heads > MAX_GROUP:
             raise ValueError(
                 f"{num_heads} query heads on {num_kv_heads} KV heads are more than the {MAX_GROUP} per KV head that "
@@ -85,6 +80,13 @@ class TritonBackend(TorchBackend):
             )
         if device.type != "cuda" and not knobs.runtime.interpret:
             raise ValueError(f"the triton kernel backend needs a CUDA device, not {device}: use kernel_backend auto")
+        odd = kv_cache_dtype != "auto" and (head_dim % 2 or (v_head_dim or 0) % 2)
+        if latent and (kv_cache_dtype == INT4.name or odd):
+            raise ValueError(
+                f"the triton kernel backend cannot read latent rows of {v_head_dim} and {head_dim - (v_head_dim or 0)} "
+                f"values in {kv_cache_dtype}: use kv_cache_dtype auto, for even sizes int8_per_token_head or fp8_e4m3, "
+                "or latent_kv false"
+            )
         arch = self._chip_of(device).arch
         capability = f"{device}, of compute capability {arch // 10}.{arch % 10}"
         if arch < OLDEST_ARCH:

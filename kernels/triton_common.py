@@ -103,15 +103,8 @@ def load_columns(rows, in_range, MASKED: tl.constexpr, USED: tl.constexpr, PAD: 
 
 
 @triton.jit
-def score_tile(
-    q, k, k_scales, score_scale, softcap,
-    HAS_SOFTCAP: tl.constexpr, KIND: tl.constexpr, FP8_HARDWARE: tl.constexpr,
-):  # fmt: skip
-    """Computes the scores [M, N] of a query's parts q and the tile k, in units of log 2.
-
-    With a softcap c, ``softcap`` is c * log2(e), and ``score_scale`` (see ``query_parts``) has the factor
-    2 * log2(e) / c: c * tanh(x / c) = c - 2c / (1 + exp(2x / c)).
-    """
+def score_tile(q, k, k_scales, score_scale, KIND: tl.constexpr, FP8_HARDWARE: tl.constexpr):
+    """Computes the scores [M, N] of a query's parts q and the tile k. They are in units of log 2, without a softcap."""
     k_parts = unpack_keys(tl.trans(k), q[0].dtype, KIND, FP8_HARDWARE)
     s = tl.dot(q[0], k_parts[0], input_precision="ieee")
     if KIND != "auto":
@@ -122,8 +115,6 @@ def score_tile(
     s = s * score_scale[0]
     if is_integer(KIND):
         s = (s + score_scale[1]) * k_scales[None, :]
-    if HAS_SOFTCAP:
-        s = softcap - 2 * softcap / (1 + tl.exp2(s))
     return s
 
 
@@ -192,6 +183,8 @@ def attend_tiles(
     """Fold the tiles from tiles[0] to before tiles[1] into ``state`` = (acc, top, total).
 
     The page table is read one tile ahead. Only MASKED tiles ask which tokens exist and which of them each row sees.
+    With a softcap c, ``softcap`` is c * log2(e), and ``score_scale`` (see ``query_parts``) has the factor
+    2 * log2(e) / c: c * tanh(x / c) = c - 2c / (1 + exp(2x / c)).
     """
     q, q_rope = queries
     acc, top, total = state
@@ -215,9 +208,11 @@ def attend_tiles(
             scale_at = slots.to(tl.int64) * KV_HEADS
             k_scale = tl.load(k_scales + scale_at, mask=in_range if MASKED else None)
             v_scale = k_scale if ROPE > 0 else tl.load(v_scales + scale_at, mask=in_range if MASKED else None)
-        s = score_tile(q, k, k_scale, score_scale[0], softcap, HAS_SOFTCAP, KIND, FP8_HARDWARE)
+        s = score_tile(q, k, k_scale, score_scale[0], KIND, FP8_HARDWARE)
         if ROPE > 0:
-            s += score_tile(q_rope, k_rope, k_scale, score_scale[1], softcap, False, KIND, FP8_HARDWARE)
+            s += score_tile(q_rope, k_rope, k_scale, score_scale[1], KIND, FP8_HARDWARE)
+        if HAS_SOFTCAP:
+            s = softcap - 2 * softcap / (1 + tl.exp2(s))
         if MASKED:
             visible = in_range[None, :] & (tokens[None, :] <= position[:, None])
             if WINDOW > 0:

@@ -37,7 +37,7 @@ def decode_kernel(
     work_ptr,  # the table of kvbench_kernels.triton_plan, read if SPLIT
     parts_ptr,  # float32 [items, H, Dv]: of pieces, written if SPLIT
     lse_ptr,  # float32 [items, H], likewise
-    arrived_ptr,  # int32 [B, Hkv] zeros, pieces that have ended, used and left as zeros if SPLIT
+    arrived_ptr,  # int32 [B, groups of query heads] zeros, pieces that have ended, used and left as zeros if SPLIT
     score_scale, softcap, v_scale,
     q_stride, q_head_stride, k_stride, v_stride, pages_stride,
     PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,
@@ -48,8 +48,8 @@ def decode_kernel(
     KIND: tl.constexpr, FP8_HARDWARE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_earlier(PDL)
-    KV_HEADS: tl.constexpr = (HEADS + GROUP - 1) // GROUP
-    ROWS: tl.constexpr = 1 if ROPE > 0 else KV_HEADS  # a token has in the cache
+    KV_HEADS: tl.constexpr = (HEADS + GROUP - 1) // GROUP  # or groups of the heads that share a latent row
+    ROWS: tl.constexpr = 1 if ROPE > 0 else KV_HEADS  # of a token in the cache
     kv_head = tl.program_id(0) % KV_HEADS
     item = tl.program_id(0) // KV_HEADS
     if SPLIT:

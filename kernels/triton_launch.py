@@ -135,7 +135,7 @@ class Attention:
     ) -> None:
         self.q, self.out, self.page_starts, self.options, self.chip = q, out, page_starts, options, chip
         self.k, self.v = side_of(k_cache), side_of(v_cache)
-        kind, latent = kind_of(k_cache), shares_rows(k_cache, v_cache) and v_cache.shape[2] < k_cache.shape[2]
+        kind, latent = kind_of(k_cache), shares_rows(k_cache, v_cache)
         if not out.is_contiguous():
             raise ValueError(f"out {tuple(out.shape)} with strides {out.stride()} must be contiguous")
         self.shape = KernelShape(

@@ -70,8 +70,8 @@ def prefill_kernel(
 ):  # fmt: skip
     wait_for_earlier(PDL)
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
-    KV_HEADS: tl.constexpr = (HEADS + GROUP - 1) // GROUP
-    ROWS: tl.constexpr = 1 if ROPE > 0 else KV_HEADS  # a token has in the cache
+    KV_HEADS: tl.constexpr = (HEADS + GROUP - 1) // GROUP  # or groups of the heads that share a latent row
+    ROWS: tl.constexpr = 1 if ROPE > 0 else KV_HEADS  # of a token in the cache
     kv_head = tl.program_id(0) % KV_HEADS
     # The last block of a sequence has the most keys: it starts first, so that the short ones fill the end.
     block = (tl.num_programs(0) - 1 - tl.program_id(0)) // KV_HEADS

@@ -1,4 +1,4 @@
-"""Part ``memcheck``: six kernel cases under compute-sanitizer's memcheck, where that tool is there.
+"""Part ``memcheck``: kernel cases under compute-sanitizer's memcheck, where that tool is there.
 
 The processes run under the tool (``--wrapper``). Each tensor has an allocation of its own, since an access beyond one
 tensor that ends in another of torch's cached blocks would go unseen. Lengths are those of the tiny cases: everything is
@@ -17,7 +17,7 @@ from ci.gpu.check_kernels import keep, run_case
 from ci.gpu.kernel_problems import CONTIGUOUS, KernelProblem
 from ci.gpu.part import Planned, Report
 
-SIX = (
+CASES_CHECKED = (
     KernelProblem(tiny=True),
     KernelProblem(tiny=True, kv="fp8_e4m3"),
     KernelProblem(tiny=True, kv="int4_per_token_head", page_size=7),
@@ -29,20 +29,20 @@ SIX = (
 
 
 class MemCheck:
-    """The six cases, in one process as long as none goes wrong."""
+    """A few cases, in one process as long as none goes wrong."""
 
     workers = 1
 
     def __init__(self, args: Any):
         self.device = args.device
-        self._cases = {case.name: case for case in SIX}
+        self._cases = {case.name: case for case in CASES_CHECKED}
         if args.device == "cpu":
             import torch
 
             self._cases = {name: replace(case, dtype=torch.float32) for name, case in self._cases.items()}
 
     def plan(self) -> list[Planned]:
-        """Lists the six cases."""
+        """Lists the cases."""
         return [Planned(name) for name in self._cases]
 
     def run(self, name: str, report: Report) -> None:

@@ -97,7 +97,7 @@ PARTS = (
         result="kernels.json",
     ),
     Part(
-        "memcheck", "memcheck", "six kernel cases under compute-sanitizer", 30.0, 240.0, result="kernels.json",
+        "memcheck", "memcheck", "a few kernel cases under compute-sanitizer", 30.0, 240.0, result="kernels.json",
         wrapper=_SANITIZER,
     ),
     Part(

@@ -50,7 +50,7 @@ class KernelTimes:
         options = own.parse_args(args.own)
         if options.latent:
             self._main, self._extreme = self._latent(), {}
-        elif options.decode_from:
+        elif options.decode_from is not None:
             self._main, self._extreme = self._long(options.decode_from), {}
         else:
             self._main, self._extreme = self._todo(args.quick)
@@ -63,7 +63,8 @@ class KernelTimes:
     def _latent(self) -> dict[str, Callable[[], None]]:
         """Makes the decodes over latent rows, by name."""
         drawn = cases.latent_cases(self.tiny)
-        return {f"{case.name}, {heads.query} heads": partial(self.decode, case, heads) for heads, case in drawn}
+        names = [(f"{case.name}, {heads.query} heads", heads, case) for heads, case in drawn]
+        return {name: partial(self.decode, case, heads, name) for name, heads, case in names}
 
     def _todo(self, quick: bool) -> tuple[dict[str, Callable[[], None]], dict[str, Callable[[], None]]]:
         """Makes what is timed, by name: for a quick run, and what goes beyond."""
@@ -119,10 +120,9 @@ class KernelTimes:
         values |= {"gb_per_s": speed, "ceiling_gb_per_s": top, "ratio": speed / top if top else None}
         self.row(name, timing, bytes=moved, ceiling=ceiling, **values)
 
-    def decode(self, case: Decode, other_heads: AttentionHeads | None = None) -> None:
+    def decode(self, case: Decode, heads: AttentionHeads | None = None, name: str = "") -> None:
         """Times one layer's decode step."""
-        heads = other_heads or self.heads
-        name = case.name if other_heads is None else f"{case.name}, {heads.query} heads"
+        heads, name = heads or self.heads, name or case.name
         if not self.supports(name, case.kv, heads):
             return
         t = cases.make_decode(case, heads, self.dtype, self.device)

@@ -9,7 +9,7 @@ kwargs): each attention module has a reference to its model's ``AttentionHost``.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -66,25 +66,22 @@ class StepTensors:
 
 @dataclass(frozen=True)
 class PromptRuns:
-    """The prompts of a step in one run, sequence after sequence, in place of pages.
+    """A step's prompts laid one after another, so that attention needs no page table.
 
-    ``num_decodes``: tokens of the step before them. ``slots [S]``: of their tokens in the cache. ``queries``, ``keys``:
-    tokens to compute and tokens in all, by sequence.
+    ``num_decodes``: tokens of the step before them. ``slots [S]``: of their tokens in the cache.
     """
 
     num_decodes: int
     slots: torch.Tensor
     batch: PrefillBatch
     plan: Any
-    queries: tuple[int, ...]
-    keys: tuple[int, ...]
 
 
 class AttentionHost:
     """Holds the KV cache of all layers and computes the attention of the model's modules.
 
     ``k_caches[l]`` is ``[slots, kv_heads, head_dim]``, ``v_caches[l]`` is ``[slots, kv_heads, value_dim]``: plain
-    tensors for ``kv_cache_dtype`` "auto", else ``QuantizedKV`` of that format; of latent layers V is a view of K.
+    tensors for ``kv_cache_dtype`` "auto", else ``QuantizedKV`` of that format; a latent layer's V is a view of its K.
     ``kv_scales`` (K, V per layer, see model.kv_scales): for fp8 and only for fp8, which raises ValueError without them;
     K's serves a latent row. ``fused_layers``: whether
     modules that can do so write their KV themselves. ``groups``: the layers that have a page table together; the i-th
@@ -140,7 +137,7 @@ class AttentionHost:
         self._decode_plan: Any = None
         self._prefills: list[PrefillBatch] = []
         self._prefill_plans: list[Any] = []
-        self._runs: PromptRuns | None = None
+        self._runs: PromptRuns | bool | None = None  # of this step; False: not wanted, None: not asked yet
 
     def raw_tensors(self) -> tuple[torch.Tensor, ...]:
         """Every tensor of the cache, ``[slots, ...]``, codes and scales: what copies and swaps move."""
@@ -183,7 +180,7 @@ class AttentionHost:
     def __call__(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions
     ) -> torch.Tensor:
-        """Attention of ``q [T, H, D]`` with ``k [T, Hkv, D]`` and ``v [T, Hkv, Dv]`` stored first -> ``[T, H, Dv]``."""
+        """Computes attention of ``q [T, H, D]`` -> ``[T, H, Dv]``; ``k``, ``v [T, Hkv, D | Dv]`` are stored first."""
         self.backend.write_kv(k, v, *self.destination(layer))
         return self.attend(layer, q, options, new_kv=(k, v))
 
@@ -195,7 +192,7 @@ class AttentionHost:
     def attend(
         self, layer: int, q: torch.Tensor, options: AttentionOptions, new_kv: KVPair | None = None
     ) -> torch.Tensor:
-        """Attention of ``q [T, H, D]`` once the step's KV is in the cache -> ``[T, H, Dv]``."""
+        """Computes attention of ``q [T, H, D]`` once the step's KV is in the cache -> ``[T, H, Dv]``."""
         step = self._step
         assert step is not None, "begin() comes before the model's forward"
         k_cache, v_cache, group = self.k_caches[layer], self.v_caches[layer], self._group_of[layer]
@@ -223,35 +220,36 @@ class AttentionHost:
     def decode(
         self, layer: int, q: torch.Tensor, options: AttentionOptions, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Attention of the step's single tokens alone, ``q [num_decodes, H, D]``."""
+        """Computes attention of the step's single tokens alone, ``q [num_decodes, H, D]``."""
         step, group = self._step, self._group_of[layer]
         assert step is not None
         k_cache, v_cache, table = self.k_caches[layer], self.v_caches[layer], self._decode_tables[group]
         where = table, step.decode_seq_lens, self.page_sizes[group]
         return self.backend.decode_attention(q, k_cache, v_cache, *where, options, out=out, plan=self._decode_plan)
 
-    def prompt_runs(self) -> PromptRuns | None:
-        """The step's prompts, to be read into one run.
+    def prompt_runs(self, wanted: Callable[[list[int], list[int]], bool]) -> PromptRuns | None:
+        """Returns where the step's prompts lie in the cache, made for the first layer that asks.
 
-        None without any, where only the device knows their lengths, or where pages outside a window are freed.
+        ``wanted``: decides it by the tokens to compute and the tokens in all of each sequence. None if not, without
+        prompts, where only the device knows the lengths, and where pages outside a window are freed.
         """
         step = self._step
         assert step is not None
-        lengths_known = step.slots.device.type == "cpu" and step.prefills_from is None
-        if not (lengths_known and self._keeps_all and step.prefill_seq_lens.numel()):
-            return None
         if self._runs is None:
-            prefills, lens = self._prefills[0], step.prefill_seq_lens.tolist()
-            slots = [
-                token_slots(table, 0, count, prefills.page_size)
-                for table, count in zip(prefills.page_starts, lens, strict=True)
-            ]
-            starts = step.prefill_seq_lens.cumsum(0) - step.prefill_seq_lens
-            batch = replace(prefills, page_starts=starts[:, None], page_size=max(lens))
-            plan = self.backend.plan_prefill(batch, max_queries=step.max_queries, max_tokens=step.max_prefill_tokens)
-            new = step.query_starts.diff().tolist()
-            self._runs = PromptRuns(step.num_decodes, torch.cat(slots), batch, plan, tuple(new), tuple(lens))
-        return self._runs
+            lens = step.prefill_seq_lens
+            on_host = lens.device.type == "cpu" and step.prefills_from is None
+            may = on_host and self._keeps_all and lens.numel() > 0
+            should = may and wanted(step.query_starts.diff().tolist(), lens.tolist())
+            self._runs = self._find_runs(step, self._prefills[0]) if should else False
+        return self._runs or None
+
+    def _find_runs(self, step: StepTensors, prefills: PrefillBatch) -> PromptRuns:
+        lens = step.prefill_seq_lens
+        places = zip(prefills.page_starts, lens.tolist(), strict=True)
+        slots = torch.cat([token_slots(table, 0, count, prefills.page_size) for table, count in places])
+        batch = replace(prefills, page_starts=(lens.cumsum(0) - lens)[:, None], page_size=int(lens.max()))
+        plan = self.backend.plan_prefill(batch, max_queries=step.max_queries, max_tokens=step.max_prefill_tokens)
+        return PromptRuns(step.num_decodes, slots, batch, plan)
 
 
 def _scaled(cache: KVCache, scale: float | None) -> KVCache:

@@ -15,10 +15,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from kvbench_engine.model.attention import FOLDED, NAME, AttentionHost, PromptRuns, ShapeRecorder
+from kvbench_engine.model.attention import FOLDED, NAME, AttentionHost, ShapeRecorder
 from kvbench_kernels.api import AttentionOptions
 from kvbench_kernels.reference import load_rows
 
+MOST_UNFOLDED = 16_384  # tokens of a step's prompts whose K and V of every head may be in memory at a time
 _SIZES = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
 
 
@@ -55,13 +56,12 @@ class FoldedAttention:
         v: torch.Tensor,
         options: AttentionOptions,
     ) -> torch.Tensor:
-        """Attention of ``q [T, H, nope + rope]``, with ``row [T, 1, rank + rope]`` stored first -> ``[T, H, v]``.
+        """Computes attention of ``q [T, H, nope + rope]``, ``row [T, 1, rank + rope]`` stored first -> ``[T, H, v]``.
 
-        Prompts get K and V of every head for the time of the call, where that is less arithmetic and the host knows the
-        lengths (on a CPU: 2,048 tokens in chunks of 512 then take 1.2 times as long as without latent rows, not 1.6).
+        On a CPU, prompts get K and V of every head for the time of the call where that is less arithmetic.
         """
-        runs = host.prompt_runs() if isinstance(host, AttentionHost) else None
-        if runs is None or not self._should_unfold(runs):
+        runs = host.prompt_runs(self.should_unfold) if isinstance(host, AttentionHost) else None
+        if runs is None:
             return self._unfold(host(layer, self._absorb(q), row, v, options))
         host.backend.write_kv(row, v, *host.destination(layer))
         split, out = runs.num_decodes, q.new_empty(*q.shape[:2], self._v)
@@ -73,15 +73,15 @@ class FoldedAttention:
         host.backend.prefill_attention(q[split:], *cache, runs.batch, options, out=out[split:], plan=runs.plan)
         return out
 
-    def _should_unfold(self, runs: PromptRuns) -> bool:
-        """Tests whether K and V of every head take less arithmetic than the rows.
+    def should_unfold(self, queries: list[int], keys: list[int]) -> bool:
+        """Tests whether prompts take less arithmetic with K and V of every head than with the rows.
 
-        A product with W_K and W_V is taken of each key then, else of each query; but a pair of a query and a key costs
-        about three times as much with the rows.
+        ``queries``, ``keys``: tokens to compute and tokens in all, by sequence. W_K and W_V are then multiplied with
+        each key, else with each query; but a pair of a query and a key costs about three times as much with the rows.
         """
         product, saved = self._rank * (self._nope + self._v), 2 * self._rank - self._nope - self._v
-        pairs = sum(new * (count - new / 2) for new, count in zip(runs.queries, runs.keys, strict=True))
-        return product * (sum(runs.keys) - sum(runs.queries)) < saved * pairs
+        pairs = sum(new * (count - new / 2) for new, count in zip(queries, keys, strict=True))
+        return sum(keys) <= MOST_UNFOLDED and product * (sum(keys) - sum(queries)) < saved * pairs
 
     def _absorb(self, q: torch.Tensor) -> torch.Tensor:
         """Multiplies the queries ``[T, H, nope + rope]`` by W_K: ``[T, H, rank + rope]``."""
@@ -107,7 +107,7 @@ def unfold_latent(model: PreTrainedModel) -> None:
 
 
 def can_fold(model: PreTrainedModel) -> bool:
-    """Tests whether ``model`` has attention modules that can be folded, or are. Packed weights cannot."""
+    """Tests whether any attention module of ``model`` can be folded, which needs weights that are not packed."""
     return any(map(_can_fold, model.modules()))
 
 

@@ -21,7 +21,7 @@ from kvbench_engine.model.attention import FUSION, PACKED
 from kvbench_engine.model.compiler import check_compiler, first_sentence
 from kvbench_engine.model.latent import can_fold, fold_latent, unfold_latent
 from kvbench_engine.model.spec import DTYPE_BYTES, NEEDS_CODE, ModelInfo, ModelSpec, find_model, uses_random_weights
-from kvbench_engine.model.support_check import check_family, check_logits, measure_kv
+from kvbench_engine.model.support_check import GateError, check_family, check_logits, measure_kv
 from kvbench_engine.sizes import format_bytes
 from kvbench_kernels import default_backend, get_backend
 from kvbench_kernels.api import AttentionBackend
@@ -77,17 +77,19 @@ def load_model(config: EngineConfig) -> LoadedModel:
     model = _make_model(config, spec, device, dtype)
     check_family(model)
     has_latent = can_fold(model)
+    if config.latent_kv and not has_latent and spec.text_config.get("kv_lora_rank"):
+        _log.warning("K and V of every head are kept: transformers' code of this model makes them otherwise")
     if config.latent_kv:
         fold_latent(model)
     try:
         kv_shape, query_heads = _check_attention(model, support)
-    except ValueError as error:
+    except GateError as error:
         if not (has_latent and config.latent_kv):
             raise
         has_latent = False
         unfold_latent(model)
         kv_shape, query_heads = _check_attention(model, support)
-        _log.warning("K and V of every head are kept, because the latent rows cannot be: %s", error)
+        _log.warning("K and V of every head are kept: with latent rows %s", error.why)
     loaded = LoadedModel(model, _describe(model, spec), kv_shape, backend, device, dtype, query_heads, has_latent)
     # Now, since it moves weights, whose addresses an engine's CUDA graphs would keep; on a CPU build.py does it.
     if backend.name == "triton" and wants_fusion(config, backend):
@@ -154,8 +156,7 @@ class Support:
                 latent=layer.latent,
             )
         except ValueError as error:
-            otherwise = ", or latent_kv false" if layer.latent else ""
-            raise ValueError(f"model {self.model!r} cannot be served: {error}{otherwise}") from error
+            raise ValueError(f"model {self.model!r} cannot be served: {error}") from error
 
 
 def _pick_device(config: EngineConfig) -> torch.device:

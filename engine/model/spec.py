@@ -83,6 +83,8 @@ class ModelSpec:
             if rank:
                 kv_heads, head_dim, value_dim = 1, rank + rope, rank
             elif text.get("qk_nope_head_dim"):
+                if latent_kv and "kv_lora_rank" not in text:
+                    raise TypeError
                 head_dim = text["qk_nope_head_dim"] + rope
                 value_dim = text.get("v_head_dim") or head_dim
             if any(type(size) is not int or size < 1 for size in (layers, kv_heads, head_dim, value_dim)):

@@ -65,24 +65,28 @@ _LIMITS = {
 }
 
 
-def refuse(model: PreTrainedModel, check: str, why: str) -> ValueError:
-    return ValueError(
-        f"model type {model.config.model_type!r} is refused by the load gate, check {check!r}: {why}; serve it with "
-        "another engine and point kvbench at its URL"
-    )
+class GateError(ValueError):
+    """The load gate refuses a model. ``why``: the reason alone."""
+
+    def __init__(self, model: PreTrainedModel, check: str, why: str):
+        super().__init__(
+            f"model type {model.config.model_type!r} is refused by the load gate, check {check!r}: {why}; serve it "
+            "with another engine and point kvbench at its URL"
+        )
+        self.why = why
 
 
 def check_family(model: PreTrainedModel) -> None:
     """Check the model's own config: decoder, layer types, RoPE."""
     config = model.config.get_text_config()
     if getattr(model.config, "is_encoder_decoder", False):
-        raise refuse(model, "decoder only", "it is an encoder-decoder model")
+        raise GateError(model, "decoder only", "it is an encoder-decoder model")
     strange = set(getattr(config, "layer_types", None) or ()) - SAFE_LAYER_TYPES
     if strange:
-        raise refuse(model, "layer types", f"it has layers of type {', '.join(sorted(strange))}")
+        raise GateError(model, "layer types", f"it has layers of type {', '.join(sorted(strange))}")
     unsafe = _rope_types(config) - SAFE_ROPE_TYPES
     if unsafe:
-        raise refuse(
+        raise GateError(
             model,
             "rope type",
             f"RoPE type {', '.join(sorted(unsafe))} is not known to depend on a token's own position alone",
@@ -116,18 +120,19 @@ def measure_kv(model: PreTrainedModel, dtype_bytes: int) -> tuple[KVShape, tuple
         with _narrow_windows(model):
             model(input_ids=ids[:1, :2], position_ids=positions[:, :2], use_cache=False)
     except ForeignMaskError as error:
-        raise refuse(model, "attention mask", str(error)) from error
+        raise GateError(model, "attention mask", str(error)) from error
     except (RuntimeError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise refuse(model, "forward", f"its forward fails with our attention ({error})") from error
+        raise GateError(model, "forward", f"its forward fails with our attention ({error})") from error
     if not recorder.calls:
-        raise refuse(model, "attention backend", "its code does not take its attention function by name")
+        raise GateError(model, "attention backend", "its code does not take its attention function by name")
     layers = model.config.get_text_config().num_hidden_layers
     calls = [recorder.calls[index] for index in range(layers)]
     if calls != [1] * layers or len(recorder.calls) != layers:
-        raise refuse(model, "one attention call a layer", f"its {layers} layers call {dict(recorder.calls)} times")
+        why = f"its {layers} layers call {dict(recorder.calls)} times"
+        raise GateError(model, "one attention call a layer", why)
     for layer, window in ((layer, kv.window) for layer, kv in narrowed.layers.items()):
         if _may_bite(window, model) and window >= _PROBE_TOKENS:
-            raise refuse(
+            raise GateError(
                 model, "sliding window", f"layer {layer} has a window of {window} tokens that cannot be tried out"
             )
     order = range(layers)
@@ -200,7 +205,7 @@ def check_logits(model: PreTrainedModel, backend: AttentionBackend, kv_shape: KV
         got = paged_logits(model, backend, kv_shape)
     why = logits_differ(expected, got, next(model.parameters()).dtype)
     if why is not None:
-        raise refuse(model, "logits", f"its logits differ from its own eager attention {why}")
+        raise GateError(model, "logits", f"its logits differ from its own eager attention {why}")
 
 
 def logits_differ(expected: list[torch.Tensor], got: list[torch.Tensor], dtype: torch.dtype) -> str | None:
@@ -244,7 +249,7 @@ def paged_logits(
             logits_to_keep=torch.arange(sum(map(len, rows)), device=ids.device),
         ).logits[0]
         if len(logits) != sum(map(len, rows)):
-            raise refuse(model, "logits_to_keep", "it does not return the logits of the tokens asked for")
+            raise GateError(model, "logits_to_keep", "it does not return the logits of the tokens asked for")
         for (row, _, _), part in zip(items, logits.float().split([len(one) for one in rows]), strict=True):
             got[row].append(part)
     return [torch.cat(parts) for parts in got]

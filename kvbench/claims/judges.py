@@ -166,12 +166,12 @@ def windows(measured: WorkloadFacts) -> ClaimVerdict:
 
 
 def latent_kv(measured: WorkloadFacts) -> ClaimVerdict:
-    """Holds if at least 7 times as many sequences decode at once where latent rows are kept."""
+    """Holds if at least 8 times as many sequences decode at once where latent rows are kept."""
     latent, unfolded = measured.batched(), measured.batched(latent_kv=False)
     held = [measured.capacity_of(**kind).max_concurrency_at_max_len for kind in ({}, {"latent_kv": False})]
     times = latent / unfolded
     evidence = say("latent_kv", latent=latent, unfolded=unfolded, times=times, most=held[0], before=held[1])
-    return ClaimVerdict(held_if(latent >= 7 * unfolded), evidence)
+    return ClaimVerdict(held_if(latent >= 8 * unfolded), evidence)
 
 
 def sustainable_rate(measured: WorkloadFacts) -> ClaimVerdict:

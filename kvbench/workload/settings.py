@@ -40,7 +40,7 @@ _SETTINGS: Mapping[str, _Setting] = {
     "kv_cache_dtype": _Setting("KV dtype", "", "auto"),
     "enable_prefix_caching": _Setting("prefix caching", ("prefix", "noprefix"), False, ("layout", "paged")),
     "free_outside_window": _Setting("freeing of KV outside windows", ("freed", "kept"), True),
-    "latent_kv": _Setting("KV of latent attention", ("latent", "unfolded"), True),
+    "latent_kv": _Setting("latent KV rows", ("latent", "unfolded"), True),
     "enable_chunked_prefill": _Setting("chunked prefill", ("chunked", "unchunked"), True),
     "max_num_partial_prefills": _Setting("partial prefills", "partial", 1, ("enable_chunked_prefill", True)),
     "max_num_seqs": _Setting(None, "seqs"),

@@ -1,4 +1,4 @@
-"""Compares ways to quantise K of kvbench-tiny to int4 and int8: what would scales of channels bring beside the balance?
+"""Compares ways to quantise K of kvbench-tiny to int4 and int8, to see what scales of channels would bring.
 
 Prints the mean KL divergence from unquantised K over 12 x 512 tokens of held-out text, in nats. K is quantised and
 turned back as it is written, by the torch backend; V stays as it is.
@@ -57,9 +57,12 @@ def by_tokens(x: torch.Tensor, limit: int, count: int, *, offset: bool) -> torch
     """Round with a scale for each channel of ``count`` tokens, and with an offset (KIVI, arXiv 2402.02750) or not."""
     parts = []
     for part in x.split(count):
-        middle = (part.amax(0) + part.amin(0)) / 2 if offset else torch.zeros_like(part[0])
-        levels = limit + 0.5 if offset else limit  # from the lowest to the highest value
-        parts.append(rounded(part - middle, (part - middle).abs().amax(0), int(levels)) + middle)
+        if offset:  # 2 * limit + 2 levels from the lowest to the highest value
+            lowest = part.amin(0)
+            step = ((part.amax(0) - lowest) / (2 * limit + 1)).clamp_min(1e-12)
+            parts.append(((part - lowest) / step).round() * step + lowest)
+        else:
+            parts.append(rounded(part, part.abs().amax(0), limit))
     return torch.cat(parts)
 
 
@@ -74,11 +77,11 @@ def main() -> None:
     texts = torch.tensor(ids[: TOKENS * TEXTS]).split(TOKENS)
     largest = [torch.zeros_like(size) for size in sizes]
 
-    def look(k: torch.Tensor, layer: int) -> torch.Tensor:
+    def record_largest(k: torch.Tensor, layer: int) -> torch.Tensor:
         largest[layer] = torch.maximum(largest[layer], k.abs().amax(0))
         return k
 
-    exact = [logits_of(loaded, text, look) for text in texts]
+    exact = [logits_of(loaded, text, record_largest) for text in texts]
     for name, limit in (("int4", 7), ("int8", 127)):
         ways: dict[str, Change] = {
             "a token and head (what the engine has)": lambda k, _, n=limit: rounded(k, k.abs().amax(-1, True), n),

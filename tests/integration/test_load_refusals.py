@@ -73,8 +73,11 @@ def test_torch_compile_without_a_compiler_from_the_command_line(tmp_path: Path) 
         ({"head_dim": 1024}, ("cannot be served", "head dim 1024", "512")),
         ({"num_attention_heads": 3, "num_key_value_heads": 2}, ("cannot be served", "3 query heads", "2 KV heads")),
         (
-            {"model_type": "deepseek_v3", "qk_nope_head_dim": 600, "qk_rope_head_dim": 8, "v_head_dim": 16},
-            ("cannot be served", "head dim 608", "512"),
+            {
+                "model_type": "deepseek_v3", "kv_lora_rank": 600, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+                "v_head_dim": 16,
+            },
+            ("cannot be served", "value head dim 600", "512", "latent_kv false"),
         ),
         ({"vocab_size": 0}, ("vocab_size of", "is 0, and must be from 1")),
         ({"num_hidden_layers": 0}, ("num_hidden_layers of", "is 0, and must be from 1")),
@@ -122,6 +125,7 @@ def test_what_the_backend_says_of_dtypes_and_devices_is_asked_for_first(
     assert asked == {
         "num_heads": 2, "num_kv_heads": 1, "head_dim": 32, "v_head_dim": 32,
         "dtype": torch.float32, "device": torch.device("cpu"), "kv_cache_dtype": "fp8_e4m3",
+        "latent": False,
     }  # fmt: skip
 
 

@@ -15,12 +15,13 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 from kvbench.capacity.model import plan_model
 from kvbench_engine.config import EngineConfig
 from kvbench_engine.execution import executor
-from kvbench_engine.model.attention import AttentionHost, StepTensors, install
+from kvbench_engine.model.attention import FOLDED, AttentionHost, StepTensors, install
 from kvbench_engine.model.compiler import compile_model
 from kvbench_engine.model.kv_scales import MARGIN
 from kvbench_engine.model.loader import load_model, serve_another
 from kvbench_engine.sequence import Request, SamplingParams
 from kvbench_kernels.layers_cpu import PackedLinear
+from tests.support.families import ACCEPTED, write_config
 from tests.support.hf_parts import (
     LATENT,
     VOCAB,
@@ -146,7 +147,7 @@ def test_a_module_that_makes_other_k_of_its_latents_keeps_k_and_v_of_every_head(
     monkeypatch.setattr(DeepseekV3Attention, "expand_kv", lambda self, latent, rope: own(self, 1.5 * latent, rope))
     model = load_model(EngineConfig(model=folder, device="cpu"))
     (warning,) = [record.getMessage() for record in caplog.records if "every head" in record.getMessage()]
-    assert "logits" in warning and not model.is_latent
+    assert "logits" in warning and "another engine" not in warning and not model.is_latent
     assert serve_another(model, EngineConfig(model=folder, device="cpu")) is model
     engine = make_engine(model, folder, **SIZES)
     assert engine.capacity.bytes_per_slot == 4 * LAYERS * HEADS * (NOPE + ROPE + VALUES)
@@ -187,3 +188,27 @@ def test_a_compiled_model_gives_the_same_tokens(folder, monkeypatch):
     engine = make_engine(model, folder, torch_compile=True, **SIZES)
     run = Run(engine, [Request(name, prompt, PARAMS) for name, prompt in prompts.items()])
     assert run.tokens() == greedy_outputs(folder, prompts, PARAMS.max_tokens)
+
+
+@pytest.mark.parametrize("family", ["axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu"])
+def test_every_family_with_latents_keeps_them(family, tmp_path):
+    path = write_config(tmp_path, family, ACCEPTED[family])
+    assert load_model(EngineConfig(model=path, device="cpu", load_format="dummy")).is_latent
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "unfold"),
+    [
+        ([1], [1], True),  # a prompt without context: K and V of its own tokens, which the rows cost as well
+        ([16], [23], True),
+        ([16], [24], False),  # 32 * (24 - 16) = 16 * (24 - 16 / 2)
+        ([32], [1000], True),  # so many queries are worth any context
+        ([16, 1], [23, 40], False),  # the context of another prompt counts too
+        ([16_000], [16_384], True),
+        ([16_001], [16_385], False),  # more than may be in memory
+    ],
+)
+def test_prompts_get_k_and_v_of_every_head_where_that_is_less_arithmetic(folder, queries, keys, unfold):
+    """With W_K and W_V of 32 x 32 values, of which each pair of tokens saves 32."""
+    (folded, *_) = [module for module in loaded(folder).model.modules() if hasattr(module, FOLDED)]
+    assert getattr(folded, FOLDED).should_unfold(queries, keys) == unfold
