@@ -83,10 +83,9 @@ class AttentionHost:
     ``k_caches[l]`` is ``[slots, kv_heads, head_dim]``, ``v_caches[l]`` is ``[slots, kv_heads, value_dim]``: plain
     tensors for ``kv_cache_dtype`` "auto", else ``QuantizedKV`` of that format; a latent layer's V is a view of its K.
     ``kv_scales`` (K, V per layer, see model.kv_scales): for fp8 and only for fp8, which raises ValueError without them;
-    K's serves a latent row. ``fused_layers``: whether
-    modules that can do so write their KV themselves. ``groups``: the layers that have a page table together; the i-th
-    layers of all groups share memory. None: all layers are one group. ``page_sizes``: of each group; ``columns``: see
-    ``KVCapacity``.
+    K's serves a latent row. ``fused_layers``: whether modules that can do so write their KV themselves. ``groups``: the
+    layers that have a page table together; the i-th layers of all groups share memory. None: all layers are one group.
+    ``page_sizes``: of each group; ``columns``: see ``KVCapacity``.
     """
 
     def __init__(
@@ -115,6 +114,7 @@ class AttentionHost:
             return QuantizedKV.zeros(kv_format, num_slots, heads, dim, like.device, scale)
 
         scales = kv_scales or [(None, None)] * len(layers)
+        scales = [(k, k if kv.latent else v) for (k, v), kv in zip(scales, shape.layers, strict=True)]
         groups = groups or (KVGroup(None, tuple(layers)),)
         self._keeps_all = all(group.window is None for group in groups)
         self._group_of = {layer: index for index, group in enumerate(groups) for layer in group.layers}
@@ -127,10 +127,7 @@ class AttentionHost:
             v = first_values(k, kv.value_dim) if kv.latent else new_cache(kv.kv_heads, kv.value_dim, v_scale)
             sides[layer] = k, v
         self.k_caches = [_scaled(sides[owner_of[layer]][0], scales[layer][0]) for layer in layers]
-        self.v_caches = [
-            _scaled(sides[owner_of[layer]][1], scales[layer][0 if shape.layers[layer].latent else 1])
-            for layer in layers
-        ]
+        self.v_caches = [_scaled(sides[owner_of[layer]][1], scales[layer][1]) for layer in layers]
         self._step: StepTensors | None = None
         self._slots: Sequence[torch.Tensor] = ()  # of each group
         self._decode_tables: list[torch.Tensor] = []
