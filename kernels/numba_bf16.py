@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from functools import cache
 
-import numba
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -42,7 +41,17 @@ from kvbench_kernels.numba_gemm import (
     HAS_GATE,
     IS_GELU,
 )  # fmt: skip
-from kvbench_kernels.numba_memory import I16, I32, I64, JIT, call_get_int, compiles_for, has_amx, load_i64, stack_bytes
+from kvbench_kernels.numba_memory import (
+    I16,
+    I32,
+    I64,
+    call_get_int,
+    compile_c,
+    compiles_for,
+    has_amx,
+    load_i64,
+    stack_bytes,
+)
 from kvbench_kernels.numba_simd import gelu_argument
 from kvbench_kernels.numba_vectors import LANES, call, constant, fma, ints, load, load_bf16, store_bf16, vec
 
@@ -165,4 +174,4 @@ def build_bf16(epilogue: int):
         if configured:
             release_tiles()
 
-    return numba.cfunc(types.void(types.intp), **JIT)(worker)
+    return compile_c(worker)

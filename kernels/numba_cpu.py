@@ -18,13 +18,13 @@ import math
 from functools import cache
 
 import numba
-from numba import types
 
 from kvbench_kernels.numba_codes import KIND_BF16, KIND_FLOAT, PER_HEAD_KINDS, decode_row, row_code_bytes
 from kvbench_kernels.numba_memory import (
     JIT,
     call_get_int,
     call_parallel,
+    compile_c,
     fill_bytes,
     load_f32,
     load_i64,
@@ -229,7 +229,7 @@ def _merge_pieces(args: int, num_threads: int) -> None:
         start = stop
 
 
-@numba.cfunc(types.void(types.intp), **JIT)
+@compile_c
 def run_decode(args):
     """Run one decode step: the worker on every thread, then the merge."""
     total = 0
@@ -328,4 +328,4 @@ def build_worker(group: int, head_dim: int, v_head_dim: int, kind: int, q_kind: 
             if whole:
                 _finish(args, b, acc)
 
-    return numba.cfunc(types.void(types.intp), **JIT)(worker)
+    return compile_c(worker)

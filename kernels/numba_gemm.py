@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from functools import cache
 
-import numba
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -28,9 +27,9 @@ from numba.extending import intrinsic
 from kvbench_kernels.numba_memory import (
     F32,
     I64,
-    JIT,
     call_get_int,
     call_parallel,
+    compile_c,
     compiles_for,
     emit_prefetch,
     load_i64,
@@ -195,10 +194,10 @@ def build_gemm(epilogue: int):
                         min(PANEL, n - PANEL * panel), rows, stage, epilogue,
                     )  # fmt: skip
 
-    return numba.cfunc(types.void(types.intp), **JIT)(worker)
+    return compile_c(worker)
 
 
-@numba.cfunc(types.void(types.intp), **JIT)
+@compile_c
 def run_gemm(args):
     """Compute one linear layer: the worker on every thread."""
     call_parallel(load_i64(args + 8 * G_PARALLEL), load_i64(args + 8 * G_WORKER), args, load_i64(args + 8 * G_THREADS))

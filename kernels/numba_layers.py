@@ -15,7 +15,16 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from kvbench_kernels.numba_codes import load_values, row_code_bytes, store_values
-from kvbench_kernels.numba_memory import F32, I64, JIT, call_get_int, call_parallel, copy_bytes, load_f32, load_i64
+from kvbench_kernels.numba_memory import (
+    F32,
+    I64,
+    call_get_int,
+    call_parallel,
+    compile_c,
+    copy_bytes,
+    load_f32,
+    load_i64,
+)
 from kvbench_kernels.numba_vectors import LANES, call, constant, fma, splat, sum_of
 
 SCALED, ADDED, BOTH = 1, 2, 3  # bits: times factor and weights; plus the residual
@@ -110,10 +119,10 @@ def build_add_norm(kind: int):
                 out = load_i64(args + 8 * N_OUT) + size * row * dim
                 combine_row(x, row_factor(x, dim, eps, kind), weight, offset, x, out, dim, SCALED, kind)
 
-    return numba.cfunc(types.void(types.intp), **JIT)(worker)
+    return compile_c(worker)
 
 
-@numba.cfunc(types.void(types.intp), **JIT)
+@compile_c
 def run_add_norm(args):
     """Compute every row, on as many threads as are asked for."""
     call_parallel(load_i64(args + 8 * N_PARALLEL), load_i64(args + 8 * N_WORKER), args, load_i64(args + 8 * N_THREADS))
@@ -188,10 +197,10 @@ def build_rotate_write(kind: int):
                 v_target = load_i64(args + 8 * R_V_CACHE) + slot * load_i64(args + 8 * R_V_STRIDE)
                 copy_bytes(v_target, k + k_bytes, v_bytes)
 
-    return numba.cfunc(types.void(types.intp), **JIT)(worker)
+    return compile_c(worker)
 
 
-@numba.cfunc(types.void(types.intp), **JIT)
+@compile_c
 def run_rotate_write(args):
     """Compute every token, on as many threads as are asked for."""
     call_parallel(load_i64(args + 8 * R_PARALLEL), load_i64(args + 8 * R_WORKER), args, load_i64(args + 8 * R_THREADS))

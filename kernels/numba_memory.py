@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import os
+from collections.abc import Callable
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 import numba
 import torch
@@ -56,6 +61,24 @@ def _can_cache() -> bool:
 config.CACHE_DIR = _cache_folder()
 # For every kernel: no GIL, on-disk cache where there is a place for it, division without Python's checks.
 JIT = {"nogil": True, "cache": _can_cache(), "error_model": "numpy"}
+
+
+_WORKER = types.void(types.intp)
+
+
+def compile_c(function: Callable[..., Any], signature: Any = _WORKER) -> Any:
+    """Compile ``function`` as a C function, by one process at a time.
+
+    Numba's cache stores each variant of a function under the first free number. Two processes that compile variants at
+    once would take the same number, and a third would then run one in place of the other: on memory of other sizes.
+    """
+    folder = os.open(Path(__file__).parent, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(folder, fcntl.LOCK_EX)
+        return numba.cfunc(signature, **JIT)(function)
+    finally:
+        os.close(folder)
 
 
 F32 = ir.FloatType()

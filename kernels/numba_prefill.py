@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 
 import numba
-from numba import types
 
 from kvbench_kernels.numba_codes import KIND_FLOAT
 from kvbench_kernels.numba_gemm import FIRST_SLICE, LAST_SLICE, PANEL, ROWS, multiply_tile
@@ -20,6 +19,7 @@ from kvbench_kernels.numba_memory import (
     JIT,
     call_get_int,
     call_parallel,
+    compile_c,
     copy_bytes,
     fill_bytes,
     load_f32,
@@ -97,7 +97,7 @@ def _pack_panel(k_rows: int, v_rows: int, count: int, dim: int, v_dim: int, k_at
             copy_bytes(target, load_i64(v_rows + 8 * j) + 4 * column, 4 * min(PANEL, v_dim - column))
 
 
-@numba.cfunc(types.void(types.intp), **JIT)
+@compile_c
 def pack_worker(args):
     """Copy this thread's share of the panels."""
     thread = call_get_int(load_i64(args + 8 * P_THREAD_NUM))
@@ -198,7 +198,7 @@ def _attend(args: int, head: int, first: int, count: int, work: int) -> None:
         finish_row(args, head, out, acc + 4 * width * r, top, total, KIND_FLOAT)
 
 
-@numba.cfunc(types.void(types.intp), **JIT)
+@compile_c
 def attend_worker(args):
     """Compute this thread's items, one in ``threads`` of them: neighbours cost about the same."""
     thread = call_get_int(load_i64(args + 8 * P_THREAD_NUM))
@@ -232,7 +232,7 @@ def _enter_chunk(args: int, chunk: int) -> None:
     store_i64(args + 8 * P_OUT, load_i64(args + 8 * P_ALL_OUT) + first * load_i64(args + 8 * P_OUT_STRIDE))
 
 
-@numba.cfunc(types.void(types.intp), **JIT)
+@compile_c
 def run_prefill(args):
     """Compute one chunk after the other: pack, then attend, each on every thread. A chunk without keys gives zeros."""
     parallel, threads = load_i64(args + 8 * P_PARALLEL), load_i64(args + 8 * P_THREADS)

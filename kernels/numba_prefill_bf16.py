@@ -23,6 +23,7 @@ from kvbench_kernels.numba_memory import (
     I32,
     JIT,
     call_get_int,
+    compile_c,
     fill_bytes,
     load_f32,
     load_i64,
@@ -186,5 +187,4 @@ def build_workers():
         if configured:
             release_tiles()
 
-    compiled = numba.cfunc(types.void(types.intp), **JIT)
-    return compiled(pack), compiled(attend)
+    return compile_c(pack), compile_c(attend)

@@ -9,7 +9,6 @@ from functools import cache
 
 import numba
 import torch
-from numba import types
 
 from kvbench_kernels.api import dense_rows
 from kvbench_kernels.numba_codes import (
@@ -24,7 +23,7 @@ from kvbench_kernels.numba_codes import (
     largest_of,
     row_code_bytes,
 )
-from kvbench_kernels.numba_memory import JIT, fill_bytes, load_f32, load_i64, store_f32
+from kvbench_kernels.numba_memory import compile_c, fill_bytes, load_f32, load_i64, store_f32
 from kvbench_kernels.quantized import SMALLEST_SCALE, QuantizedKV
 
 (
@@ -64,7 +63,7 @@ def build_store(kind: int, dim: int):
                         continue
                 encode_row(row, codes, scale, dim, kind)
 
-    return numba.cfunc(types.void(types.intp), **JIT)(store)
+    return compile_c(store)
 
 
 @cache
@@ -84,7 +83,7 @@ def build_load(kind: int, dim: int):
                     factor = load_f32(scales + 4 * (slot * heads + n))
                 decode_row(load_i64(args + 8 * R_CODES) + (slot * heads + n) * row_bytes, row, factor, dim, kind)
 
-    return numba.cfunc(types.void(types.intp), **JIT)(load)
+    return compile_c(load)
 
 
 class _Args(threading.local):

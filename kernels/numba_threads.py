@@ -22,15 +22,14 @@ GOMP_parallel costs one call, shares the team that is awake already, and follows
 from __future__ import annotations
 
 import ctypes
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
-import numba
 import torch
 from numba import types
 
-from kvbench_kernels.numba_memory import JIT, call_work
+from kvbench_kernels.numba_memory import call_work, compile_c
 
 
 class ThreadTeam(NamedTuple):
@@ -41,19 +40,19 @@ class ThreadTeam(NamedTuple):
     num_threads: int
 
 
-@numba.cfunc(types.void(types.intp, types.intp, types.uint32, types.uint32), **JIT)
+@partial(compile_c, signature=types.void(types.intp, types.intp, types.uint32, types.uint32))
 def run_serially(work, data, num_threads, flags):
     """Stands in for GOMP_parallel where torch brings no OpenMP: the worker on the calling thread."""
     call_work(work, data)
 
 
-@numba.cfunc(types.int32(), **JIT)
+@partial(compile_c, signature=types.int32())
 def serial_thread_num():
     """Stands in for omp_get_thread_num in run_serially."""
     return 0
 
 
-@numba.cfunc(types.int32(), **JIT)
+@partial(compile_c, signature=types.int32())
 def serial_num_threads():
     """Stands in for omp_get_num_threads in run_serially."""
     return 1

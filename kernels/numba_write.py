@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import numba
-from numba import types
-
-from kvbench_kernels.numba_memory import JIT, copy_bytes, load_i64
+from kvbench_kernels.numba_memory import compile_c, copy_bytes, load_i64
 
 (
     W_K, W_V, W_K_CACHE, W_V_CACHE, W_SLOTS, W_TOKENS, W_HEADS, W_K_BYTES, W_V_BYTES,
@@ -14,7 +11,7 @@ from kvbench_kernels.numba_memory import JIT, copy_bytes, load_i64
 ) = range(16)  # fmt: skip
 
 
-@numba.cfunc(types.void(types.intp), **JIT)
+@compile_c
 def run_write(args):
     """Copy the K and V rows of each token to its slot; slot < 0 is skipped. Strides in bytes."""
     heads = load_i64(args + 8 * W_HEADS)

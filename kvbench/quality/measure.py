@@ -56,7 +56,7 @@ from kvbench_engine.config import EngineConfig
 from kvbench_engine.engine import Engine
 from kvbench_engine.model.kv_outliers import balance_keys
 from kvbench_engine.model.loader import LoadedModel, load_model, serve_another
-from kvbench_engine.model.spec import find_model, uses_random_weights
+from kvbench_engine.model.spec import ModelSpec, find_model, uses_random_weights
 from kvbench_engine.server.tokenizer import ServerTokenizer, load_tokenizer
 from kvbench_engine.teacher_forcing import TeacherForced, with_room
 
@@ -168,10 +168,11 @@ def measure(
         key = tuple(getattr(subject.config, name) for name in _WEIGHTS)
         groups.setdefault(key, {})[configuration.config_id] = subject
     measured: dict[str, ConfigurationFigures] = {}
-    controls, facts, infos = [], [], []
+    controls, facts, infos, missing = [], [], [], dict[str, None]()
     for members in groups.values():
         group = WeightsGroup(workload, members, every, say)
         figures_of_group, control = group.measure()
+        missing |= {kind: None for member in members.values() for kind in member.missing}
         measured |= figures_of_group
         controls.append(control)
         facts.append(group.material.facts(group.loaded, measurements=len(group.leaders)))
@@ -179,7 +180,12 @@ def measure(
     fingerprints = {info.weights_fingerprint for info in infos}
     dtypes = dict.fromkeys(group_facts.dtype for group_facts in facts)
     counted = sum(group_facts.measurements for group_facts in facts)
-    whole = {"dtype": ", ".join(dtypes), "measurements": counted, "seconds": round(time.monotonic() - began, 3)}
+    whole = {
+        "dtype": ", ".join(dtypes),
+        "measurements": counted,
+        "seconds": round(time.monotonic() - began, 3),
+        "not_measured": tuple(missing),
+    }
     return result_of(
         [subject for members in groups.values() for subject in members.values()],
         workload=workload.name,
@@ -216,24 +222,43 @@ def _named(config_id: str) -> Iterator[None]:
         raise UsageError(f"configuration {config_id}: {error}") from None
 
 
+def _kinds_of_kv(model: ModelSpec) -> set[str]:
+    """The kinds of KV that a model keeps beside K and V of all tokens; none where its config tells no KV."""
+    try:
+        layers = model.kv_shape("float32").layers
+    except ValueError:
+        return set()
+    windows = {"KV of layers with a window"} if any(layer.window for layer in layers) else set()
+    return windows | ({"latent KV rows"} if any(layer.latent for layer in layers) else set())
+
+
 @dataclass(frozen=True)
 class Subject:
-    """A configuration with the weights that answer for it. ``beside``: not its own; ``random``: nobody trained them."""
+    """A configuration with the weights that answer for it.
+
+    ``beside``: not its own; ``random``: nobody trained them; ``missing``: what its own model keeps in the KV cache and
+    they do not.
+    """
 
     config: EngineConfig
     beside: bool
     random: bool
+    missing: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, settings: Mapping[str, Any], model: str | None) -> Subject:
         """Raises ValueError for impossible settings and a model that is not there."""
         own = EngineConfig.from_mapping(settings)
-        random = uses_random_weights(find_model(own.model, own.load_format), own.load_format)
+        own_model = find_model(own.model, own.load_format)
+        random = uses_random_weights(own_model, own.load_format)
         other = model or (BESIDE if random else own.model)
         if other == own.model:
             return cls(own, False, random)
         config = dataclasses.replace(own, model=other, load_format="auto", tokenizer=None, max_model_len=None)
-        return cls(config, True, uses_random_weights(find_model(other), "auto"))
+        other_model = find_model(other)
+        kinds = sorted(_kinds_of_kv(own_model) - _kinds_of_kv(other_model))
+        missing = tuple(f"{kind}: {other_model.name} has none (--model names another)" for kind in kinds)
+        return cls(config, True, uses_random_weights(other_model, "auto"), missing)
 
     @property
     def weights(self) -> str:

@@ -121,6 +121,7 @@ def joined(one: QualityResult, other: QualityResult, order: Sequence[Configurati
         update={
             "measurements": one.facts.measurements + other.facts.measurements,
             "seconds": max(one.facts.seconds, other.facts.seconds),
+            "not_measured": tuple(dict.fromkeys((*one.facts.not_measured, *other.facts.not_measured))),
         }
     )
     return one.model_copy(update={"configurations": {c.config_id: by_id[c.config_id] for c in order}, "facts": facts})

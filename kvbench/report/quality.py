@@ -188,6 +188,7 @@ def answer_sentences(run: Run, result: QualityResult, short_names: Mapping[str, 
         own = model_name(run) or "the run's own model"
         why = say("quality.random", random_weights(run))
         yield say("quality.other_model", model=result.model, own=own, why=why)
+    yield from (say("quality.not_measured", missing=missing) for missing in result.facts.not_measured)
     if different := result.differs_from(run.manifest):
         yield say("quality.other_code", different="; ".join(different))
 

@@ -173,7 +173,7 @@ class ConfigurationFigures(PromptFigures):
 class QualityFacts(Record):
     """The questions and their model. ``measurements``: configurations that were asked all of them.
 
-    not_measured: what a server does not tell
+    not_measured: what a server does not tell, or a model beside the run's own does not keep
     """
 
     model_config = ConfigDict(extra="allow")

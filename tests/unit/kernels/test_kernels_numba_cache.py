@@ -32,3 +32,35 @@ def test_the_next_process_loads_compiled_kernels_until_a_source_that_they_inline
     helper = copied / "numba_vectors.py"
     helper.write_text(helper.read_text() + "\n# edited\n")
     assert cache_hits(tmp_path) == ["0", "0"]
+
+
+VARIANTS = """
+import sys
+from kvbench_kernels.numba_memory import compile_c, store_i64
+
+def build(number):
+    def worker(address):
+        store_i64(address, number)
+    return compile_c(worker)
+
+sys.stdin.readline()
+print(sum(build(number).cache_hits for number in range(*map(int, sys.argv[1:]))))
+"""
+
+
+def test_variants_that_processes_compile_at_once_are_all_found_by_the_next(tmp_path):
+    """Numba rereads its list of variants before it adds one: without a lock some are overwritten."""
+    script = tmp_path / "variants.py"
+    script.write_text(VARIANTS)
+    env = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+
+    def start(*numbers: int) -> subprocess.Popen[str]:
+        words = [sys.executable, str(script), *map(str, numbers)]
+        return subprocess.Popen(words, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    together = [start(first, 60, 3) for first in range(3)]
+    for process in together:
+        process.stdin.write("\n")
+        process.stdin.flush()
+    assert [process.communicate(timeout=120)[0].strip() for process in together] == ["0"] * 3
+    assert start(0, 60).communicate("\n", timeout=120)[0].strip() == "60"

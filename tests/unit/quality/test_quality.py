@@ -139,9 +139,21 @@ def test_random_weights_are_measured_with_a_trained_model_beside_them(workload, 
     result = json.loads(file.read_text())
     assert result["beside"] and result["model"] == "small" and result["weights"] == f"those of {folder}"
     assert result["note"] == "" and "workload" not in result["control"]["sets"]
+    assert result["facts"]["not_measured"] == []
     assert command(workload, *dummy, "--model", f"{folder}/config.json", "--output", file) == 0
     result = json.loads(file.read_text())
     assert "random (seed 0)" in result["weights"] and "random" in result["note"]
+
+
+def test_kinds_of_kv_that_the_model_beside_does_not_keep_are_named(folder):
+    def missing(config, model=folder):
+        return measure.Subject.of({"model": config, "load_format": "dummy"}, model).missing
+
+    (rows,) = missing("deepseek-17m")
+    (windows,) = missing("gemma3-22m")
+    assert "latent" in rows and "window" in windows and "small" in rows
+    assert not missing("llama-32m") and not missing("deepseek-17m", "deepseek-17m")
+    assert "kvbench-tiny" in missing("deepseek-17m", None)[0]
 
 
 @pytest.mark.full
