@@ -223,7 +223,7 @@ def _named(config_id: str) -> Iterator[None]:
 
 
 def _kinds_of_kv(model: ModelSpec) -> set[str]:
-    """The kinds of KV that a model keeps beside K and V of all tokens; none if its config tells none."""
+    """The kinds of KV that a model keeps beside K and V of all tokens, as its config tells."""
     try:
         layers = model.kv_shape("float32").layers
     except ValueError:
