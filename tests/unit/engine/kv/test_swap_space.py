@@ -44,6 +44,24 @@ def test_twins_are_known_both_ways_until_one_is_given_away():
     assert swap.twin_on_host(8) is None
 
 
+def test_room_is_made_for_copies_that_nobody_holds_too():
+    """Copies that another sequence holds need no place; those that nobody holds take a free one."""
+    swap = SwapSpace(4)
+    back = swapped(swap, "back", 2)
+    for device_page, host_page in zip((7, 8), back.host_pages, strict=True):
+        swap.make_twins(device_page, host_page)
+    swap.remove(back)
+    other = swapped(swap, "other", 2)
+    assert swap.make_room([7, 8]) and len(other.host_pages) == 2
+    assert swap.make_room([7, 8, 9]) and not other.host_pages, "three places are needed and two are free"
+    holder = swapped(swap, "holder", 2)
+    for device_page, host_page in zip((5, 6), holder.host_pages, strict=True):
+        swap.make_twins(device_page, host_page)
+    assert swap.make_room([5, 6, 9, 10]) and len(holder.host_pages) == 2
+    assert not swap.make_room([5, 6, 9, 10, 11]) and len(holder.host_pages) == 2
+    swap.check_integrity()
+
+
 def play(engine, requests, steps_before_the_last: int = 0):
     for one in requests[:-1]:
         engine.add_request(one)
