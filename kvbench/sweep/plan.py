@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -86,6 +86,7 @@ def _explanation(design: Design, lengths: Sequence[int]) -> str:
     return text
 
 
+_KV_OF_MODELS = {"latent_kv", "free_outside_window"}  # settings about what only some models have
 _MAKE_ROOM = {"kv_cache_dtype": "a smaller KV dtype", "page_size": "another page size", "kv_budget": "a larger budget"}
 
 
@@ -114,12 +115,25 @@ def lengths_of(requests: Sequence[RequestSpec]) -> Lengths:
 def memory_notes(design: Design, capacity: Mapping[str, Capacity], lengths: Mapping[str, Lengths]) -> list[str]:
     """Tells of each load whether its requests fit into each configuration's KV at once; ``lengths``: by load id.
 
-    Nothing where the budget is known at start only. Last, what the engine keeps of layers with a sliding window.
+    Nothing where the budget is known at start only. Last, what the engine keeps of layers with a sliding window, and
+    settings that change no KV of this model.
     """
     sized = [c for c in design.configurations if capacity[c.config_id].num_pages is not None]
     loads = list(dict.fromkeys(cell.load for cell in design.cells))
     windows = dict.fromkeys(note for limits in capacity.values() if (note := limits.window_note))
-    return [*(_memory_note(sized, capacity, load, lengths[load.load_id]) for load in loads if sized), *windows]
+    memory = (_memory_note(sized, capacity, load, lengths[load.load_id]) for load in loads if sized)
+    return [*memory, *windows, *_without_kv(sized, capacity)]
+
+
+def _without_kv(sized: Sequence[Configuration], capacity: Mapping[str, Capacity]) -> Iterator[str]:
+    """Tells which configurations keep the baseline's KV, because the model has nothing that their setting is about."""
+    for configuration in sized:
+        names = set(configuration.varied)
+        if names and names <= _KV_OF_MODELS and capacity[configuration.config_id] == capacity[sized[0].config_id]:
+            yield (
+                f"{configuration.config_id} keeps the KV of {sized[0].config_id}: {listing(sorted(names))} "
+                "changes nothing with this model and length"
+            )
 
 
 def _memory_note(

@@ -145,3 +145,24 @@ def test_a_sweep_says_once_where_layers_with_a_window_keep_all_tokens(tmp_path, 
         arguments = ["sweep", "--dry-run", str(tmp_path / "w.yaml"), *simulated, "-o", "engine={}", "-o"]
         assert cli.main([*arguments, f"engine.max_model_len={length}"], standalone_mode=False) == 0
         assert capsys.readouterr().out.count("52 of 62 layers look back 1024 tokens") == times
+
+
+@pytest.mark.parametrize(
+    ("config", "length", "without_effect"),
+    [
+        ("llama-20m", 128, {"latent_kv", "free_outside_window"}),
+        ("deepseek-17m", 128, {"free_outside_window"}),
+        ("gemma3-22m", 128, {"latent_kv"}),  # its window is 64 tokens
+        ("gemma3-22m", 64, {"latent_kv", "free_outside_window"}),
+    ],
+)
+def test_a_sweep_names_settings_that_change_no_kv_of_the_model(config, length, without_effect, tmp_path, capsys):
+    model, engine = {"config": config, "dtype": "float32"}, {"device": "cpu", "max_model_len": length, "page_size": 4}
+    workload = {**WORKLOAD, "model": model, "engine": engine | {"kv_budget": "32MiB"}}
+    named = set()
+    for setting in ("latent_kv", "free_outside_window"):
+        (tmp_path / "w.yaml").write_text(yaml.safe_dump({**workload, "sweep": {setting: [False]}}))
+        assert cli.main(["sweep", "--dry-run", str(tmp_path / "w.yaml")], standalone_mode=False) == 0
+        if f"{setting} changes nothing" in " ".join(capsys.readouterr().out.split()):
+            named.add(setting)
+    assert named == without_effect
