@@ -143,6 +143,8 @@ def check_write(case: KernelProblem, drawn: DrawnKV, backend: Any, device: str) 
     count = min(48, len(drawn.slots[0]))
     k = torch.randn(case.kv_heads, count, case.dim, device=device).to(case.dtype).transpose(0, 1)
     v = torch.randn(case.kv_heads, count, case.v_dim, device=device).to(case.dtype).transpose(0, 1)
+    if case.latent:
+        v = k[..., : case.v_dim]
     slots = drawn.slots[0][:count].clone()
     slots[::5] = -1
     kept = slots >= 0
