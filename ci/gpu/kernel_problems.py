@@ -153,7 +153,8 @@ def check_write(case: KernelProblem, drawn: DrawnKV, backend: Any, device: str) 
         untouched[slots[kept]] = False
         if not torch.equal(tensor[untouched].view(torch.uint8), old[untouched].view(torch.uint8)):
             return "a slot that was not asked for was written"
-    for cache, rows in ((drawn.k, k), (drawn.v, v))[: 1 if case.latent else 2]:  # latent: V lies in K's rows
+    written = [(drawn.k, k)] if case.latent else [(drawn.k, k), (drawn.v, v)]  # latent: V lies in K's rows
+    for cache, rows in written:
         wrong = write_error(cache, slots[kept], rows[kept])
         if wrong is not None:
             return wrong

@@ -168,11 +168,10 @@ def measure(
         key = tuple(getattr(subject.config, name) for name in _WEIGHTS)
         groups.setdefault(key, {})[configuration.config_id] = subject
     measured: dict[str, ConfigurationFigures] = {}
-    controls, facts, infos, missing = [], [], [], dict[str, None]()
+    controls, facts, infos = [], [], []
     for members in groups.values():
         group = WeightsGroup(workload, members, every, say)
         figures_of_group, control = group.measure()
-        missing |= {kind: None for member in members.values() for kind in member.missing}
         measured |= figures_of_group
         controls.append(control)
         facts.append(group.material.facts(group.loaded, measurements=len(group.leaders)))
@@ -180,14 +179,15 @@ def measure(
     fingerprints = {info.weights_fingerprint for info in infos}
     dtypes = dict.fromkeys(group_facts.dtype for group_facts in facts)
     counted = sum(group_facts.measurements for group_facts in facts)
+    subjects = [subject for members in groups.values() for subject in members.values()]
     whole = {
         "dtype": ", ".join(dtypes),
         "measurements": counted,
         "seconds": round(time.monotonic() - began, 3),
-        "not_measured": tuple(missing),
+        "not_measured": tuple(dict.fromkeys(kind for subject in subjects for kind in subject.missing)),
     }
     return result_of(
-        [subject for members in groups.values() for subject in members.values()],
+        subjects,
         workload=workload.name,
         model=", ".join(dict.fromkeys(info.name for info in infos)),
         configurations={c.config_id: measured[c.config_id] for c in configurations},

@@ -122,11 +122,11 @@ def memory_notes(design: Design, capacity: Mapping[str, Capacity], lengths: Mapp
     loads = list(dict.fromkeys(cell.load for cell in design.cells))
     windows = dict.fromkeys(note for limits in capacity.values() if (note := limits.window_note))
     memory = (_memory_note(sized, capacity, load, lengths[load.load_id]) for load in loads if sized)
-    return [*memory, *windows, *_without_kv(sized, capacity)]
+    return [*memory, *windows, *_same_kv(sized, capacity)]
 
 
-def _without_kv(sized: Sequence[Configuration], capacity: Mapping[str, Capacity]) -> Iterator[str]:
-    """Tells which configurations keep the baseline's KV, because the model has nothing that their setting is about."""
+def _same_kv(sized: Sequence[Configuration], capacity: Mapping[str, Capacity]) -> Iterator[str]:
+    """Names the configurations with the baseline's KV, because the model has nothing that their setting is about."""
     for configuration in sized:
         names = set(configuration.varied)
         if names and names <= _KV_OF_MODELS and capacity[configuration.config_id] == capacity[sized[0].config_id]:
